@@ -1,0 +1,229 @@
+"""A frozen dataclass, a YAML file and the command line become one validated config.
+
+A template composes its `Config` from groups (nested frozen dataclasses); on the command line and in YAML all
+fields are flat: `--learning_rate 1e-4`, `learning_rate: 1e-4`. The YAML is turned into command-line tokens placed
+before the user's own, so one parser types everything and the command line wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+
+T = TypeVar("T")
+
+
+class CleanExit(Exception):
+    """An end that a user can act on: one line on the console, no traceback, and a stated exit code."""
+
+    exit_code = 1
+
+
+class ConfigError(CleanExit):
+    """Wrong input or configuration: what, where, and what to do."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def clean_exit() -> Iterator[None]:
+    """Turn a `CleanExit` into one line on the console and its exit code."""
+    try:
+        yield
+    except CleanExit as end:
+        if is_main_rank():
+            print(f"{'' if end.exit_code == 143 else 'error: '}{end}", file=sys.stderr, flush=True)
+        if os.environ.get("SHOW_TRACEBACK"):  # for whoever changes the code rather than runs it
+            traceback.print_exc()
+        sys.exit(end.exit_code)
+
+
+def is_main_rank() -> bool:
+    """Whether this process prints: known from the environment, before any process group exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
+    """Yield (field name, type, name of the group that holds it or None) of a config class, groups flattened."""
+    hints = get_type_hints(config_class, include_extras=True)
+    for field in dataclasses.fields(config_class):
+        hint = hints[field.name]
+        bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if dataclasses.is_dataclass(bare):
+            yield from ((name, kind, field.name) for name, kind, _ in fields(bare))  # type: ignore[arg-type]
+        else:
+            yield field.name, bare, None
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """All values of a config by flat field name, in YAML's types, as `--config` accepts them back."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(v) for v in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {
+        name: plain(getattr(getattr(config, group) if group else config, name)) for name, _, group in fields(type(config))
+    }
+
+
+def save(config: Any, path: Path) -> None:
+    """Write every value of `config`, defaults included, as flat YAML. Call on one rank."""
+    path.write_text(yaml.safe_dump(flatten(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def replace(config: T, **changes: Any) -> T:
+    """A copy of `config` with some flat fields changed."""
+    group_of = {name: group for name, _, group in fields(type(config))}
+    for name, value in changes.items():
+        group = group_of[name]
+        if group:
+            value = dataclasses.replace(getattr(config, group), **{name: value})
+        config = dataclasses.replace(config, **{group or name: value})  # type: ignore[type-var]
+    return config
+
+
+def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
+    """Parse the command line, and the YAML file that `--config` names, into a `config_class`.
+
+    Every rank calls this; only the main one prints.
+
+    Raises:
+        ConfigError: unknown flag or key (the near one is suggested), unreadable or ill-formed YAML, or a value
+            that a group's `__post_init__` refuses.
+        SystemExit: with code 0 after `--help`.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    kinds = {name: kind for name, kind, _ in fields(config_class)}
+    tokens, yaml_path = _take_config_flag(tokens)
+    tokens = _normalise(tokens, kinds)
+    given = {_key(token) for token in tokens if token.startswith("--")}
+    given |= {key.removeprefix("no_") for key in given}
+    if yaml_path is not None:
+        tokens = [
+            t for key, value in _read_yaml(yaml_path, kinds) if key not in given for t in _as_tokens(key, value)
+        ] + tokens
+    return _typed(config_class, tokens, kinds, description)
+
+
+def parse_or_exit(config_class: type[T]) -> T:
+    """`parse` for a script's first lines, before torch is imported: --help and mistakes answer at once."""
+    with clean_exit():
+        return parse(config_class, description=(sys.modules["__main__"].__doc__ or "").strip())
+
+
+def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], description: str | None) -> T:
+    wants_help = "--help" in tokens or "-h" in tokens
+    report = io.StringIO()
+    try:
+        # tyro draws its errors as boxes, once per rank; they are kept back and become one line instead.
+        with contextlib.nullcontext() if wants_help else contextlib.redirect_stderr(report):
+            return tyro.cli(
+                config_class,
+                args=tokens,
+                description=description,
+                use_underscores=True,
+                console_outputs=is_main_rank(),
+                config=(tyro.conf.OmitArgPrefixes,),  # flat names, one titled box of help a group
+            )
+    except SystemExit as exit:
+        if exit.code in (0, None):
+            raise
+    text = " ".join(line.strip(" │╭╮╰╯─") for line in report.getvalue().splitlines())
+    text = re.split(r" Argument helptext:| ─{3,}| For full helptext", " ".join(text.split()))[0]
+    text = re.sub(r"^(Parsing error|Value error|Invalid choice|Unrecognized options|Missing value)s? (?=\S)", "", text)
+    raise ConfigError(text or f"the command line could not be read: {' '.join(tokens)}")
+
+
+def _key(token: str) -> str:
+    return token.lstrip("-").split("=", 1)[0].replace("-", "_")
+
+
+def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
+    for i, token in enumerate(tokens):
+        if token == "--config":
+            if i + 1 == len(tokens):
+                raise ConfigError("--config needs the path of a YAML file")
+            return tokens[:i] + tokens[i + 2 :], Path(tokens[i + 1])
+        if token.startswith("--config="):
+            return tokens[:i] + tokens[i + 1 :], Path(token.split("=", 1)[1])
+    return tokens, None
+
+
+def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
+    """Refuse unknown flags with the near one named; accept `--packing false` beside `--packing` and `--no-packing`."""
+    result: list[str] = []
+    rest = iter(range(len(tokens)))
+    for i in rest:
+        token = tokens[i]
+        if not token.startswith("--") or token == "--help":
+            result.append(token)
+            continue
+        name, _, value = token.partition("=")
+        key = _key(name)
+        negated = key.startswith("no_") and kinds.get(key[3:]) is bool
+        if key not in kinds and not negated:
+            raise ConfigError(f"unknown flag {name}{_suggest(key, kinds, '--')}; --help lists all")
+        if kinds.get(key) is bool:
+            following = tokens[i + 1].lower() if i + 1 < len(tokens) else ""
+            if not value and following in ("true", "false"):
+                value = following
+                next(rest)
+            if value and value.lower() not in ("true", "false"):
+                raise ConfigError(f"{name} is true or false, not {value!r}")
+            result += _as_tokens(key, value.lower() != "false")
+        else:
+            result.append(f"--{key}={value}" if "=" in token else f"--{key}")
+    return result
+
+
+def _suggest(key: str, kinds: dict[str, Any], prefix: str = "") -> str:
+    near = difflib.get_close_matches(key, list(kinds), n=1, cutoff=0.6)
+    return f": did you mean {prefix}{near[0]}?" if near else ""
+
+
+def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', error)})") from None
+    if content is None:
+        return
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected 'key: value' lines, found a {type(content).__name__}")
+    for raw, value in content.items():
+        key = str(raw).replace("-", "_")
+        if key not in kinds:
+            raise ConfigError(f"{path}: unknown key {raw!r}{_suggest(key, kinds)}")
+        if isinstance(value, dict):
+            raise ConfigError(f"{path}: {raw}: expected a value, found a mapping (keys are flat, as the flags are)")
+        if kinds[key] is bool and not isinstance(value, bool):
+            raise ConfigError(f"{path}: {raw} is true or false, not {value!r}")
+        yield key, value
+
+
+def _as_tokens(key: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{key}" if value else f"--no_{key}"]
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={value}"]

@@ -1,0 +1,477 @@
+"""Text to tokens for pretraining: a tokenizer, memory-mapped shards, and sequences cut from them without padding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shared import data, demo, records
+from shared.chat import DEFAULT_TEMPLATE
+from shared.config import ConfigError
+from shared.data import Batch, Row, Window, _mix
+from shared.options import CorpusConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
+CHUNK_BYTES = 2**20  # text handed to one tokenising process at a time
+FORMAT = 1  # raised when the files below change meaning
+
+Documents = Callable[[], Iterator[tuple[str, dict[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from: `read()` yields (where, record); `identity` goes into the fingerprint."""
+
+    name: str
+    identity: Any
+    read: Documents
+    text_column: str = "text"
+
+    def texts(self) -> Iterator[str]:
+        """The text of each document, in order. Raises ConfigError for a record without it."""
+        for where, record in self.read():
+            if self.text_column not in record:
+                columns = ", ".join(map(str, record)) or "none"
+                raise ConfigError(f"{where}: no column {self.text_column!r} (has: {columns}); name it with --text_column")
+            text = record[self.text_column]
+            if not isinstance(text, str):
+                raise ConfigError(f"{where}: {self.text_column!r} is {_kind(text)}, expected text")
+            if text:
+                yield text
+
+
+def open_sources(config: CorpusConfig) -> tuple[Source, Source | None]:
+    """(training, validation or None) text. Raises ConfigError for files that are missing or empty."""
+    if config.dataset_name is not None:
+        name, part, streaming = config.dataset_name, config.dataset_config_name, config.streaming
+        identity = [name, part, "train"]
+        return Source(
+            name, identity, lambda: records.load_hub(name, part, "train", streaming=streaming), config.text_column
+        ), None
+    if config.is_demo:
+        files = demo.python_files()
+        return Source("the Python standard library", [sys.version, files], demo.sources), None
+
+    def from_files(flag: str, paths: tuple[str, ...]) -> Source:
+        files = records.find_files(paths, flag=flag)
+        name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
+        return Source(name, files, lambda: records.read_records(files), config.text_column)
+
+    validation = from_files("validation_file", config.validation_file) if config.validation_file else None
+    return from_files("train_file", config.train_file), validation
+
+
+def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> Path:
+    """Tokenise the corpus once; on the next run with the same files, tokenizer and settings it is there already.
+
+    Every rank calls this; the main one works, the others wait.
+
+    Args:
+        config: the text.
+        tokenizer: to use; None trains a byte-level BPE on the text.
+
+    Returns:
+        The folder with the shards, `meta.json` and `tokenizer/`.
+
+    Raises:
+        ConfigError: no text, unreadable text, or a tokenizer without an end-of-text token.
+    """
+    train, validation = open_sources(config)
+    serialised = tokenizer and tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    if tokenizer is not None and tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no end-of-text token to put between documents")
+    key = data.fingerprint(
+        format=FORMAT,
+        train=train.identity,
+        validation=validation and validation.identity,
+        column=config.text_column,
+        percent=config.validation_split_percentage,
+        tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
+    )
+
+    def build(folder: Path) -> None:
+        used = tokenizer or train_tokenizer(train.texts(), config.vocab_size)
+        used.save_pretrained(folder / "tokenizer")
+        num_proc = config.preprocessing_num_workers
+        if num_proc is None:
+            size = sum(p.stat().st_size for p in train.identity if isinstance(p, Path))
+            num_proc = max(1, min(os.cpu_count() or 1, size // 32_000_000))
+        percent = config.validation_split_percentage
+        write_shards(folder, train, validation, used, validation_percent=percent, num_proc=num_proc)
+
+    return data.build_once(data.cache_dir() / "corpus" / key, build)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
+    """Which documents, by their number in the source, belong to the validation split. Shape kept, bool.
+
+    A hash of the number alone decides, so the split does not depend on seed, world size or corpus size.
+    """
+    with np.errstate(over="ignore"):
+        hashed = _mix(np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    return hashed % np.uint64(10_000) < np.uint64(round(percent * 100))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = 2**30) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer (GPT-2's pre-tokenisation, digits apart) on the first `max_bytes` of `texts`.
+
+    Its special tokens are END_OF_TEXT, which ends a document, and a padding token of its own.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+    def limited() -> Iterator[str]:
+        taken = 0
+        for text in texts:
+            taken += len(text)
+            if taken > max_bytes:
+                return
+            yield text
+
+    tokenizer.train_from_iterator(limited(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        pad_token="<|pad|>",
+        chat_template=DEFAULT_TEMPLATE,
+    )
+
+
+# Shards ------------------------------------------------------------------------------------------------------------
+
+
+class _ShardWriter:
+    """Appends tokens to `<split>-00000.bin`, ... and keeps where each document ends."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+        self.folder, self.split, self.dtype = folder, split, dtype
+        self.sizes: list[int] = []  # tokens of each shard
+        self.ends: list[np.ndarray] = []  # document ends, counted over all shards
+        self.tokens = self.bytes = 0
+        self.hash = hashlib.sha256()
+        self.file: Any = None
+
+    def append(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int) -> None:
+        self.ends.append(self.tokens + ends)
+        self.tokens += len(tokens)
+        self.bytes += num_bytes
+        while len(tokens):
+            if self.file is None or self.sizes[-1] == SHARD_TOKENS:
+                self.close()
+                self.file = open(self.folder / f"{self.split}-{len(self.sizes):05d}.bin", "wb")
+                self.sizes.append(0)
+            part, tokens = np.split(tokens, [SHARD_TOKENS - self.sizes[-1]])
+            content = part.astype(self.dtype).tobytes()
+            self.hash.update(content)
+            self.file.write(content)
+            self.sizes[-1] += len(part)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def finish(self) -> dict[str, Any]:
+        self.close()
+        ends = np.concatenate(self.ends) if self.ends else np.zeros(0, np.int64)
+        np.save(self.folder / f"{self.split}-ends.npy", ends)
+        facts = {"tokens": self.tokens, "bytes": self.bytes, "documents": len(ends), "shards": self.sizes}
+        return {**facts, "sha256": self.hash.hexdigest()}
+
+
+_worker: Any = None  # (tokenizers.Tokenizer, eos id) of a tokenising process
+
+
+def _start_worker(serialised: str, eos: int) -> None:
+    global _worker
+    from tokenizers import Tokenizer
+
+    _worker = (Tokenizer.from_str(serialised), eos)
+
+
+def _tokenise(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens of all `texts` with an end-of-text after each: ([tokens] uint32, [texts] lengths, [texts] bytes)."""
+    tokenizer, eos = _worker
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    ids = [np.asarray([*e.ids, eos], dtype=np.uint32) for e in encoded]
+    return np.concatenate(ids), np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _tokenised(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, num_proc: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Tokenise chunk after chunk, in order, by `num_proc` processes."""
+    initial = (tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)  # type: ignore[attr-defined]
+    if num_proc <= 1:
+        _start_worker(*initial)
+        yield from map(_tokenise, _chunks(texts))
+        return
+    # spawn: a fork would copy the threads' locks of a process group that is already up
+    with multiprocessing.get_context("spawn").Pool(num_proc, _start_worker, initial) as pool:
+        yield from pool.imap(_tokenise, _chunks(texts))
+
+
+def write_shards(
+    folder: Path,
+    train: Source,
+    validation: Source | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    validation_percent: float,
+    num_proc: int,
+) -> None:
+    """Tokenise everything into `folder`: shards, document ends, `meta.json`. Call on one rank.
+
+    Raises:
+        ConfigError: no text, or a record that is not text.
+    """
+    from tqdm import tqdm
+
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    writers = {split: _ShardWriter(folder, split, dtype) for split in ("train", "validation")}
+    progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False)
+    number = 0
+    for source in (train, validation):
+        if source is None:
+            continue
+        for tokens, lengths, sizes in _tokenised(source.texts(), tokenizer, num_proc):
+            if source is validation:
+                held_out = np.ones(len(lengths), bool)
+            elif validation is not None:
+                held_out = np.zeros(len(lengths), bool)
+            else:
+                held_out = is_validation(np.arange(number, number + len(lengths)), validation_percent)
+            number += len(lengths)
+            for split, chosen in (("train", ~held_out), ("validation", held_out)):
+                if chosen.any():
+                    kept = tokens[np.repeat(chosen, lengths)]
+                    writers[split].append(kept, np.cumsum(lengths[chosen]), int(sizes[chosen].sum()))
+            progress.update(int(sizes.sum()))
+    progress.close()
+    meta = {"format": FORMAT, "dtype": dtype.name, "source": train.name}
+    meta |= {split: writer.finish() for split, writer in writers.items()}
+    if not number:
+        raise ConfigError(f"{train.name}: no text in it")
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+class Tokens:
+    """One split's tokens, memory-mapped, as sequences of `seq_length` inputs and their next tokens.
+
+    Args:
+        folder: what `write_shards` filled.
+        split: train or validation.
+        seq_length: tokens of one sequence.
+        first, last: the part of the split's tokens to use.
+    """
+
+    def __init__(self, folder: Path, split: str, seq_length: int, first: int = 0, last: int | None = None) -> None:
+        self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
+        self.meta = json.loads((folder / "meta.json").read_text())
+        self.last = self.meta[split]["tokens"] if last is None else last
+
+    @cached_property
+    def _shards(self) -> list[np.ndarray]:
+        dtype, count = self.meta["dtype"], len(self.meta[self.split]["shards"])
+        return [np.memmap(self.folder / f"{self.split}-{i:05d}.bin", dtype=dtype, mode="r") for i in range(count)]
+
+    def __getstate__(self) -> dict[str, Any]:  # a reading process maps the files itself
+        return {k: v for k, v in self.__dict__.items() if k != "_shards"}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.last - self.first
+
+    def __len__(self) -> int:
+        return max(0, (self.num_tokens - 1) // self.seq_length)
+
+    def __getitem__(self, index: int) -> Row:
+        start = self.first + index * self.seq_length
+        tokens = self._read(start, start + self.seq_length + 1)
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        parts = []
+        while start < stop:
+            shard, offset = divmod(start, SHARD_TOKENS)
+            part = self._shards[shard][offset : offset + stop - start]
+            parts.append(np.asarray(part, dtype=np.int64))
+            start += len(part)
+        return np.concatenate(parts)
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return len(indices) * self.seq_length
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of source text a token stands for, over the whole split."""
+        return self.meta[self.split]["bytes"] / self.meta[self.split]["tokens"]
+
+
+def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tuple[Tokens, Tokens, str]:
+    """(train, validation, a sentence that states the split) of prepared tokens.
+
+    Where the corpus has too few documents for a hash of their numbers to hold out a single sequence, the last
+    `validation_percent` of the tokens are the validation split instead.
+
+    Raises:
+        ConfigError: too little text for one sequence in each split.
+    """
+    train, validation = Tokens(folder, "train", seq_length), Tokens(folder, "validation", seq_length)
+    documents = validation.meta["validation"]["documents"]
+    stated = f"{documents:,} of {documents + train.meta['train']['documents']:,} documents"
+    if not len(validation) and validation_percent:
+        cut = math.ceil(train.num_tokens * (1 - validation_percent / 100))
+        validation, train = Tokens(folder, "train", seq_length, cut), Tokens(folder, "train", seq_length, 0, cut)
+        stated = f"the last {validation_percent:g} % of the text (too few documents to hold some out)"
+    for split in (train, validation):
+        if not len(split):
+            raise ConfigError(
+                f"{train.meta['source']}: the {'training' if split is train else 'validation'} split has "
+                f"{split.num_tokens} tokens, fewer than one sequence (--seq_length {seq_length})"
+            )
+    return train, validation, stated
+
+
+def collate(rows: list[Row]) -> Batch:
+    """Rows of equal length -> {"input_ids", "labels"}: [batch, seq] int64; labels are the next tokens."""
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in ("input_ids", "labels")}
+
+
+# Streaming -----------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Sequences cut from a source that is read as it goes, for a corpus too large for the disk.
+
+    Every rank reads and tokenises the same stream and keeps its own rows of each global batch, so the samples of a
+    step are the same on any number of processes. The order is the source's own. Has the interface of `data.Loader`;
+    resuming reads forward from the start, which is the price of not keeping tokens.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: PreTrainedTokenizerBase,
+        seq_length: int,
+        *,
+        global_batch_size: int,
+        per_device: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        validation_percent: float,
+    ) -> None:
+        self.source, self.tokenizer, self.seq_length = source, tokenizer, seq_length
+        self.global_batch_size, self.per_device = global_batch_size, per_device
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.validation_percent = validation_percent
+
+    def sequences(self, *, validation: bool) -> Iterator[np.ndarray]:
+        """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""
+        held = np.zeros(0, np.int64)
+        number = 0
+        for tokens, lengths, _ in _tokenised(self.source.texts(), self.tokenizer, 1):
+            chosen = is_validation(np.arange(number, number + len(lengths)), self.validation_percent) == validation
+            number += len(lengths)
+            held = np.concatenate([held, tokens[np.repeat(chosen, lengths)].astype(np.int64)])
+            count = (len(held) - 1) // self.seq_length
+            for i in range(count):
+                yield held[i * self.seq_length : (i + 1) * self.seq_length + 1]
+            held = held[max(0, count) * self.seq_length :]
+
+    def held_out(self, count: int) -> list[Row]:
+        """The first `count` validation sequences. Raises ConfigError when there is not one."""
+        rows: list[Row] = []
+        for tokens in self.sequences(validation=True):
+            rows.append({"input_ids": tokens[:-1], "labels": tokens[1:]})
+            if len(rows) == count:
+                break
+        if not rows:
+            raise ConfigError(f"{self.source.name}: no validation sequence in it; raise --validation_split_percentage")
+        return rows
+
+    def windows(self, start: int, stop: int) -> Iterator[Window]:
+        """Yield one window for each optimizer step in range(start, stop), over as many epochs as it takes.
+
+        Raises:
+            ConfigError: the stream holds less than one global batch.
+        """
+        step = 0
+        while step < stop:
+            batch: list[np.ndarray] = []
+            first_step_of_epoch = step
+            for tokens in self.sequences(validation=False):
+                batch.append(tokens)
+                if len(batch) == self.global_batch_size:
+                    if step >= start:
+                        yield self._window(batch)
+                    step, batch = step + 1, []
+                    if step == stop:
+                        return
+            if step == first_step_of_epoch:
+                raise ConfigError(f"{self.source.name}: less than one global batch of {self.global_batch_size} sequences")
+
+    def _window(self, sequences: list[np.ndarray]) -> Window:
+        split = data.micro_batches(np.arange(len(sequences)), self.rank, self.world_size, self.per_device)
+        batches = []
+        for indices in split:
+            tokens = torch.from_numpy(np.stack([sequences[i] for i in indices])).to(self.device)
+            batches.append({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+        return Window(batches, len(sequences) * self.seq_length, len(sequences))
+
+
+class Rows(list[Row]):
+    """Sequences in memory, as `data.Samples`."""
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return sum(int((self[int(i)]["labels"] != data.IGNORED).sum()) for i in indices)

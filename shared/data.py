@@ -1,0 +1,248 @@
+"""The order of samples, and each rank's share of every global batch.
+
+The order is a function of (seed, epoch, step) alone. The world size only decides who reads which slice of a global
+batch, so a run resumes with a jump, on any number of processes, and sees the samples it would have seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from shared.config import ConfigError, is_main_rank
+
+IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
+
+
+# Built once, by the main rank ---------------------------------------------------------------------------------------
+
+
+def fingerprint(**parts: Any) -> str:
+    """16 hex digits that change when any of the JSON-like `parts` does; a Path stands for its size and time."""
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, Path):
+            stat = value.stat()
+            return [str(value.resolve()), stat.st_size, stat.st_mtime_ns]
+        raise TypeError(type(value))
+
+    text = json.dumps(parts, sort_keys=True, default=describe)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cache_dir() -> Path:
+    """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TEMPLATES_CACHE") or os.path.join(base, "accelerate-templates"))
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Let the main rank fill `folder` while the others wait; on the next run it is there already.
+
+    `build` gets a temporary sibling, which is renamed when it returns: a folder is whole or does not exist. The
+    other ranks look for the folder instead of waiting in a collective, which would time out; when the main rank
+    fails, the launcher ends them. Every rank calls this; the folder must be on a file system that all ranks see.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    if is_main_rank() and not folder.exists():
+        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"{folder.parent}: {error.strerror}; set TEMPLATES_CACHE to a writable folder") from None
+        try:
+            build(temporary)
+            with contextlib.suppress(OSError):  # another run may have built the same in the meantime
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    while not folder.exists():
+        time.sleep(0.2)
+    return folder
+
+
+# Order -------------------------------------------------------------------------------------------------------------
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijective scramble of 64-bit words."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
+    """Where a keyed pseudo-random permutation of range(size) sends each entry of `index`.
+
+    A balanced Feistel network on the next even power of two, walked until it lands inside the range (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). Costs the same at any size and holds no table, so any
+    step of any epoch is a jump.
+
+    Args:
+        index: [n], integers in range(size).
+        size: number of samples, at most 2**62.
+        key: integers that choose the permutation, (seed, epoch).
+
+    Returns:
+        [n] int64.
+    """
+    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    round_keys = np.random.SeedSequence(key).generate_state(8, np.uint64)
+
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> np.uint64(half), x & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        return (left << np.uint64(half)) | right
+
+    with np.errstate(over="ignore"):
+        result = encrypt(np.asarray(index, dtype=np.uint64))
+        while (outside := result >= np.uint64(size)).any():
+            result[outside] = encrypt(result[outside])
+    return result.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples make up each global batch. The last batch of an epoch may be smaller; none is dropped."""
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    shuffle: bool = True
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.num_samples / self.global_batch_size)
+
+    def indices(self, step: int) -> np.ndarray:
+        """The samples of optimizer step `step`, counted from 0 over all epochs: [<= global_batch_size] int64."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first = step_in_epoch * self.global_batch_size
+        positions = np.arange(first, min(first + self.global_batch_size, self.num_samples))
+        return permute(positions, self.num_samples, (self.seed, epoch)) if self.shuffle else positions
+
+
+def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: int) -> np.ndarray:
+    """One rank's micro-batches of a global batch: [micro-batches, per_device] sample indices.
+
+    All ranks get equally many, as their collectives require; where a ragged batch runs out, -1 stands for a row
+    that is computed and counts for nothing. Over all ranks each index appears exactly once.
+    """
+    at_once = per_device * world_size
+    padded = np.full(math.ceil(len(indices) / at_once) * at_once, -1, dtype=np.int64)
+    padded[: len(indices)] = indices
+    return padded.reshape(-1, world_size, per_device)[:, rank]
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+Row = Mapping[str, Any]
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(Protocol):
+    """A map-style dataset that knows how many targets each sample has, so that no rank need ask the others."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """Target tokens (or images) of these samples together."""
+        ...
+
+
+@dataclass
+class Window:
+    """What one rank computes for one optimizer step."""
+
+    micro_batches: list[Batch]
+    num_targets: int  # of the whole global batch, over all ranks: what its loss is divided by
+    num_samples: int  # likewise
+
+
+class _Rows(Dataset):
+    """Rows by index; -1 gives a row that has the shape of the first sample and no targets."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: int) -> Row:
+        if index >= 0:
+            return self.samples[index]
+        row = self.samples[0]
+        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+
+
+class Loader:
+    """Windows of micro-batches for one rank, from any optimizer step on.
+
+    Args:
+        samples: the whole data set; every rank holds the same.
+        collate: rows -> a batch of tensors, `labels` among them.
+        order: the global batches.
+        per_device: rows of one micro-batch.
+        rank, world_size: this rank's place among those that read different data.
+        device: where the batches are put.
+        num_workers: reading processes; 0 for none.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        collate: Callable[[list[Row]], Batch],
+        order: Order,
+        *,
+        per_device: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        num_workers: int = 0,
+    ) -> None:
+        self.samples, self.collate, self.order = samples, collate, order
+        self.per_device, self.rank, self.world_size = per_device, rank, world_size
+        self.device, self.num_workers = device, num_workers
+
+    def windows(self, start: int, stop: int) -> Iterator[Window]:
+        """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there."""
+
+        def sampler() -> Iterator[list[int]]:
+            for step in range(start, stop):
+                yield from self._split(self.order.indices(step)).tolist()
+
+        batches = iter(
+            DataLoader(
+                _Rows(self.samples),
+                batch_sampler=sampler(),
+                collate_fn=self.collate,
+                num_workers=self.num_workers,
+                pin_memory=self.device.type == "cuda",
+                prefetch_factor=4 if self.num_workers else None,
+            )
+        )
+        for step in range(start, stop):
+            indices = self.order.indices(step)
+            rows = [next(batches) for _ in self._split(indices)]
+            rows = [{k: v.to(self.device, non_blocking=True) for k, v in row.items()} for row in rows]
+            yield Window(rows, self.samples.num_targets(indices), len(indices))
+
+    def _split(self, indices: np.ndarray) -> np.ndarray:
+        return micro_batches(indices, self.rank, self.world_size, self.per_device)

@@ -1,0 +1,62 @@
+"""What a run uses when it is given no model and no data: real input that every Python already has on its disk."""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).parent / "tiny-llama"  # see README.md in it for how it was made
+
+# Tests, generated tables and what some distributions leave out: not code that anyone would want to imitate.
+_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "ensurepip", "turtledemo"}
+_LEFT_OUT |= {"__pycache__", "encodings", "pydoc_data", "_pyrepl"}
+
+
+def python_files() -> list[Path]:
+    """The running interpreter's own standard library source files, sorted: about 13 MB of code."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [p for p in root.rglob("*.py") if not _LEFT_OUT.intersection(p.relative_to(root).parts)]
+    return sorted(p for p in files if p.stat().st_size)
+
+
+def sources() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, {"text": source}) of each file of the standard library."""
+    for path in python_files():
+        try:
+            yield str(path), {"text": path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError:
+            continue
+
+
+def docstring_chats() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, {"messages": [...]}) that ask for the docstring of each documented function.
+
+    The user's turn shows the function without its docstring; the assistant's turn is the docstring's first paragraph.
+    """
+    for where, record in sources():
+        try:
+            tree = ast.parse(record["text"])
+        except SyntaxError:
+            continue
+        lines = record["text"].splitlines()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
+            body = node.body[1:]
+            if len(docstring) < 15 or not body or body[0].lineno <= (node.body[0].end_lineno or 0):
+                continue
+            code = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[body[0].lineno - 1 : node.end_lineno]
+            yield (
+                f"{where}:{node.lineno}",
+                {
+                    "messages": [
+                        {"role": "user", "content": textwrap.dedent("\n".join(code))},
+                        {"role": "assistant", "content": docstring},
+                    ]
+                },
+            )

@@ -1,0 +1,163 @@
+"""The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, exit codes, a settings summary."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+
+from shared import config as configs
+from shared.config import ConfigError
+
+C = TypeVar("C")
+
+
+def run(main: Callable[[C], None], config: C) -> None:
+    """Call `main(config)` and end with one line and the exit code that names the cause. Every rank calls this.
+
+    Exit codes: 0 done, 2 input or configuration, 3 checkpoint, 4 loss or gradient not finite, 143 stopped by a
+    signal after a checkpoint, 1 with a traceback for anything unforeseen. `accelerate launch` itself turns every
+    failure into 1.
+    """
+    with configs.clean_exit():
+        main(config)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def start(seed: int, *, log_with: str | None = None) -> Accelerator:
+    """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this, first of all.
+
+    Accumulation, clipping and learning-rate schedules are the template's own; the launch config decides on
+    processes, strategy and precision alone.
+
+    Raises:
+        ConfigError: the launch would train something else than it seems to: processes that each believe they are
+            alone, or a second answer to a question that the template's config already answers.
+    """
+    _quieten_libraries()
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto"):
+        raise ConfigError(
+            f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation follows from "
+            "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
+        )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if world_size > 1 and not on_cpu and not _has_accelerator_device():
+        raise ConfigError(
+            f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
+            "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
+        )
+    _use_all_cores(world_size)
+    rehearsal = on_cpu and world_size > 1 and _rehearse_on_cpu()
+    accelerator = Accelerator(
+        log_with=log_with,
+        # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+    )
+    if accelerator.num_processes != world_size:
+        raise ConfigError(
+            f"{world_size} processes were launched but Accelerate sees {accelerator.num_processes}: "
+            "start with `accelerate launch --config_file accelerate_configs/...`"
+        )
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where fp32 is asked for
+        if accelerator.mixed_precision == "no" and torch.cuda.is_bf16_supported():
+            say(
+                "warning: training in fp32 on a GPU that has bf16, which is several times faster: "
+                "add `--mixed_precision bf16` after `accelerate launch`"
+            )
+    if rehearsal:
+        say(f"rehearsal: {accelerator.distributed_type.value} on {world_size} CPU processes in place of GPUs")
+    set_seed(seed)
+    return accelerator
+
+
+def say(text: str) -> None:
+    """Print one line on the main rank, above a progress bar if there is one."""
+    if configs.is_main_rank():
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+
+
+def summary(title: str, rows: dict[str, Any]) -> None:
+    """Print the settings in force, one aligned line each, on the main rank. Rows that are None are left out."""
+    rows = {k: v for k, v in rows.items() if v is not None}
+    width = max(map(len, rows))
+    say("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
+
+
+def strategy(accelerator: Accelerator) -> str:
+    """How this run is spread, for people: `1 process on cuda`, `FSDP x 8 on cuda, bf16`."""
+    kind = accelerator.distributed_type
+    spread = "1 process" if kind == DistributedType.NO else f"{_NAMES.get(kind, kind.value)} x {accelerator.num_processes}"
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    return f"{spread} on {accelerator.device.type}, {precision}"
+
+
+_NAMES = {DistributedType.MULTI_CPU: "DDP", DistributedType.MULTI_GPU: "DDP", DistributedType.FSDP: "FSDP2"}
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Derive all randomness of one optimizer step (dropout, say) from (seed, step, rank).
+
+    Nothing random is carried from step to step, so a resumed run needs no saved generator state to continue bit
+    for bit, and evaluation, sampling or a library that draws in between changes nothing. Every rank calls this.
+    """
+    words = np.random.SeedSequence((seed, step, rank)).generate_state(2, np.uint32)
+    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+    random.seed(int(words[0]))
+    np.random.seed(words[1])
+
+
+def _has_accelerator_device() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _use_all_cores(world_size: int) -> None:
+    """Share this machine's cores among its processes where the model is computed on them.
+
+    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores but one idle.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and not _has_accelerator_device():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+
+
+def _rehearse_on_cpu() -> bool:
+    """Make Accelerate honour FSDP and parallelism configs in a CPU process group, which it silently turns to DDP.
+
+    Accelerate looks at `fsdp_config` and `ParallelismConfig` only where the state says MULTI_GPU. Plain DDP stays
+    MULTI_CPU, because MULTI_GPU would hand DDP the device ids of GPUs.
+
+    Returns:
+        Whether this is a rehearsal of a sharded strategy.
+    """
+    asked = [os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() for name in ("FSDP", "PARALLELISM_CONFIG")]
+    state = PartialState(cpu=True)
+    if "true" not in asked or state.distributed_type != DistributedType.MULTI_CPU:
+        return False
+    state.distributed_type = DistributedType.MULTI_GPU
+    return True
+
+
+def _quieten_libraries() -> None:
+    """Keep from the console what a user cannot act on. Errors stay."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    for name in ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")

@@ -1,0 +1,304 @@
+"""What a run reports: W&B or any tracker, metrics.jsonl, curves.png, a progress bar, throughput and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from shared.checkpoint import TrainState
+from shared.config import ConfigError
+from shared.launch import say
+from shared.options import LogConfig
+
+T = TypeVar("T")
+
+# Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets; found in the device's name, first match.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "MI300X": 1307e12,
+}
+
+
+def tracker_name(report_to: str) -> str | None:
+    """The tracker for `launch.start`, None for none. Raises ConfigError for one that is unknown or not installed."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    if report_to == "none":
+        return None
+    if report_to not in LOGGER_TYPE_TO_CLASS:
+        raise ConfigError(f"--report_to {report_to}: expected none or one of {', '.join(LOGGER_TYPE_TO_CLASS)}")
+    if report_to not in {str(name) for name in get_available_trackers()}:
+        raise ConfigError(f"--report_to {report_to}: not installed (pip install {report_to}), or use none")
+    return report_to
+
+
+class Logger:
+    """Collects each step and writes every `logging_steps`. Every rank makes one and calls it alike.
+
+    Args:
+        accelerator: of the run, made with `log_with`.
+        config: the logging group.
+        run_dir: where metrics.jsonl and curves.png go.
+        template: names the tracker's project.
+        settings: the flat config, stored in the tracker.
+        state: of the run; a tracker's run id is put into it.
+        total_steps: length of the progress bar.
+        flops_per_token: for MFU; None where it has no meaning.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: LogConfig,
+        run_dir: Path,
+        *,
+        template: str,
+        settings: dict[str, Any],
+        state: TrainState,
+        total_steps: int,
+        flops_per_token: float | None = None,
+    ) -> None:
+        self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
+        self.flops_per_token = flops_per_token
+        self.tracker = tracker_name(config.report_to)
+        self.main = accelerator.is_main_process
+        self.file = run_dir / "metrics.jsonl"
+        if self.main:
+            _keep_whole_lines(self.file, state.step)
+            if self.tracker:
+                self._start_tracker(template, settings)
+        self.bar = tqdm(
+            total=total_steps,
+            initial=state.step,
+            desc=template,
+            unit="step",
+            disable=not self.main,
+            # a log file gets a line every 10 s, not a line a step
+            mininterval=0.1 if sys.stderr.isatty() else 10,
+            dynamic_ncols=True,
+        )
+        self._reset()
+        self.mark = time.perf_counter()
+
+    def _reset(self) -> None:
+        self.steps = self.targets = 0
+        self.positions = 0
+        self.seconds = self.waited = 0.0
+        self.loss = torch.zeros((), device=self.accelerator.device)
+
+    def waiting(self, windows: Iterable[T]) -> Iterator[T]:
+        """Pass the loader's windows on, and time how long each keeps the training waiting."""
+        iterator = iter(windows)
+        while True:
+            start = time.perf_counter()
+            try:
+                window = next(iterator)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - start
+            yield window
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time spent in here (evaluation, saving) is not training time."""
+        self.seconds += time.perf_counter() - self.mark
+        yield
+        self.mark = time.perf_counter()
+
+    def step(
+        self, loss: torch.Tensor, *, grad_norm: torch.Tensor, learning_rate: float, targets: int, positions: int
+    ) -> None:
+        """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this.
+
+        Args:
+            loss: this rank's share of the global mean loss: its summed loss / the global batch's targets.
+            grad_norm: before clipping, the same on all ranks.
+            learning_rate: of this step.
+            targets: target tokens of the global batch.
+            positions: tokens this rank computed, padding included.
+        """
+        self.steps += 1
+        self.targets += targets
+        self.positions += positions
+        self.loss += loss.detach()
+        self.bar.update()
+        if self.state.step % self.config.logging_steps and self.state.step != self.bar.total:
+            return
+        sums = torch.stack([self.loss, torch.tensor(float(self.positions), device=self.loss.device)])
+        sums = self.accelerator.reduce(sums, "sum").tolist()
+        now = time.perf_counter()
+        seconds = self.seconds + now - self.mark
+        values = {
+            "loss": sums[0] / self.steps,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm.item(),
+            "trained_tokens_per_second": self.targets / seconds,
+            "processed_tokens_per_second": sums[1] / seconds,
+            "data_wait_share": self.waited / seconds,
+            "peak_memory_gb": peak_memory() / 1e9,
+            "tokens": self.state.tokens,
+        }
+        peak = peak_flops(self.accelerator.device)
+        if peak and self.flops_per_token:
+            achieved = self.flops_per_token * values["processed_tokens_per_second"] / self.accelerator.num_processes
+            values["mfu"] = achieved / peak
+        self.bar.set_postfix_str(
+            f"loss {values['loss']:.3f}, {values['processed_tokens_per_second']:,.0f} tok/s", refresh=False
+        )
+        self.log(values)
+        self._reset()
+        self.mark = time.perf_counter()
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Write values of this step to metrics.jsonl and the trackers. The main rank acts."""
+        if not self.main:
+            return
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self.state.step, **values}) + "\n")
+        # As a value, not as the tracker's own step: W&B drops steps that a resumed run repeats.
+        self.accelerator.log({**values, "step": self.state.step}, step=self._tracker_step)
+
+    @property
+    def _tracker_step(self) -> int | None:
+        return None if self.tracker == "wandb" else self.state.step
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Show a table of texts in W&B; other trackers have none. The main rank acts."""
+        if self.main and self.tracker == "wandb":
+            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=rows, step=None)
+
+    def close(self) -> None:
+        """Draw the curves and end the tracker's run. Every rank calls this."""
+        self.bar.close()
+        self.draw()
+        self.accelerator.end_training()
+
+    def draw(self) -> None:
+        """Draw curves.png from metrics.jsonl. The main rank acts."""
+        if self.main:
+            draw_curves(self.file, self.run_dir / "curves.png")
+
+    def _start_tracker(self, template: str, settings: dict[str, Any]) -> None:
+        project = self.config.project_name or template
+        if self.tracker != "wandb":
+            self.accelerator.project_configuration.set_directories(str(self.run_dir))
+            plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
+            self.accelerator.init_trackers(project, plain)
+            return
+        import wandb
+
+        self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
+        options: dict[str, Any] = {
+            "id": self.state.tracker_run_id,
+            "name": self.config.run_name or self.run_dir.name,
+            "dir": str(self.run_dir),
+            "resume": "allow",
+            "mode": os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline"),
+            "settings": wandb.Settings(quiet=True, silent=True, console="off", save_code=False, init_timeout=30),
+        }
+        try:
+            self.accelerator.init_trackers(project, settings, {"wandb": options})
+        except wandb.errors.CommError as error:
+            say(f"warning: W&B cannot be reached ({str(error).splitlines()[0]})")
+            self.accelerator.trackers.clear()
+            options["mode"] = "offline"
+            self.accelerator.init_trackers(project, settings, {"wandb": options})
+        if options["mode"] == "offline":
+            say(
+                f"W&B: not logged in, so this run is logged offline; `wandb sync {self.run_dir}/wandb/offline-run-*` uploads it"
+            )
+        run = self.accelerator.get_tracker("wandb", unwrap=True)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+
+def _wandb_login() -> bool:
+    import wandb
+
+    with contextlib.suppress(Exception):  # asks the environment and the netrc file, never the network
+        return bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+    return False
+
+
+def _keep_whole_lines(file: Path, last_step: int) -> None:
+    """Drop a half-written last line, and what a killed run logged after the checkpoint that is resumed."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+    temporary = file.with_name(".metrics.jsonl")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(file)
+
+
+def peak_memory() -> int:
+    """Most bytes this process has held: on the GPU if there is one, else resident in memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a known device, else None."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+
+
+def draw_curves(metrics: Path, picture: Path) -> None:
+    """Loss, learning rate and throughput over steps, from a metrics.jsonl."""
+    from matplotlib.figure import Figure
+
+    if not metrics.exists():
+        return
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for panel, title, keys in (
+        (panels[0], "loss", {"loss": "training", "eval_loss": "validation"}),
+        (panels[1], "learning rate", {"learning_rate": None}),
+        (
+            panels[2],
+            "tokens per second",
+            {"processed_tokens_per_second": "processed", "trained_tokens_per_second": "trained"},
+        ),
+    ):
+        for key, label in keys.items():
+            points = [(row["step"], row[key]) for row in rows if key in row]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None, markersize=3)
+        panel.set(title=title, xlabel="optimizer step")
+        panel.grid(alpha=0.3)
+        if len(keys) > 1 and panel.lines:
+            panel.legend()
+    temporary = picture.with_name(".curves.png")
+    figure.savefig(temporary, dpi=120)
+    temporary.replace(picture)

@@ -1,0 +1,209 @@
+"""What needs to know a model's blocks: gradient checkpointing, regional compilation, FLOPs, packing isolation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shared.config import ConfigError
+
+
+def from_hub(auto_class: Any, name: str | Path, **options: Any) -> Any:
+    """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one clear line.
+
+    Raises:
+        ConfigError: it is not there, needs code of its own, or has no safetensors weights.
+    """
+    try:
+        return auto_class.from_pretrained(str(name), trust_remote_code=False, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise ConfigError(f"{name}: {lines[0]}") from None
+
+
+def override(config: Any, changes: str | None) -> None:
+    """Apply `hidden_size=256,num_hidden_layers=4` to a model config.
+
+    Raises:
+        ConfigError: not of that form, or an attribute that the config does not have.
+    """
+    for change in (changes or "").split(","):
+        if not change:
+            continue
+        key, equals, value = change.partition("=")
+        if not equals or not hasattr(config, key):
+            known = sorted(k for k in vars(config) if not k.startswith("_"))
+            raise ConfigError(f"--config_overrides {change}: expected key=value with a key of {', '.join(known)}")
+        try:
+            setattr(config, key, json.loads(value))
+        except ValueError:
+            setattr(config, key, value)
+
+
+def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
+    """Refuse a sequence longer than the model's context, and tokens that the model has no embedding for.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and seq_length > context:
+        raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
+    embeddings = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > embeddings:
+        raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, the model only {embeddings} embeddings")
+
+
+def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy summed over this micro-batch's target tokens; the caller divides by the global batch's.
+
+    Args:
+        model: returns logits, [batch, seq, vocab].
+        batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100.
+
+    Returns:
+        Scalar, fp32.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits = model(**inputs, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], base: str | None = None) -> str:
+    """A model card: what it was trained on and how, with its results."""
+    front = {"library_name": "peft" if base else "transformers", **({"base_model": base} if base else {})}
+    lines = [
+        "---",
+        *(f"{k}: {v}" for k, v in front.items()),
+        "---",
+        "",
+        f"# {title}",
+        "",
+        f"Data: {data}",
+        "",
+        "## Results",
+        "",
+    ]
+    lines += ["| metric | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
+    lines += ["", "## Settings", "", "```yaml", *(f"{k}: {v}" for k, v in settings.items() if v is not None), "```", ""]
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def continuations(
+    model: nn.Module, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int, sample: bool, seed: int = 0
+) -> list[str]:
+    """Continue each prompt (token ids), greedily or by sampling. Every rank calls this, with the same prompts."""
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    texts = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=device)
+            generated = model.generate(  # type: ignore[operator]
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=sample,
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            )
+            texts.append(tokenizer.decode(generated[0, len(prompt) :], skip_special_tokens=True))
+    model.train(training)
+    return texts
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the entries of its largest `ModuleList` of one class.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of equal blocks to checkpoint or compile")
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+
+
+def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
+    """Recompute the activations of all (`full`) or every N-th block in the backward pass; `none` changes nothing.
+
+    Numerically the same as without: non-reentrant checkpointing restores the generator states. Call it before the
+    model is prepared. For blocks of transformers' models (`GradientCheckpointingLayer`).
+    """
+    if setting == "none":
+        return
+    every = 1 if setting == "full" else int(setting)
+
+    def recompute(function, *args):
+        return checkpoint(function, *args, use_reentrant=False)
+
+    chosen = blocks(model)
+    if not all(hasattr(block, "gradient_checkpointing") for block in chosen):
+        raise ConfigError(f"{type(model).__name__} does not support --gradient_checkpointing")
+    for block in chosen[every - 1 :: every]:
+        block.gradient_checkpointing = True  # type: ignore[assignment]
+        block._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block in place. Call it before the model is prepared.
+
+    Regional: the compile time does not grow with depth, since equal blocks share the code; and the attention mask is
+    chosen outside, so that SDPA keeps `is_causal` and its flash kernel, which compiling the whole model loses.
+    """
+    for block in blocks(model):
+        block.compile()
+
+
+def flops_per_token(model: nn.Module, seq_length: int) -> float:
+    """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
+
+    6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x layers x width x length for
+    attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing. Packed
+    4-bit weights count by their unpacked number.
+    """
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    tied = head is not None and head.weight is embedding
+    total = 0.0
+    for parameter in model.parameters():
+        if parameter is embedding and not tied:
+            continue
+        state = getattr(parameter, "quant_state", None)
+        count = state.shape.numel() if state is not None else parameter.numel()
+        total += (6 if parameter.requires_grad else 4) * count
+    text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    return total + 12.0 * text_config.num_hidden_layers * text_config.hidden_size * seq_length
+
+
+@torch.no_grad()
+def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size: int) -> None:
+    """Check that documents packed in one row cannot see each other: change the first, the second must not notice.
+
+    Every rank calls this, since a sharded model's forward is a collective.
+
+    Raises:
+        ConfigError: the model ignores restarting `position_ids`, or its attention kernel does.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab_size, (1, 16), generator=generator).to(device)
+    other = tokens.clone()
+    other[:, :8] = (tokens[:, :8] + 1) % vocab_size
+    position_ids = (torch.arange(16, device=device) % 8)[None]
+    training = model.training
+    model.eval()
+    first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
+    model.train(training)
+    if not torch.allclose(first[:, 8:].float(), second[:, 8:].float(), atol=1e-3, rtol=1e-3):
+        raise ConfigError(
+            f"{type(model).__name__} lets packed documents attend to each other: use --no_packing, or another "
+            "--attn_implementation"
+        )

@@ -1,0 +1,209 @@
+"""The groups of flags that templates compose their `Config` from. Each field's docstring is its --help.
+
+This module and the ones it imports stay clear of torch, so that --help and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shared import records
+from shared.config import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Batch and budget."""
+
+    global_batch_size: int = 32
+    """Sequences in one optimizer step, over all devices and accumulated micro-batches."""
+    per_device_train_batch_size: int = 4
+    """Sequences in one forward and backward of one device; accumulation follows from it and is printed."""
+    per_device_eval_batch_size: int = 8
+    """Sequences in one forward of one device in evaluation."""
+    max_steps: int | None = None
+    """Optimizer steps to train; at most one of max_steps and num_train_epochs is given."""
+    num_train_epochs: float | None = None
+    """Passes over the training data (default: 1, or about two minutes on two CPU cores for the embedded demo)."""
+    dataloader_num_workers: int = 0
+    """Worker processes of each rank that read samples; 0 reads in the training process."""
+    seed: int = 0
+    """Decides initial weights, order of samples and dropout."""
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        self.accumulation_steps(int(os.environ.get("WORLD_SIZE", "1")))
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
+        for name in ("max_steps", "num_train_epochs"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ConfigError(f"--{name} must be positive, not {getattr(self, name)}")
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Micro-batches of one rank in one optimizer step.
+
+        Raises:
+            ConfigError: the global batch does not divide.
+        """
+        at_once = self.per_device_train_batch_size * world_size
+        if self.global_batch_size % at_once:
+            raise ConfigError(
+                f"--global_batch_size {self.global_batch_size} is not a multiple of {at_once} "
+                f"(--per_device_train_batch_size {self.per_device_train_batch_size} x {world_size} processes)"
+            )
+        return self.global_batch_size // at_once
+
+    def total_steps(self, steps_per_epoch: int, *, default: int | None = None) -> int:
+        """Optimizer steps of the whole run; `default` when neither budget is given, else one epoch."""
+        if self.max_steps is not None:
+            return self.max_steps
+        if self.num_train_epochs is None and default is not None:
+            return default
+        return math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    optim: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    """adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes."""
+    learning_rate: float = 3e-4
+    """Peak learning rate, of AdamW's parameters and (scaled to the same update size) of Muon's."""
+    weight_decay: float = 0.1
+    """Decoupled decay of weight matrices; norms, biases and embeddings are never decayed."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm; 0 turns clipping off."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run."""
+    warmup_ratio: float = 0.03
+    """Share of the run in which the rate rises linearly to its peak."""
+    decay_ratio: float = 0.2
+    """Share of the run in which wsd decays."""
+    min_lr_ratio: float = 0.0
+    """Final learning rate as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ConfigError(f"--learning_rate must be positive, not {self.learning_rate}")
+        for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
+        for name in ("weight_decay", "max_grad_norm"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} must not be negative")
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """Memory and speed."""
+
+    gradient_checkpointing: str = "none"
+    """none, full, or N: recompute the activations of every N-th block in the backward pass to save memory."""
+    torch_compile: bool = False
+    """Compile each block with torch.compile; needs a C compiler, and pays off from some minutes of training on."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    """Attention kernel; flash_attention_* need their own packages."""
+
+    def __post_init__(self) -> None:
+        value = self.gradient_checkpointing
+        if value not in ("none", "full") and not (value.isdecimal() and int(value) >= 1):
+            raise ConfigError(f"--gradient_checkpointing is none, full or a number of blocks, not {value!r}")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Output and checkpoints."""
+
+    output_dir: Path | None = None
+    """Folder of the run; what is in it is continued (default: a new outputs/<template>/<time>)."""
+    save_steps: int = 100
+    """Optimizer steps between checkpoints; one is always written at the end."""
+    save_total_limit: int = 2
+    """Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk."""
+    resume_from_checkpoint: Path | None = None
+    """Checkpoint to start from (default: the newest valid one in output_dir)."""
+
+    def __post_init__(self) -> None:
+        for name in ("save_steps", "save_total_limit"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Logging."""
+
+    report_to: str = "wandb"
+    """Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written."""
+    project_name: str | None = None
+    """Project of the tracker (default: the template's name)."""
+    run_name: str | None = None
+    """Name of the run in W&B (default: the run folder's name)."""
+    logging_steps: int = 10
+    """Optimizer steps between logged values, which are means over them."""
+
+    def __post_init__(self) -> None:
+        if self.logging_steps < 1:
+            raise ConfigError(f"--logging_steps must be at least 1, not {self.logging_steps}")
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """Text and tokenizer."""
+
+    train_file: tuple[str, ...] = ()
+    """Files, folders or globs: JSON lines, CSV or Parquet with a text column, or any other text, a file a document."""
+    validation_file: tuple[str, ...] = ()
+    """The same, to validate on (default: documents held out of the training text)."""
+    dataset_name: str | None = None
+    """Data set on the Hub, or a folder that `datasets` loads, in place of train_file."""
+    dataset_config_name: str | None = None
+    """Configuration of dataset_name."""
+    text_column: str = "text"
+    """Column or key that holds the text."""
+    validation_split_percentage: float = 5.0
+    """Per cent of the documents held out to validate on, chosen by a hash of their number."""
+    streaming: bool = False
+    """Read and tokenise as training goes, in the order of the source, and keep nothing on disk."""
+    tokenizer_name: str | None = None
+    """Tokenizer on the Hub or in a folder (default: the model's, or a byte-level BPE trained on the text)."""
+    vocab_size: int = 4096
+    """Tokens of the BPE that is trained when there is no tokenizer."""
+    preprocessing_num_workers: int | None = None
+    """Processes that tokenise (default: one for every 32 MB of files, up to the processors there are)."""
+    preprocess_only: bool = False
+    """Prepare tokenizer and tokens, then exit."""
+
+    def __post_init__(self) -> None:
+        if self.train_file and self.dataset_name:
+            raise ConfigError("--train_file and --dataset_name both name the training text: drop one of them")
+        if self.validation_file and not self.train_file:
+            raise ConfigError("--validation_file needs --train_file")
+        if self.streaming and (self.preprocess_only or self.validation_file):
+            raise ConfigError("--streaming works with neither --preprocess_only nor --validation_file")
+        if not 0 < self.validation_split_percentage < 100:
+            raise ConfigError("--validation_split_percentage must be between 0 and 100")
+        if self.vocab_size < 300:
+            raise ConfigError("--vocab_size must be at least 300: 256 bytes and the special tokens")
+        for flag in ("train_file", "validation_file"):
+            if getattr(self, flag):
+                records.find_files(getattr(self, flag), flag=flag)
+
+    @property
+    def is_demo(self) -> bool:
+        return not self.train_file and self.dataset_name is None

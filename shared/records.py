@@ -1,0 +1,142 @@
+"""Records from files and from the Hub: JSON lines, JSON, CSV, TSV, Parquet, plain text. Each knows where it stood."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.config import ConfigError
+
+
+def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
+    """The files that a flag names: files, folders (all files below, hidden ones left out) or globs, sorted.
+
+    Raises:
+        ConfigError: a path that names nothing, or an empty file.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if os.path.isdir(path):
+            below = sorted(p for p in Path(path).rglob("*") if p.is_file())
+            found += [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        elif os.path.exists(path):
+            found.append(Path(path))
+        else:
+            matches = [Path(p) for p in sorted(glob.glob(path, recursive=True)) if os.path.isfile(p)]
+            if not matches:
+                raise ConfigError(f"--{flag} {path}: no such file")
+            found += matches
+    if not found:
+        raise ConfigError(f"--{flag} {' '.join(paths)}: the folder holds no files")
+    if all(p.stat().st_size == 0 for p in found):
+        raise ConfigError(f"{found[0]}: the file is empty")
+    return found
+
+
+def read_records(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, record) for each record, in order; `where` is `file:line` or `file:row N`, for messages.
+
+    JSON lines, one JSON list, CSV, TSV and Parquet hold records; any other file is one record {"text": content}.
+
+    Raises:
+        ConfigError: a file that cannot be read or parsed, with its place.
+    """
+    for path in files:
+        suffix = path.suffix.lower()
+        try:
+            if suffix == ".jsonl":
+                yield from _read_jsonl(path)
+            elif suffix == ".json":
+                yield from _read_json(path)
+            elif suffix in (".csv", ".tsv"):
+                yield from _read_csv(path, "\t" if suffix == ".tsv" else ",")
+            elif suffix == ".parquet":
+                yield from _read_parquet(path)
+            else:
+                yield str(path), {"text": path.read_text(encoding="utf-8-sig")}
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):  # many people call JSON lines .json
+        yield from _read_jsonl(path)
+        return
+    try:
+        records = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({error})") from None
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}: record {number} is a {type(record).__name__}, expected an object")
+        yield f"{path}: record {number}", record
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: expected a JSON object, found a {type(record).__name__}")
+    return record
+
+
+def _read_csv(path: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter=delimiter)
+        try:
+            for record in reader:
+                if None in record or None in record.values():
+                    raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
+                yield f"{path}:{reader.line_num}", dict(record)
+        except csv.Error as error:
+            raise ConfigError(f"{path}:{reader.line_num}: not valid CSV ({error})") from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", record
+    except pa.ArrowException as error:
+        raise ConfigError(f"{path}: not valid Parquet ({str(error).splitlines()[0]})") from None
+
+
+def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool = False) -> Iterator[tuple[str, dict]]:
+    """Yield (where, record) of a data set from the Hub, or from a folder that `datasets` can load.
+
+    Raises:
+        ConfigError: the data set or the split cannot be had.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        dataset = datasets.load_dataset(name, config_name, split=split, streaming=streaming)
+    except Exception as error:  # datasets raises a wide range of types for what the user typed
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--dataset_name {name} (split {split}): {first_line}") from None
+    for number, record in enumerate(dataset):
+        yield f"{name}:{split}: row {number}", record  # type: ignore[misc]

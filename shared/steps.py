@@ -1,0 +1,101 @@
+"""One optimizer step done right: when gradients are reduced, clipping with a guard, and the signal to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from shared.config import CleanExit
+
+
+class NonFiniteError(CleanExit):
+    """The gradient is not finite. All ranks see it together, before any weight has changed."""
+
+    exit_code = 4
+
+
+class Stopped(CleanExit):
+    """A signal asked the run to stop, and it has saved a checkpoint. The same command again continues."""
+
+    exit_code = 143
+
+
+@contextlib.contextmanager
+def accumulate(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Reduce gradients over ranks in the backward of a window's last micro-batch only. Every rank enters alike."""
+    with contextlib.nullcontext() if last else accelerator.no_sync(model):
+        yield
+
+
+def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
+    """What to multiply a micro-batch's summed loss by, so that the reduced gradient is that of the global mean.
+
+    The mean runs over all `num_targets` of the global batch, whatever each rank and micro-batch holds of them. DDP
+    and FSDP then average over ranks, which the factor undoes.
+    """
+    return accelerator.num_processes / max(1, num_targets)
+
+
+def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float, *, step: int) -> torch.Tensor:
+    """Scale the gradients down to a global L2 norm of `max_norm`, if that is not 0, and return their norm before.
+
+    Every rank calls this, once a step and before the optimizer. Reads the norm on the host: the guard must know it
+    before the weights change.
+
+    Returns:
+        Scalar tensor, the same on all ranks.
+
+    Raises:
+        NonFiniteError: on all ranks, if any rank's gradient is NaN or infinite. With fp16, where the loss scaler
+            skips such steps and lowers its scale, nothing is raised.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if accelerator.scaler is None and not torch.isfinite(norm):
+        raise NonFiniteError(
+            f"step {step}: the gradient norm is {norm.item()}; no weight was changed and saved checkpoints are good. "
+            "Lower --learning_rate, or look at this step's data"
+        )
+    return norm
+
+
+class StopSignal:
+    """SIGTERM and SIGUSR1 on any rank stop all ranks after the same optimizer step.
+
+    Make it before any reading process is started. Calling it is a collective: every rank asks once a step.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.received = 0
+        for number in self.SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.received = number
+
+    def __call__(self) -> bool:
+        """Whether any rank has been asked to stop."""
+        if self.accelerator.num_processes > 1:
+            flag = torch.tensor(self.received, device=self.accelerator.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            self.received = int(flag)
+        return bool(self.received)
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.received).name if self.received else "no signal"
+
+
+def ignore_stop_signals(_worker_id: int = 0) -> None:
+    """For reading processes: the signals are the training process's business. A `worker_init_fn`."""
+    for number in StopSignal.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,313 @@
+"""Pretrain a causal language model, from scratch or continued.
+
+    accelerate launch templates/pretrain.py                                   # offline demo: Python's own source
+    accelerate launch templates/pretrain.py --train_file corpus/ --model_preset 125M --vocab_size 32768
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/pretrain.py --dataset_name ORG/NAME
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/pretrain.py --model_name_or_path ORG/NAME
+    docker run --gpus all IMAGE accelerate launch templates/pretrain.py
+
+Next-token prediction on sequences cut from the concatenated documents (Radford et al. 2019), with a Llama-style
+model (Touvron et al., arXiv 2302.13971) unless another is named.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared import config as configs
+from shared.config import ConfigError
+from shared.options import BatchConfig, CheckpointConfig, CorpusConfig, LogConfig, OptimConfig, SpeedConfig
+
+DEMO_STEPS = 120  # about two minutes on two CPU cores
+PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
+    "3M": (192, 6, 6, 6, 512),
+    "30M": (512, 8, 8, 8, 1408),
+    "125M": (768, 12, 12, 12, 2048),
+    "350M": (1024, 24, 16, 16, 2816),
+    "1B": (2048, 16, 32, 8, 8192),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a causal language model."""
+
+    model_preset: str = "3M"
+    """Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B."""
+    config_name: str | None = None
+    """Architecture on the Hub or in a folder, with random weights, in place of model_preset."""
+    model_name_or_path: str | None = None
+    """Model on the Hub or in a folder whose weights to continue from, in place of model_preset."""
+    config_overrides: str | None = None
+    """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
+    seq_length: int = 512
+    """Tokens of one sequence."""
+    max_tokens: int | None = None
+    """Budget in tokens, in place of max_steps or num_train_epochs."""
+    eval_steps: int = 50
+    """Optimizer steps between evaluations; one is always made at the end."""
+    eval_samples: int = 64
+    """Validation sequences that an evaluation uses, at most."""
+    final_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights in final/; training and checkpoints keep fp32."""
+    sample_prompt: str = "def "
+    """Text that the model continues after each evaluation."""
+    text: CorpusConfig = field(default_factory=CorpusConfig)
+    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=16, per_device_train_batch_size=8))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(optim="muon", learning_rate=4e-3))
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.model_preset not in PRESETS:
+            raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
+        if self.config_name and self.model_name_or_path:
+            raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
+        if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
+            raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+    CONFIG = configs.parse_or_exit(Config)
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from shared import checkpoint, corpus, launch, metrics, optim, steps
+from shared import model as models
+from shared.checkpoint import Checkpointer
+from shared.data import Loader, Order
+
+
+def build_datasets(config: Config, accelerator: Accelerator):
+    """(training windows, validation windows, tokenizer, a line about the data, what identifies it)."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    name = config.text.tokenizer_name or config.model_name_or_path
+    tokenizer = models.from_hub(AutoTokenizer, name) if name else None
+    batch, world = config.batch, {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    loading = {"per_device": batch.per_device_train_batch_size, "device": accelerator.device, **world}
+    if config.text.streaming:
+        if tokenizer is None:
+            raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
+        source, _ = corpus.open_sources(config.text)
+        percent = config.text.validation_split_percentage
+        train = corpus.Stream(
+            source,
+            tokenizer,
+            config.seq_length,
+            global_batch_size=batch.global_batch_size,
+            validation_percent=percent,
+            **loading,
+        )
+        held_out, identity = corpus.Rows(train.held_out(config.eval_samples)), f"stream of {source.name}"
+        about = f"{source.name}, streamed; {len(held_out)} sequences of held-out documents to validate on"
+    else:
+        folder = corpus.prepare(config.text, tokenizer)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer") if tokenizer is None else tokenizer
+        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, config.text.validation_split_percentage)
+        about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
+        identity = tokens.meta["train"]["sha256"]
+        order = Order(len(tokens), batch.global_batch_size, batch.seed)
+        if len(tokens) < batch.global_batch_size:
+            raise ConfigError(
+                f"{len(tokens)} sequences of {config.seq_length} tokens are fewer than one --global_batch_size"
+            )
+        train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **loading)
+    loading["per_device"] = batch.per_device_eval_batch_size
+    eval_order = Order(
+        min(len(held_out), config.eval_samples),
+        batch.per_device_eval_batch_size * accelerator.num_processes,
+        0,
+        shuffle=False,
+    )
+    return train, Loader(held_out, corpus.collate, eval_order, **loading), tokenizer, about, identity
+
+
+def build_model(config: Config, tokenizer) -> nn.Module:
+    """The model to train, with fp32 weights; mixed precision casts where it computes."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    options = {"attn_implementation": config.speed.attn_implementation}
+    if config.model_name_or_path:
+        if config.config_overrides:
+            raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
+        model = models.from_hub(
+            AutoModelForCausalLM, config.model_name_or_path, dtype=torch.float32, use_safetensors=True, **options
+        )
+    else:
+        hidden, blocks, heads, kv_heads, feed_forward = PRESETS[config.model_preset]
+        architecture = LlamaConfig(
+            hidden_size=hidden,
+            num_hidden_layers=blocks,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=feed_forward,
+            max_position_embeddings=max(2048, config.seq_length),
+            tie_word_embeddings=True,
+        )
+        if config.config_name:
+            architecture = models.from_hub(AutoConfig, config.config_name)
+        architecture.vocab_size = len(tokenizer)
+        architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        architecture.pad_token_id = tokenizer.pad_token_id
+        models.override(architecture, config.config_overrides)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, **options)
+    models.require_fit(model, tokenizer, config.seq_length)
+    models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    if config.speed.torch_compile:
+        models.compile_blocks(model)
+    return model
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, bytes_per_token: float | None) -> dict[str, float]:
+    """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
+    model.eval()
+    total, targets = torch.zeros((), device=accelerator.device), 0
+    for window in loader.windows(0, loader.order.steps_per_epoch):
+        for batch in window.micro_batches:
+            total += models.causal_lm_loss(model, batch)
+        targets += window.num_targets
+    model.train()
+    loss = accelerator.reduce(total, "sum").item() / targets
+    values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+    return values | ({"eval_bits_per_byte": loss / math.log(2) / bytes_per_token} if bytes_per_token else {})
+
+
+def main(config: Config) -> None:
+    # Setup -------------------------------------------------------------------------------------------------------
+    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
+    accumulation = config.batch.accumulation_steps(accelerator.num_processes)
+    stop = steps.StopSignal(accelerator)
+
+    # Data --------------------------------------------------------------------------------------------------------
+    train_loader, eval_loader, tokenizer, about_data, data_identity = build_datasets(config, accelerator)
+    if config.text.preprocess_only:
+        return launch.say(f"prepared {about_data}")
+    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "pretrain")
+    tokens_per_step = config.batch.global_batch_size * config.seq_length
+    if config.max_tokens is not None:
+        total_steps = max(1, config.max_tokens // tokens_per_step)
+    elif config.text.streaming and config.batch.max_steps is None:
+        raise ConfigError("--streaming has no known length: give --max_steps or --max_tokens")
+    else:
+        steps_per_epoch = train_loader.order.steps_per_epoch if isinstance(train_loader, Loader) else 0
+        total_steps = config.batch.total_steps(steps_per_epoch, default=DEMO_STEPS if config.text.is_demo else None)
+
+    # Model and optimizer -----------------------------------------------------------------------------------------
+    model = build_model(config, tokenizer)
+    flops_per_token = models.flops_per_token(model, config.seq_length)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    optimizers = optim.build(model, config.optim)
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+
+    # Resume ------------------------------------------------------------------------------------------------------
+    identity = {
+        "data": data_identity,
+        "seq_length": config.seq_length,
+        "global_batch_size": config.batch.global_batch_size,
+        "seed": config.batch.seed,
+    }
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=config.checkpoint.save_total_limit, identity=identity)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    if state.step >= total_steps and (run_dir / "final").exists():
+        return launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+    if accelerator.is_main_process:
+        configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
+    launch.summary(
+        "pretrain",
+        {
+            "run on": launch.strategy(accelerator),
+            "data": about_data,
+            "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
+            "batch": f"{config.batch.global_batch_size} sequences x {config.seq_length} tokens = {accelerator.num_processes} "
+            f"processes x {config.batch.per_device_train_batch_size} x {accumulation} accumulated",
+            "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
+            "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
+            "output": run_dir,
+        },
+    )
+
+    # Train -------------------------------------------------------------------------------------------------------
+    logger = metrics.Logger(
+        accelerator,
+        config.log,
+        run_dir,
+        template="pretrain",
+        settings=configs.flatten(config),
+        state=state,
+        total_steps=total_steps,
+        flops_per_token=flops_per_token,
+    )
+    bytes_per_token = None if config.text.streaming else eval_loader.samples.bytes_per_token
+
+    def evaluate_and_log() -> dict[str, float]:
+        values = evaluate(accelerator, model, eval_loader, bytes_per_token)
+        prompt = tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"]
+        unwrapped = accelerator.unwrap_model(model)
+        (text,) = models.continuations(unwrapped, tokenizer, [prompt], max_new_tokens=48, sample=True)
+        logger.log(values)
+        logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
+        launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
+        launch.say("  " + repr(config.sample_prompt + text))
+        return values
+
+    if state.step == 0:
+        evaluate_and_log()
+    for window in logger.waiting(train_loader.windows(state.step, total_steps)):
+        launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
+        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+        scale = steps.loss_scale(accelerator, window.num_targets)
+        step_loss = torch.zeros((), device=accelerator.device)
+        for i, batch in enumerate(window.micro_batches):
+            with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
+                loss = models.causal_lm_loss(model, batch)
+                accelerator.backward(loss * scale)
+            step_loss += loss.detach() / window.num_targets
+        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        state.step += 1
+        state.tokens += window.num_targets
+        state.samples += window.num_samples
+        positions = sum(batch["input_ids"].numel() for batch in window.micro_batches)
+        logger.step(
+            step_loss, grad_norm=grad_norm, learning_rate=learning_rate, targets=window.num_targets, positions=positions
+        )
+        stopping, last = stop(), state.step == total_steps
+        with logger.pause():
+            if state.step % config.eval_steps == 0 and not last and not stopping:
+                evaluate_and_log()
+                logger.draw()
+            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
+                saved = saver.save(state)
+        if stopping and not last:
+            logger.close()
+            raise steps.Stopped(
+                f"stopped by {stop.name} at step {state.step}; the same command with --output_dir {run_dir} continues from {saved.name}"
+            )
+
+    # Finish ------------------------------------------------------------------------------------------------------
+    values = evaluate_and_log()
+    weights = checkpoint.gather_weights(model, dtype=getattr(torch, config.final_dtype))
+    if accelerator.is_main_process:
+        with checkpoint.whole_folder(run_dir / "final") as folder:
+            unwrapped = accelerator.unwrap_model(model)
+            unwrapped.save_pretrained(folder, state_dict=weights)
+            unwrapped.config.dtype = config.final_dtype  # save_pretrained notes that of the weights in training
+            unwrapped.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            (folder / "README.md").write_text(
+                models.card("Pretrained language model", about_data, values, configs.flatten(config))
+            )
+    logger.close()
+    launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
+
+
+if __name__ == "__main__":
+    launch.run(main, CONFIG)
