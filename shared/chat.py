@@ -1,6 +1,36 @@
-"""Conversations to tokens for fine-tuning."""
+"""Conversations to tokens: the forms people have, which tokens are learned, packing, collators.
+
+A sample is a pair of equally long arrays: `input_ids`, and `labels`, the next token of each position or -100 where
+nothing is learned.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shared import data, demo, records
+from shared.config import ConfigError
+from shared.data import IGNORED, Batch, Order, Row
+from shared.options import ChatConfig
+from shared.records import Source, kind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = 1  # raised when the prepared files change meaning
+DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 
 # For a model that has no chat template of its own: plain words, and the end-of-text token that every model knows
 # ends a turn, so no token has to be added to the vocabulary.
@@ -13,3 +43,436 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
+
+# Forms -----------------------------------------------------------------------------------------------------------------
+
+ROLES = {"system", "user", "assistant", "tool"}
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+FORMS = {  # what a record is called, by the columns that it is known by; the first match counts
+    "chat messages": ("messages",),
+    "ShareGPT conversations": ("conversations",),
+    "prompt and completion": ("prompt", "completion"),
+    "Alpaca instructions": ("instruction", "output"),
+    "plain text": ("text",),
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A record in one of two shapes: messages for the chat template, or (prompt, completion) joined as they are."""
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str = ""
+    completion: str = ""
+
+
+def recognise(record: dict[str, Any], where: str) -> str:
+    """The form of a record, a key of FORMS. Raises ConfigError when its columns are those of none."""
+    for form, columns in FORMS.items():
+        if all(column in record for column in columns):
+            return form
+    known = "; ".join(f"{form}: {' + '.join(columns)}" for form, columns in FORMS.items())
+    raise ConfigError(f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})")
+
+
+def read_example(record: dict[str, Any], form: str, where: str) -> Example:
+    """A record of a known form as an `Example`.
+
+    Raises:
+        ConfigError: a missing, null or mistyped field, an unknown role, or no turn of the assistant.
+    """
+    for column in FORMS[form]:
+        if record.get(column) is None:
+            raise ConfigError(f"{where}: {column!r} is {'null' if column in record else 'missing'}")
+    if form == "plain text":
+        return Example(completion=_text(record["text"], "'text'", where))
+    if form == "Alpaca instructions":
+        instruction = _text(record["instruction"], "'instruction'", where)
+        extra = _text(record.get("input") or "", "'input'", where)
+        messages = [
+            {"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction},
+            {"role": "assistant", "content": _text(record["output"], "'output'", where)},
+        ]
+        return Example(_messages(messages, where))
+    if form == "ShareGPT conversations":
+        turns = _list(record["conversations"], "'conversations'", where)
+        messages = [{"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
+        for number, message in enumerate(messages, 1):
+            if message["role"] not in _SHAREGPT_ROLES:
+                raise ConfigError(f"{where}: turn {number} is from {message['role']!r}, not {', '.join(_SHAREGPT_ROLES)}")
+            message["role"] = _SHAREGPT_ROLES[message["role"]]
+        return Example(_messages(messages, where))
+    if form == "prompt and completion":
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return Example(_messages(_list(prompt, "'prompt'", where) + _list(completion, "'completion'", where), where))
+        return Example(prompt=_text(prompt, "'prompt'", where), completion=_text(completion, "'completion'", where))
+    return Example(_messages(_list(record["messages"], "'messages'", where), where))
+
+
+def _text(value: Any, what: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {what} is {kind(value)}, expected text")
+    return value
+
+
+def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):  # CSV has no lists: people put JSON into a cell
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{where}: {what} is text, expected a list of messages") from None
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise ConfigError(f"{where}: {what} is not a list of messages")
+    return value
+
+
+def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    for number, message in enumerate(messages, 1):
+        if message.get("role") not in ROLES:
+            raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(sorted(ROLES))}")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ConfigError(f"{where}: no message has the role assistant, so there is nothing to learn")
+    return messages
+
+
+# Tokens ----------------------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Examples to (token ids, which of them are learned), by the tokenizer's chat template or a stated default.
+
+    Args:
+        tokenizer: a fast one, for the places of tokens in the text; gets DEFAULT_TEMPLATE if it has none.
+        loss_on: assistant, completion or all.
+
+    Raises:
+        ConfigError: the tokenizer knows no places or no end-of-text token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+        if not tokenizer.is_fast:
+            raise ConfigError("the tokenizer is a slow one, which cannot tell where its tokens stand in the text")
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("the tokenizer has no end-of-text token")
+        self.tokenizer, self.loss_on = tokenizer, loss_on
+        self.has_own_template = bool(tokenizer.chat_template) and tokenizer.chat_template != DEFAULT_TEMPLATE
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = DEFAULT_TEMPLATE
+        self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        probe = tokenizer("a")["input_ids"]
+        self.bos = [tokenizer.bos_token_id] if probe[:1] == [tokenizer.bos_token_id] and len(probe) > 1 else []
+
+    def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
+        """(ids, learned): the tokens, and [len(ids)] bool, the tokens that the loss counts.
+
+        The token that ends the last learned turn is always among them: a template that writes none gets the
+        end-of-text token.
+
+        Raises:
+            ConfigError: the chat template refuses the conversation.
+        """
+        if example.messages is None:
+            text = example.prompt + example.completion
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            learned = _inside(encoded["offset_mapping"], [(len(example.prompt), len(text))])
+            ids = self.bos + encoded["input_ids"]
+            learned = np.concatenate([np.zeros(len(self.bos), bool), learned])
+        else:
+            ids, learned = self._chat(example.messages, where)
+            if self.loss_on == "completion":
+                starts = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
+                learned[: starts[-1] if len(starts) else 0] = False
+        last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
+        if last >= 0 and ids[last] not in self.special:
+            ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
+        if self.loss_on == "all":
+            learned = np.ones(len(ids), bool)
+        return ids, learned
+
+    def _chat(self, messages: list[dict[str, Any]], where: str) -> tuple[list[int], np.ndarray]:
+        render = self.tokenizer.apply_chat_template
+        try:
+            if self.marks_turns:
+                encoded: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+                return list(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
+            text: Any = render(messages, tokenize=False)
+            spans = []
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    before: Any = render(messages[:number], tokenize=False, add_generation_prompt=True)
+                    after: Any = render(messages[: number + 1], tokenize=False)
+                    if text.startswith(before) and text.startswith(after.rstrip()):
+                        spans.append((len(before), len(after.rstrip())))
+        except Exception as error:  # jinja2 and templates' own raise_exception
+            raise ConfigError(f"{where}: the chat template refuses this conversation ({error})") from None
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], spans)
+
+
+def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Which tokens start inside one of the character spans: [tokens] bool."""
+    starts = np.array([start for start, _ in offsets], dtype=np.int64)
+    inside = np.zeros(len(offsets), dtype=bool)
+    for first, last in spans:
+        inside |= (starts >= first) & (starts < last)
+    return inside
+
+
+# Prepared samples ------------------------------------------------------------------------------------------------------
+
+
+def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Read, check and tokenise the data once; with the same data, tokenizer and settings it is there already.
+
+    Every rank calls this; the main one works, the others wait.
+
+    Raises:
+        ConfigError: wrong input, with its place, or no sample with anything to learn.
+    """
+    encoder = Encoder(tokenizer, config.loss_on)
+    train, validation = records.open_sources(config, demo=DEMO)
+    key = data.fingerprint(
+        format=FORMAT,
+        train=train.identity(),
+        validation=validation and validation.identity(),
+        tokenizer=hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),  # type: ignore[attr-defined]
+        template=str(tokenizer.chat_template),
+        settings=[config.seq_length, config.loss_on, config.max_train_samples, config.validation_split_percentage],
+    )
+
+    def build(folder: Path) -> None:
+        facts: dict[str, Any] = {"source": train.name, "own_template": encoder.has_own_template}
+        rows = _encode_all(train, encoder, config.seq_length, facts, limit=config.max_train_samples)
+        if validation is None:
+            held_out = max(1, round(len(rows) * config.validation_split_percentage / 100))
+            order = data.permute(np.arange(len(rows)), len(rows), (0,))
+            splits = {"train": [rows[i] for i in sorted(order[held_out:])]}
+            splits["validation"] = [rows[i] for i in sorted(order[:held_out])]
+        else:
+            splits = {"train": rows, "validation": _encode_all(validation, encoder, config.seq_length, {})}
+        digest = hashlib.sha256()
+        for split, chosen in splits.items():
+            if not chosen:
+                raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
+            for name, values in (
+                ("ids", np.concatenate([ids for ids, _ in chosen]).astype(np.int32)),
+                ("learned", np.concatenate([learned for _, learned in chosen])),
+                ("ends", np.cumsum([len(ids) for ids, _ in chosen])),
+            ):
+                np.save(folder / f"{split}-{name}.npy", values)
+                digest.update(values.tobytes())
+        (folder / "meta.json").write_text(json.dumps(facts | {"sha256": digest.hexdigest()}, indent=1))
+
+    return data.build_once(data.cache_dir() / "chat" / key, build)
+
+
+def _encode_all(
+    source: Source, encoder: Encoder, seq_length: int, facts: dict[str, Any], limit: int | None = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    from tqdm import tqdm
+
+    form, rows, counts = None, [], Counter()
+    for where, record in tqdm(source.read(), desc=f"tokenising {source.name}", unit=" rows", leave=False):
+        if limit is not None and counts["read"] == limit:
+            break
+        counts["read"] += 1
+        form = form or recognise(record, where)
+        ids, learned = encoder(read_example(record, form, where), where)
+        if len(ids) > seq_length + 1:
+            counts["cut"] += 1
+            ids, learned = ids[: seq_length + 1], learned[: seq_length + 1]
+        if not learned[1:].any():
+            counts["dropped"] += 1
+            continue
+        rows.append((np.array(ids), learned))
+    if not counts["read"]:
+        raise ConfigError(f"{source.name}: no records in it")
+    if not rows:
+        raise ConfigError(
+            f"{source.name}: none of its {counts['read']} samples has a token to learn within --seq_length {seq_length}"
+        )
+    facts |= {"form": form, **{name: counts[name] for name in ("read", "cut", "dropped")}}
+    return rows
+
+
+class Conversations:
+    """One split of prepared samples, memory-mapped: `data.Samples`, one conversation an index."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.meta = json.loads((folder / "meta.json").read_text())
+        self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
+        self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
+        self.ends = np.load(folder / f"{split}-ends.npy")
+        self.starts = np.concatenate([[0], self.ends[:-1]])
+        # The first token of a sample is nobody's next token.
+        sums = np.concatenate([[0], np.cumsum(self.learned)])
+        self.targets = sums[self.ends] - sums[self.starts + 1]
+        self.lengths = self.ends - self.starts - 1  # positions of a row: every token has to predict a next one
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Row:
+        ids = np.asarray(self.ids[self.starts[index] : self.ends[index]], dtype=np.int64)
+        learned = self.learned[self.starts[index] : self.ends[index]]
+        return {"input_ids": ids[:-1], "labels": np.where(learned[1:], ids[1:], IGNORED)}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return int(self.targets[indices].sum())
+
+    def prompt(self, index: int) -> tuple[list[int], list[int]]:
+        """(ids before the last learned turn, the learned ids after): what to give the model, and a reference."""
+        ids = np.asarray(self.ids[self.starts[index] : self.ends[index]])
+        learned = np.asarray(self.learned[self.starts[index] : self.ends[index]])
+        gaps = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
+        cut = max(int(gaps[-1]), min(16, len(ids) // 2)) if gaps[-1] == 0 else int(gaps[-1])
+        return ids[:cut].tolist(), ids[cut:].tolist()
+
+
+# Packing ---------------------------------------------------------------------------------------------------------------
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Bins of indices whose lengths sum to at most `capacity`: longest first, each into the fullest bin with room.
+
+    Deterministic. O(n log capacity). Raises ValueError for a length above the capacity.
+    """
+    if len(lengths) and lengths.max() > capacity:
+        raise ValueError(f"length {lengths.max()} is above the capacity {capacity}")
+    bins: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # room left -> bins
+    rooms: list[int] = []  # its keys, sorted
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            number, room = len(bins), capacity
+            bins.append([])
+        else:
+            room = rooms[place]
+            number = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        bins[number].append(index)
+        left = room - length
+        if left not in with_room:
+            with_room[left] = []
+            insort(rooms, left)
+        with_room[left].append(number)
+    return bins
+
+
+class Packed:
+    """Rows of several conversations each: `data.Samples` with `position_ids` that restart at each one."""
+
+    def __init__(self, samples: Conversations, capacity: int) -> None:
+        self.samples, self.capacity = samples, capacity
+        self.bins = best_fit_decreasing(samples.lengths, capacity)
+        self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> Row:
+        rows = [self.samples[i] for i in self.bins[index]]
+        joined = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+        return joined | {"position_ids": np.concatenate([np.arange(len(row["labels"])) for row in rows])}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return int(self.targets[indices].sum())
+
+    @property
+    def waste(self) -> float:
+        """Share of the rows' capacity that holds nothing."""
+        return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
+
+
+def collate_packed(rows: list[Row]) -> Batch:
+    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64.
+
+    What fills a shorter row up is a document of its own, without targets. There is no attention mask: models tell
+    documents apart by restarting positions only when none is given.
+    """
+    longest = max(len(row["labels"]) for row in rows)
+
+    def fill(row: Row, key: str) -> np.ndarray:
+        missing = longest - len(row[key])
+        tail = {"labels": np.full(missing, IGNORED), "position_ids": np.arange(missing)}.get(key, np.zeros(missing, int))
+        return np.concatenate([row[key], tail])
+
+    return {
+        key: torch.from_numpy(np.stack([fill(row, key) for row in rows])) for key in ("input_ids", "labels", "position_ids")
+    }
+
+
+def collate_padded(rows: list[Row]) -> Batch:
+    """One conversation a row -> {"input_ids", "labels", "attention_mask"}: [batch, longest row] int64.
+
+    The mask, not a pad token's id, says what is padding, so that a real end-of-text token stays learned.
+    """
+    longest = max(len(row["labels"]) for row in rows)
+    batch = {key: np.zeros((len(rows), longest), np.int64) for key in ("input_ids", "labels", "attention_mask")}
+    batch["labels"][:] = IGNORED
+    for i, row in enumerate(rows):
+        length = len(row["labels"])
+        batch["input_ids"][i, :length], batch["labels"][i, :length] = row["input_ids"], row["labels"]
+        batch["attention_mask"][i, :length] = 1
+    return {key: torch.from_numpy(value) for key, value in batch.items()}
+
+
+@dataclass(frozen=True)
+class GroupedOrder(Order):
+    """Global batches of similar lengths, so that padding is little: sorted within stretches of `GROUP` batches."""
+
+    lengths: np.ndarray | None = None
+    GROUP = 32
+
+    def indices(self, step: int) -> np.ndarray:
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        stretch, batch = divmod(step_in_epoch, self.GROUP)
+        size = self.GROUP * self.global_batch_size
+        positions = np.arange(stretch * size, min((stretch + 1) * size, self.num_samples))
+        chosen = data.permute(positions, self.num_samples, (self.seed, epoch))
+        assert self.lengths is not None
+        chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
+        full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
+        if batch < full:
+            batch = int(data.permute(np.array([batch]), full, (self.seed, epoch, stretch))[0])
+        return chosen[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
+
+
+def describe(samples: Conversations, config: ChatConfig) -> str:
+    """One line about the data: form, counts, lengths, share learned."""
+    meta, lengths = samples.meta, samples.lengths + 1
+    template = (
+        ""
+        if meta["form"] in ("plain text", "prompt and completion")
+        else (
+            ", the model's chat template"
+            if meta["own_template"]
+            else ", the default chat template (### User / ### Assistant)"
+        )
+    )
+    return (
+        f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
+        f"tokens, {meta['dropped']:,} dropped with nothing to learn; {len(samples):,} to train on, "
+        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), {samples.learned.mean():.0%} of them learned"
+    )
+
+
+def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0, *, colour: bool = False) -> str:
+    """A sample as text, with the learned tokens between marks (or in green)."""
+    ids = np.asarray(samples.ids[samples.starts[index] : samples.ends[index]])
+    learned = np.asarray(samples.learned[samples.starts[index] : samples.ends[index]]).copy()
+    learned[0] = False
+    first, last = ("\033[32m", "\033[0m") if colour else ("⟦", "⟧")
+    parts = []
+    for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1):
+        text = str(tokenizer.decode(ids[run].tolist()))
+        parts.append(f"{first}{text}{last}" if learned[run[0]] else text)
+    return "".join(parts)

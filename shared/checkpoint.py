@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from shared.config import CleanExit, ConfigError
+from shared.data import Window
 from shared.launch import say, strategy
 
 MANIFEST = "MANIFEST.json"
@@ -54,6 +55,12 @@ class TrainState:
     samples: int = 0  # samples trained on
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
+
+    def advance(self, window: Window) -> None:
+        """Count an optimizer step."""
+        self.step += 1
+        self.tokens += window.num_targets
+        self.samples += window.num_samples
 
 
 # Folders ---------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,9 @@ import torch
 from shared import data, demo, records
 from shared.chat import DEFAULT_TEMPLATE
 from shared.config import ConfigError
-from shared.data import Batch, Row, Window, _mix
+from shared.data import Batch, Row, Window
 from shared.options import CorpusConfig
+from shared.records import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,50 +31,21 @@ SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
 CHUNK_BYTES = 2**20  # text handed to one tokenising process at a time
 FORMAT = 1  # raised when the files below change meaning
 
-Documents = Callable[[], Iterator[tuple[str, dict[str, Any]]]]
+
+def texts(source: Source, column: str) -> Iterator[str]:
+    """The text of each document, in order. Raises ConfigError for a record without it."""
+    for where, record in source.read():
+        if column not in record:
+            columns = ", ".join(map(str, record)) or "none"
+            raise ConfigError(f"{where}: no column {column!r} (has: {columns}); name it with --text_column")
+        text = record[column]
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
+        if text:
+            yield text
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where text comes from: `read()` yields (where, record); `identity` goes into the fingerprint."""
-
-    name: str
-    identity: Any
-    read: Documents
-    text_column: str = "text"
-
-    def texts(self) -> Iterator[str]:
-        """The text of each document, in order. Raises ConfigError for a record without it."""
-        for where, record in self.read():
-            if self.text_column not in record:
-                columns = ", ".join(map(str, record)) or "none"
-                raise ConfigError(f"{where}: no column {self.text_column!r} (has: {columns}); name it with --text_column")
-            text = record[self.text_column]
-            if not isinstance(text, str):
-                raise ConfigError(f"{where}: {self.text_column!r} is {_kind(text)}, expected text")
-            if text:
-                yield text
-
-
-def open_sources(config: CorpusConfig) -> tuple[Source, Source | None]:
-    """(training, validation or None) text. Raises ConfigError for files that are missing or empty."""
-    if config.dataset_name is not None:
-        name, part, streaming = config.dataset_name, config.dataset_config_name, config.streaming
-        identity = [name, part, "train"]
-        return Source(
-            name, identity, lambda: records.load_hub(name, part, "train", streaming=streaming), config.text_column
-        ), None
-    if config.is_demo:
-        files = demo.python_files()
-        return Source("the Python standard library", [sys.version, files], demo.sources), None
-
-    def from_files(flag: str, paths: tuple[str, ...]) -> Source:
-        files = records.find_files(paths, flag=flag)
-        name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-        return Source(name, files, lambda: records.read_records(files), config.text_column)
-
-    validation = from_files("validation_file", config.validation_file) if config.validation_file else None
-    return from_files("train_file", config.train_file), validation
+DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
 
 
 def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> Path:
@@ -92,44 +63,31 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     Raises:
         ConfigError: no text, unreadable text, or a tokenizer without an end-of-text token.
     """
-    train, validation = open_sources(config)
+    train, validation = records.open_sources(config, demo=DEMO)
     serialised = tokenizer and tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
     if tokenizer is not None and tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-text token to put between documents")
     key = data.fingerprint(
         format=FORMAT,
-        train=train.identity,
-        validation=validation and validation.identity,
+        train=train.identity(),
+        validation=validation and validation.identity(),
         column=config.text_column,
         percent=config.validation_split_percentage,
         tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
     )
 
     def build(folder: Path) -> None:
-        used = tokenizer or train_tokenizer(train.texts(), config.vocab_size)
+        used = tokenizer or train_tokenizer(texts(train, config.text_column), config.vocab_size)
         used.save_pretrained(folder / "tokenizer")
         num_proc = config.preprocessing_num_workers
         if num_proc is None:
-            size = sum(p.stat().st_size for p in train.identity if isinstance(p, Path))
+            size = sum(p.stat().st_size for p in train.identity() if isinstance(p, Path))
             num_proc = max(1, min(os.cpu_count() or 1, size // 32_000_000))
         percent = config.validation_split_percentage
-        write_shards(folder, train, validation, used, validation_percent=percent, num_proc=num_proc)
+        column = config.text_column
+        write_shards(folder, train, validation, used, column=column, validation_percent=percent, num_proc=num_proc)
 
     return data.build_once(data.cache_dir() / "corpus" / key, build)
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
-
-
-def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
-    """Which documents, by their number in the source, belong to the validation split. Shape kept, bool.
-
-    A hash of the number alone decides, so the split does not depend on seed, world size or corpus size.
-    """
-    with np.errstate(over="ignore"):
-        hashed = _mix(np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    return hashed % np.uint64(10_000) < np.uint64(round(percent * 100))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = 2**30) -> PreTrainedTokenizerBase:
@@ -194,7 +152,8 @@ class _ShardWriter:
         while len(tokens):
             if self.file is None or self.sizes[-1] == SHARD_TOKENS:
                 self.close()
-                self.file = open(self.folder / f"{self.split}-{len(self.sizes):05d}.bin", "wb")
+                path = self.folder / f"{self.split}-{len(self.sizes):05d}.bin"
+                self.file = path.open("wb")  # noqa: SIM115  closed when full
                 self.sizes.append(0)
             part, tokens = np.split(tokens, [SHARD_TOKENS - self.sizes[-1]])
             content = part.astype(self.dtype).tobytes()
@@ -266,6 +225,7 @@ def write_shards(
     validation: Source | None,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    column: str,
     validation_percent: float,
     num_proc: int,
 ) -> None:
@@ -283,13 +243,13 @@ def write_shards(
     for source in (train, validation):
         if source is None:
             continue
-        for tokens, lengths, sizes in _tokenised(source.texts(), tokenizer, num_proc):
+        for tokens, lengths, sizes in _tokenised(texts(source, column), tokenizer, num_proc):
             if source is validation:
                 held_out = np.ones(len(lengths), bool)
             elif validation is not None:
                 held_out = np.zeros(len(lengths), bool)
             else:
-                held_out = is_validation(np.arange(number, number + len(lengths)), validation_percent)
+                held_out = data.is_validation(np.arange(number, number + len(lengths)), validation_percent)
             number += len(lengths)
             for split, chosen in (("train", ~held_out), ("validation", held_out)):
                 if chosen.any():
@@ -404,6 +364,7 @@ class Stream:
         tokenizer: PreTrainedTokenizerBase,
         seq_length: int,
         *,
+        column: str,
         global_batch_size: int,
         per_device: int,
         rank: int,
@@ -414,14 +375,14 @@ class Stream:
         self.source, self.tokenizer, self.seq_length = source, tokenizer, seq_length
         self.global_batch_size, self.per_device = global_batch_size, per_device
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.validation_percent = validation_percent
+        self.column, self.validation_percent = column, validation_percent
 
     def sequences(self, *, validation: bool) -> Iterator[np.ndarray]:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""
         held = np.zeros(0, np.int64)
         number = 0
-        for tokens, lengths, _ in _tokenised(self.source.texts(), self.tokenizer, 1):
-            chosen = is_validation(np.arange(number, number + len(lengths)), self.validation_percent) == validation
+        for tokens, lengths, _ in _tokenised(texts(self.source, self.column), self.tokenizer, 1):
+            chosen = data.is_validation(np.arange(number, number + len(lengths)), self.validation_percent) == validation
             number += len(lengths)
             held = np.concatenate([held, tokens[np.repeat(chosen, lengths)].astype(np.int64)])
             count = (len(held) - 1) // self.seq_length

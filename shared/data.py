@@ -118,6 +118,16 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     return result.astype(np.int64)
 
 
+def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
+    """Which documents, by their number in the source, belong to the validation split. Shape kept, bool.
+
+    A hash of the number alone decides, so the split does not depend on seed, world size or corpus size.
+    """
+    with np.errstate(over="ignore"):
+        hashed = _mix(np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    return hashed % np.uint64(10_000) < np.uint64(round(percent * 100))
+
+
 @dataclass(frozen=True)
 class Order:
     """Which samples make up each global batch. The last batch of an epoch may be smaller; none is dropped."""

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 from shared import config as configs
 from shared.config import ConfigError
+from shared.options import BatchConfig
 
 C = TypeVar("C")
 
@@ -97,6 +98,12 @@ def summary(title: str, rows: dict[str, Any]) -> None:
     rows = {k: v for k, v in rows.items() if v is not None}
     width = max(map(len, rows))
     say("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
+
+
+def batch_line(batch: BatchConfig, accelerator: Accelerator, accumulation: int, unit: str) -> str:
+    """How a global batch is made up, for the summary."""
+    per_device, processes = batch.per_device_train_batch_size, accelerator.num_processes
+    return f"{batch.global_batch_size} {unit} = {processes} process(es) x {per_device} at once x {accumulation} accumulated"
 
 
 def strategy(accelerator: Accelerator) -> str:

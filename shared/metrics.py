@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from shared.checkpoint import TrainState
 from shared.config import ConfigError
+from shared.data import Window
 from shared.launch import say
 from shared.options import LogConfig
 
@@ -129,21 +130,18 @@ class Logger:
         yield
         self.mark = time.perf_counter()
 
-    def step(
-        self, loss: torch.Tensor, *, grad_norm: torch.Tensor, learning_rate: float, targets: int, positions: int
-    ) -> None:
+    def step(self, loss: torch.Tensor, window: Window, *, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this.
 
         Args:
             loss: this rank's share of the global mean loss: its summed loss / the global batch's targets.
+            window: what was computed.
             grad_norm: before clipping, the same on all ranks.
             learning_rate: of this step.
-            targets: target tokens of the global batch.
-            positions: tokens this rank computed, padding included.
         """
         self.steps += 1
-        self.targets += targets
-        self.positions += positions
+        self.targets += window.num_targets
+        self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
         self.loss += loss.detach()
         self.bar.update()
         if self.state.step % self.config.logging_steps and self.state.step != self.bar.total:
@@ -229,7 +227,7 @@ class Logger:
             self.accelerator.init_trackers(project, settings, {"wandb": options})
         if options["mode"] == "offline":
             say(
-                f"W&B: not logged in, so this run is logged offline; `wandb sync {self.run_dir}/wandb/offline-run-*` uploads it"
+                f"W&B: not logged in, so this run is logged offline; to upload it: wandb sync {self.run_dir}/wandb/offline-*"
             )
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric("step")

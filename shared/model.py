@@ -14,14 +14,17 @@ from torch.utils.checkpoint import checkpoint
 from shared.config import ConfigError
 
 
-def from_hub(auto_class: Any, name: str | Path, **options: Any) -> Any:
+def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options: Any) -> Any:
     """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one clear line.
 
     Raises:
         ConfigError: it is not there, needs code of its own, or has no safetensors weights.
     """
+    arguments = [str(name)] if first is None else [first, str(name)]  # PEFT's classes take the base model first
+    if first is None:
+        options["trust_remote_code"] = False
     try:
-        return auto_class.from_pretrained(str(name), trust_remote_code=False, **options)
+        return auto_class.from_pretrained(*arguments, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise ConfigError(f"{name}: {lines[0]}") from None
@@ -58,6 +61,23 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
         raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, the model only {embeddings} embeddings")
+
+
+def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An adapter trained from PiSSA's start as an ordinary one, of twice the rank, on the unchanged base.
+
+    PiSSA subtracts the initial product from the base, so what was learned is B A - B0 A0 = [B, -B0] [A; A0]
+    (appendix C of arXiv 2404.02948). Other tensors pass through.
+    """
+
+    def convert(name: str, value: torch.Tensor) -> torch.Tensor:
+        if ".lora_A." in name:
+            return torch.cat([value, initial[name]], dim=0)
+        if ".lora_B." in name:
+            return torch.cat([value, -initial[name]], dim=1)
+        return value
+
+    return {name: convert(name, value) for name, value in weights.items()}
 
 
 def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -97,25 +117,27 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
 
 @torch.no_grad()
 def continuations(
-    model: nn.Module, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int, sample: bool, seed: int = 0
+    model: nn.Module, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int, sample: bool = False, seed: int = 0
 ) -> list[str]:
-    """Continue each prompt (token ids), greedily or by sampling. Every rank calls this, with the same prompts."""
+    """Continue each prompt (token ids) up to the end-of-text token, greedily or by sampling.
+
+    Goes through the prepared model's own forward, without a cache, so that it works under every strategy. Every
+    rank calls this with the same prompts.
+    """
     training = model.training
     model.eval()
     device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
     texts = []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=device)
-            generated = model.generate(  # type: ignore[operator]
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                do_sample=sample,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            )
-            texts.append(tokenizer.decode(generated[0, len(prompt) :], skip_special_tokens=True))
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(max_new_tokens):
+            logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1].float().cpu()
+            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator) if sample else logits.argmax()
+            ids.append(int(choice))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        texts.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
     model.train(training)
     return texts
 

@@ -163,21 +163,42 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
-class CorpusConfig:
-    """Text and tokenizer."""
+class DataConfig:
+    """Data."""
 
     train_file: tuple[str, ...] = ()
-    """Files, folders or globs: JSON lines, CSV or Parquet with a text column, or any other text, a file a document."""
+    """Files, folders or globs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text."""
     validation_file: tuple[str, ...] = ()
-    """The same, to validate on (default: documents held out of the training text)."""
+    """The same, to validate on (default: a part of the training data is held out)."""
     dataset_name: str | None = None
     """Data set on the Hub, or a folder that `datasets` loads, in place of train_file."""
     dataset_config_name: str | None = None
     """Configuration of dataset_name."""
+    validation_split_percentage: float = 5.0
+    """Per cent of the records held out to validate on; which ones depends on nothing but their numbers."""
+
+    def __post_init__(self) -> None:
+        if self.train_file and self.dataset_name:
+            raise ConfigError("--train_file and --dataset_name both name the training data: drop one of them")
+        if self.validation_file and not self.train_file:
+            raise ConfigError("--validation_file needs --train_file")
+        if not 0 < self.validation_split_percentage < 100:
+            raise ConfigError("--validation_split_percentage must be between 0 and 100")
+        for flag in ("train_file", "validation_file"):
+            if getattr(self, flag):
+                records.find_files(getattr(self, flag), flag=flag)
+
+    @property
+    def is_demo(self) -> bool:
+        return not self.train_file and self.dataset_name is None
+
+
+@dataclass(frozen=True)
+class CorpusConfig(DataConfig):
+    """Text and tokenizer."""
+
     text_column: str = "text"
     """Column or key that holds the text."""
-    validation_split_percentage: float = 5.0
-    """Per cent of the documents held out to validate on, chosen by a hash of their number."""
     streaming: bool = False
     """Read and tokenise as training goes, in the order of the source, and keep nothing on disk."""
     tokenizer_name: str | None = None
@@ -190,20 +211,27 @@ class CorpusConfig:
     """Prepare tokenizer and tokens, then exit."""
 
     def __post_init__(self) -> None:
-        if self.train_file and self.dataset_name:
-            raise ConfigError("--train_file and --dataset_name both name the training text: drop one of them")
-        if self.validation_file and not self.train_file:
-            raise ConfigError("--validation_file needs --train_file")
+        super().__post_init__()
         if self.streaming and (self.preprocess_only or self.validation_file):
             raise ConfigError("--streaming works with neither --preprocess_only nor --validation_file")
-        if not 0 < self.validation_split_percentage < 100:
-            raise ConfigError("--validation_split_percentage must be between 0 and 100")
         if self.vocab_size < 300:
             raise ConfigError("--vocab_size must be at least 300: 256 bytes and the special tokens")
-        for flag in ("train_file", "validation_file"):
-            if getattr(self, flag):
-                records.find_files(getattr(self, flag), flag=flag)
 
-    @property
-    def is_demo(self) -> bool:
-        return not self.train_file and self.dataset_name is None
+
+@dataclass(frozen=True)
+class ChatConfig(DataConfig):
+    """Conversations, or prompts with completions, or text."""
+
+    seq_length: int = 1024
+    """Tokens of one row at most; longer samples are cut, and counted."""
+    packing: bool = True
+    """Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length."""
+    loss_on: Literal["assistant", "completion", "all"] = "assistant"
+    """Tokens to learn: every assistant turn (or the completion), the last assistant turn only, or all."""
+    max_train_samples: int | None = None
+    """Use the first samples only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seq_length < 8:
+            raise ConfigError(f"--seq_length must be at least 8, not {self.seq_length}")

@@ -6,11 +6,54 @@ import csv
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.config import ConfigError
+
+if TYPE_CHECKING:
+    from shared.options import DataConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where records come from.
+
+    `identity()` is JSON-like, with a Path for each file, and changes when the records do; `read()` yields (where,
+    record) from the start.
+    """
+
+    name: str
+    identity: Callable[[], Any]
+    read: Callable[[], Iterator[tuple[str, dict[str, Any]]]]
+
+
+def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -> tuple[Source, Source | None]:
+    """(training, validation or None) records of a config; `demo` when it names none.
+
+    Raises:
+        ConfigError: files that are missing or empty.
+    """
+    if config.dataset_name is not None:
+        name, part = config.dataset_name, config.dataset_config_name
+        return Source(name, lambda: [name, part, "train"], lambda: load_hub(name, part, "train", streaming=streaming)), None
+    if config.is_demo:
+        return demo, None
+
+    def from_files(flag: str, paths: Sequence[str]) -> Source:
+        files = find_files(paths, flag=flag)
+        name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
+        return Source(name, lambda: files, lambda: read_records(files))
+
+    validation = from_files("validation_file", config.validation_file) if config.validation_file else None
+    return from_files("train_file", config.train_file), validation
+
+
+def kind(value: Any) -> str:
+    """A value's type, for a message."""
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:

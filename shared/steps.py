@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +24,10 @@ class Stopped(CleanExit):
     """A signal asked the run to stop, and it has saved a checkpoint. The same command again continues."""
 
     exit_code = 143
+
+    def __init__(self, signal_: StopSignal, run_dir: Path, step: int) -> None:
+        again = f"the same command with --output_dir {run_dir} continues"
+        super().__init__(f"stopped by {signal_.name} at step {step}, after a checkpoint; {again}")
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from shared import checkpoint, corpus, launch, metrics, optim, steps
+from shared import checkpoint, corpus, launch, metrics, optim, records, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order
@@ -92,12 +92,13 @@ def build_datasets(config: Config, accelerator: Accelerator):
     if config.text.streaming:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
-        source, _ = corpus.open_sources(config.text)
+        source, _ = records.open_sources(config.text, demo=corpus.DEMO, streaming=True)
         percent = config.text.validation_split_percentage
         train = corpus.Stream(
             source,
             tokenizer,
             config.seq_length,
+            column=config.text.text_column,
             global_batch_size=batch.global_batch_size,
             validation_percent=percent,
             **loading,
@@ -186,7 +187,8 @@ def main(config: Config) -> None:
     # Data --------------------------------------------------------------------------------------------------------
     train_loader, eval_loader, tokenizer, about_data, data_identity = build_datasets(config, accelerator)
     if config.text.preprocess_only:
-        return launch.say(f"prepared {about_data}")
+        launch.say(f"prepared {about_data}")
+        return
     run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "pretrain")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     if config.max_tokens is not None:
@@ -214,7 +216,8 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=config.checkpoint.save_total_limit, identity=identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint)
     if state.step >= total_steps and (run_dir / "final").exists():
-        return launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        return
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
     launch.summary(
@@ -223,8 +226,7 @@ def main(config: Config) -> None:
             "run on": launch.strategy(accelerator),
             "data": about_data,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
-            "batch": f"{config.batch.global_batch_size} sequences x {config.seq_length} tokens = {accelerator.num_processes} "
-            f"processes x {config.batch.per_device_train_batch_size} x {accumulation} accumulated",
+            "batch": launch.batch_line(config.batch, accelerator, accumulation, f"sequences x {config.seq_length} tokens"),
             "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
@@ -247,8 +249,7 @@ def main(config: Config) -> None:
     def evaluate_and_log() -> dict[str, float]:
         values = evaluate(accelerator, model, eval_loader, bytes_per_token)
         prompt = tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"]
-        unwrapped = accelerator.unwrap_model(model)
-        (text,) = models.continuations(unwrapped, tokenizer, [prompt], max_new_tokens=48, sample=True)
+        (text,) = models.continuations(model, tokenizer, [prompt], max_new_tokens=48, sample=True)
         logger.log(values)
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
         launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
@@ -272,25 +273,18 @@ def main(config: Config) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        state.step += 1
-        state.tokens += window.num_targets
-        state.samples += window.num_samples
-        positions = sum(batch["input_ids"].numel() for batch in window.micro_batches)
-        logger.step(
-            step_loss, grad_norm=grad_norm, learning_rate=learning_rate, targets=window.num_targets, positions=positions
-        )
+        state.advance(window)
+        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
         stopping, last = stop(), state.step == total_steps
         with logger.pause():
             if state.step % config.eval_steps == 0 and not last and not stopping:
                 evaluate_and_log()
                 logger.draw()
             if state.step % config.checkpoint.save_steps == 0 or last or stopping:
-                saved = saver.save(state)
+                saver.save(state)
         if stopping and not last:
             logger.close()
-            raise steps.Stopped(
-                f"stopped by {stop.name} at step {state.step}; the same command with --output_dir {run_dir} continues from {saved.name}"
-            )
+            raise steps.Stopped(stop, run_dir, state.step)
 
     # Finish ------------------------------------------------------------------------------------------------------
     values = evaluate_and_log()

@@ -1,0 +1,336 @@
+"""Fine-tune a causal language model with LoRA or QLoRA.
+
+    accelerate launch templates/lora_finetune.py                         # offline demo, any machine
+    accelerate launch templates/lora_finetune.py --model_name_or_path ORG/NAME --train_file chats.jsonl --load_in_4bit
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/lora_finetune.py --model_name_or_path ...
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/lora_finetune.py --model_name_or_path ...
+    docker run --gpus all IMAGE accelerate launch templates/lora_finetune.py
+
+LoRA: Hu et al., arXiv 2106.09685. QLoRA: Dettmers et al., arXiv 2305.14314. rsLoRA: Kalajdzievski, arXiv 2312.03732.
+DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from shared import config as configs
+from shared import demo
+from shared.config import ConfigError
+from shared.options import BatchConfig, ChatConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+
+DEMO_STEPS = 60  # about two minutes on two CPU cores
+DEMO_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Config:
+    """Fine-tune a causal language model with LoRA or QLoRA."""
+
+    model_name_or_path: str = str(demo.MODEL)
+    """Model on the Hub or in a folder (default: the small Llama that comes with the demo)."""
+    lora_r: int = 16
+    """Rank of the adapters."""
+    lora_alpha: float = 32
+    """Scale: updates are multiplied by alpha / r, or alpha / sqrt(r) with use_rslora."""
+    lora_dropout: float = 0.0
+    """Dropout on the adapters' inputs."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Names (or ends of names) of the layers that get adapters; all-linear: every linear layer but the head."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained and saved whole, such as lm_head."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r), which keeps high ranks stable."""
+    use_dora: bool = False
+    """Learn magnitude and direction apart."""
+    init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
+    """Initial adapters; pissa: the base weights' principal components (saved as an ordinary adapter of rank 2r)."""
+    adapter_name_or_path: str | None = None
+    """Adapter to continue from; its own rank, alpha and targets are kept."""
+    load_in_4bit: bool = False
+    """Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA."""
+    load_in_8bit: bool = False
+    """Quantise the frozen base to 8 bits."""
+    merge_adapter: bool = False
+    """Also write merged/, the base (dequantised, if it was quantised) with the adapter added in."""
+    eval_steps: int = 50
+    """Optimizer steps between evaluations; one is made before and one after training."""
+    eval_samples: int = 256
+    """Validation samples that an evaluation uses, at most."""
+    num_generations: int = 1
+    """Validation prompts answered before and after training."""
+    max_new_tokens: int = 48
+    """Tokens of such an answer, at most."""
+    chat: ChatConfig = field(default_factory=lambda: ChatConfig(seq_length=512))
+    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=8, per_device_train_batch_size=4))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-3, weight_decay=0.0, adam_beta2=0.999))
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_steps=20))
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ConfigError("--load_in_4bit and --load_in_8bit both quantise the base: drop one of them")
+        if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
+            raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
+        if self.lora_r < 1:
+            raise ConfigError(f"--lora_r must be at least 1, not {self.lora_r}")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+    CONFIG = configs.parse_or_exit(Config)
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from shared import chat, checkpoint, launch, metrics, optim, steps
+from shared import model as models
+from shared.checkpoint import Checkpointer
+from shared.data import Loader, Order
+
+
+def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple[Loader, Loader, chat.Conversations]:
+    """(training windows, validation windows, the validation samples)."""
+    options = config.chat
+    if options.is_demo and options.max_train_samples is None:
+        options = configs.replace(options, max_train_samples=DEMO_SAMPLES)
+    folder = chat.prepare(options, tokenizer)
+    train, held_out = chat.Conversations(folder, "train"), chat.Conversations(folder, "validation")
+    launch.say(chat.describe(train, options))
+    launch.say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
+    size, seed = config.batch.global_batch_size, config.batch.seed
+    samples, collate = train, chat.collate_padded
+    order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
+    if options.packing:
+        samples, collate = chat.Packed(train, options.seq_length), chat.collate_packed
+        order = Order(len(samples), size, seed)
+        launch.say(f"packed into {len(samples):,} rows of {options.seq_length} tokens, {samples.waste:.1%} of them empty")
+    if len(samples) < size:
+        raise ConfigError(f"{len(samples)} training rows are fewer than one --global_batch_size of {size}")
+    loading = {"rank": accelerator.process_index, "world_size": accelerator.num_processes, "device": accelerator.device}
+    workers, per_device = config.batch.dataloader_num_workers, config.batch.per_device_eval_batch_size
+    train_loader = Loader(
+        samples, collate, order, per_device=config.batch.per_device_train_batch_size, num_workers=workers, **loading
+    )
+    eval_order = Order(min(len(held_out), config.eval_samples), per_device * accelerator.num_processes, 0, shuffle=False)
+    return train_loader, Loader(held_out, chat.collate_padded, eval_order, per_device=per_device, **loading), held_out
+
+
+def load_base(config: Config, accelerator: Accelerator) -> nn.Module:
+    """The frozen base model, in the launch config's precision, quantised if asked."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    options = {"dtype": dtype, "attn_implementation": config.speed.attn_implementation, "use_safetensors": True}
+    if config.load_in_4bit or config.load_in_8bit:
+        from transformers import BitsAndBytesConfig
+
+        options["device_map"] = {"": accelerator.device}
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=config.load_in_4bit,
+            load_in_8bit=config.load_in_8bit,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            # FSDP2 shards 4-bit weights only if they are stored as the floating type that it communicates in.
+            bnb_4bit_quant_storage=dtype if accelerator.distributed_type == DistributedType.FSDP else torch.uint8,
+        )
+    return models.from_hub(AutoModelForCausalLM, config.model_name_or_path, **options)
+
+
+def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Module:
+    """The base with trainable adapters."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = load_base(config, accelerator)
+    models.require_fit(base, tokenizer, config.chat.seq_length)
+    models.set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
+    if config.adapter_name_or_path:
+        return models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True)
+    targets = config.lora_target_modules
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        modules_to_save=list(config.modules_to_save) or None,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        init_lora_weights=True if config.init_lora_weights == "default" else config.init_lora_weights,
+    )
+    try:
+        return get_peft_model(base, lora)
+    except ValueError as error:
+        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader) -> dict[str, float]:
+    """Loss a learned token, and perplexity, of the validation samples, each counted once on any world size."""
+    model.eval()
+    total, targets = torch.zeros((), device=accelerator.device), 0
+    for window in loader.windows(0, loader.order.steps_per_epoch):
+        for batch in window.micro_batches:
+            total += models.causal_lm_loss(model, batch)
+        targets += window.num_targets
+    model.train()
+    loss = accelerator.reduce(total, "sum").item() / targets
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+
+
+def save_final(
+    config: Config, accelerator: Accelerator, model: nn.Module, tokenizer, run_dir: Path, initial, card: str
+) -> None:
+    """Write final/ (adapter, tokenizer, card) and, if asked, merged/. Every rank calls this."""
+    from peft import PeftModel
+
+    weights = checkpoint.gather_weights(model, trainable_only=True)
+    if not accelerator.is_main_process:
+        return
+    peft_model = accelerator.unwrap_model(model)
+    with checkpoint.whole_folder(run_dir / "final") as folder:
+        lora = peft_model.peft_config["default"]
+        if config.init_lora_weights == "pissa":
+            weights = models.pissa_to_lora(weights, initial)
+            lora.r, lora.init_lora_weights = 2 * lora.r, True
+            lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # the scale stays what it was
+        peft_model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    if config.merge_adapter:
+        base = load_base(config, accelerator)
+        base = base.dequantize() if config.load_in_4bit or config.load_in_8bit else base
+        with checkpoint.whole_folder(run_dir / "merged") as folder:
+            PeftModel.from_pretrained(base, str(run_dir / "final")).merge_and_unload().save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+
+def main(config: Config) -> None:
+    # Setup -------------------------------------------------------------------------------------------------------
+    from transformers import AutoTokenizer
+
+    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
+    accumulation = config.batch.accumulation_steps(accelerator.num_processes)
+    stop = steps.StopSignal(accelerator)
+    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "lora_finetune")
+
+    # Data --------------------------------------------------------------------------------------------------------
+    tokenizer = models.from_hub(AutoTokenizer, config.model_name_or_path)
+    train_loader, eval_loader, held_out = build_datasets(config, tokenizer, accelerator)
+    steps_per_epoch = train_loader.order.steps_per_epoch
+    total_steps = config.batch.total_steps(steps_per_epoch, default=DEMO_STEPS if config.chat.is_demo else None)
+
+    # Model and optimizer -----------------------------------------------------------------------------------------
+    model = build_model(config, tokenizer, accelerator)
+    initial = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
+    trainable, total = model.get_nb_trainable_parameters()
+    flops_per_token = models.flops_per_token(model, config.chat.seq_length)
+    if config.speed.torch_compile:
+        models.compile_blocks(model)
+    optimizers = optim.build(model, config.optim)
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    if config.chat.packing:
+        models.require_packing_isolation(model, accelerator.device, len(tokenizer))
+
+    # Resume ------------------------------------------------------------------------------------------------------
+    identity = {
+        "data": held_out.meta["sha256"],
+        "packing": config.chat.packing,
+        "global_batch_size": config.batch.global_batch_size,
+        "seed": config.batch.seed,
+    }
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=config.checkpoint.save_total_limit, identity=identity)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    if state.step >= total_steps and (run_dir / "final").exists():
+        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        return
+    if accelerator.is_main_process:
+        configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
+    launch.summary(
+        "lora_finetune",
+        {
+            "run on": launch.strategy(accelerator),
+            "model": f"{config.model_name_or_path}, {total:,} parameters",
+            "trained": f"{trainable:,} parameters ({trainable / total:.2%})",
+            "batch": launch.batch_line(config.batch, accelerator, accumulation, "rows"),
+            "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.2f} epochs",
+            "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
+            "output": run_dir,
+        },
+    )
+
+    # Train -------------------------------------------------------------------------------------------------------
+    logger = metrics.Logger(
+        accelerator,
+        config.log,
+        run_dir,
+        template="lora_finetune",
+        settings=configs.flatten(config),
+        state=state,
+        total_steps=total_steps,
+        flops_per_token=flops_per_token,
+    )
+
+    def evaluate_and_log(*, generate: bool = False) -> dict[str, float]:
+        values = evaluate(accelerator, model, eval_loader)
+        logger.log(values)
+        launch.say(
+            f"step {state.step}: validation loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}"
+        )
+        prompts = [held_out.prompt(i) for i in range(min(config.num_generations, len(held_out)) if generate else 0)]
+        outputs = models.continuations(model, tokenizer, [p for p, _ in prompts], max_new_tokens=config.max_new_tokens)
+        rows = [[tokenizer.decode(p), tokenizer.decode(r), o] for (p, r), o in zip(prompts, outputs, strict=True)]
+        for prompt, reference, output in rows:
+            launch.say(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{output}\n---")
+        if rows:
+            logger.log_table("generations", ["step", "prompt", "reference", "output"], [[str(state.step), *r] for r in rows])
+        return values
+
+    if state.step == 0:
+        state.notes["before"] = evaluate_and_log(generate=True)
+    for window in logger.waiting(train_loader.windows(state.step, total_steps)):
+        launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
+        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+        scale = steps.loss_scale(accelerator, window.num_targets)
+        step_loss = torch.zeros((), device=accelerator.device)
+        for i, batch in enumerate(window.micro_batches):
+            with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
+                loss = models.causal_lm_loss(model, batch)
+                accelerator.backward(loss * scale)
+            step_loss += loss.detach() / window.num_targets
+        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        state.advance(window)
+        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
+        stopping, last = stop(), state.step == total_steps
+        with logger.pause():
+            if state.step % config.eval_steps == 0 and not (last or stopping):
+                evaluate_and_log()
+            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
+                saver.save(state)
+        if stopping and not last:
+            logger.close()
+            raise steps.Stopped(stop, run_dir, state.step)
+
+    # Finish ------------------------------------------------------------------------------------------------------
+    values = evaluate_and_log(generate=True)
+    before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
+    about_data = chat.describe(train_loader.samples.samples if config.chat.packing else train_loader.samples, config.chat)
+    base, settings = config.model_name_or_path, configs.flatten(config)
+    card = models.card(f"{run_dir.name}: LoRA adapter", about_data, before | values, settings, base=base)
+    save_final(config, accelerator, model, tokenizer, run_dir, initial, card)
+    logger.close()
+    launch.say(
+        f"validation loss {before.get('eval_loss_before', math.nan):.4f} before, {values['eval_loss']:.4f} after training"
+    )
+    launch.say(f"adapter in {run_dir}/final; curves.png, metrics.jsonl and config.yaml beside it")
+
+
+if __name__ == "__main__":
+    launch.run(main, CONFIG)
