@@ -89,7 +89,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     if form == "Alpaca instructions":
         instruction = _text(record["instruction"], "'instruction'", where)
         extra = _text(record.get("input") or "", "'input'", where)
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction},
             {"role": "assistant", "content": _text(record["output"], "'output'", where)},
         ]
@@ -276,7 +276,8 @@ def _encode_all(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     from tqdm import tqdm
 
-    form, rows, counts = None, [], Counter()
+    form, rows = None, []
+    counts: Counter[str] = Counter()
     for where, record in tqdm(source.read(), desc=f"tokenising {source.name}", unit=" rows", leave=False):
         if limit is not None and counts["read"] == limit:
             break

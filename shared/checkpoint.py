@@ -381,17 +381,17 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gather_weights(
-    model: nn.Module, *, trainable_only: bool = False, dtype: torch.dtype | None = None
+    accelerator: Accelerator, model: nn.Module, *, trainable_only: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank calls this."""
-    main = not dist.is_initialized() or dist.get_rank() == 0
+    model = accelerator.unwrap_model(model)
     weights = {}
     values: dict[str, torch.Tensor] = dict(model.named_parameters())
     if trainable_only:
         values = {name: p for name, p in values.items() if p.requires_grad}
     for name, value in (values | _persistent_buffers(model)).items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if main:
+        if accelerator.is_main_process:
             cast = dtype is not None and full.is_floating_point()
             weights[name] = full.detach().to("cpu", dtype if cast else None)
     return weights

@@ -153,7 +153,7 @@ class _ShardWriter:
             if self.file is None or self.sizes[-1] == SHARD_TOKENS:
                 self.close()
                 path = self.folder / f"{self.split}-{len(self.sizes):05d}.bin"
-                self.file = path.open("wb")  # noqa: SIM115  closed when full
+                self.file = path.open("wb")
                 self.sizes.append(0)
             part, tokens = np.split(tokens, [SHARD_TOKENS - self.sizes[-1]])
             content = part.astype(self.dtype).tobytes()
@@ -376,6 +376,8 @@ class Stream:
         self.global_batch_size, self.per_device = global_batch_size, per_device
         self.rank, self.world_size, self.device = rank, world_size, device
         self.column, self.validation_percent = column, validation_percent
+
+    steps_per_epoch: int | None = None
 
     def sequences(self, *, validation: bool) -> Iterator[np.ndarray]:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""

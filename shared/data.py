@@ -231,6 +231,10 @@ class Loader:
         self.per_device, self.rank, self.world_size = per_device, rank, world_size
         self.device, self.num_workers = device, num_workers
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self.order.steps_per_epoch
+
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there."""
 

@@ -164,6 +164,10 @@ def _quieten_libraries() -> None:
     """Keep from the console what a user cannot act on. Errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not (configs.is_main_rank() and sys.stderr.isatty()):
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
     for name in ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")

@@ -84,7 +84,7 @@ class Logger:
         flops_per_token: float | None = None,
     ) -> None:
         self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
-        self.flops_per_token = flops_per_token
+        self.flops_per_token, self.total_steps = flops_per_token, total_steps
         self.tracker = tracker_name(config.report_to)
         self.main = accelerator.is_main_process
         self.file = run_dir / "metrics.jsonl"
@@ -97,9 +97,7 @@ class Logger:
             initial=state.step,
             desc=template,
             unit="step",
-            disable=not self.main,
-            # a log file gets a line every 10 s, not a line a step
-            mininterval=0.1 if sys.stderr.isatty() else 10,
+            disable=not self.main or not sys.stderr.isatty(),  # a log file gets a line each logging step instead
             dynamic_ncols=True,
         )
         self._reset()
@@ -144,7 +142,7 @@ class Logger:
         self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
         self.loss += loss.detach()
         self.bar.update()
-        if self.state.step % self.config.logging_steps and self.state.step != self.bar.total:
+        if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             return
         sums = torch.stack([self.loss, torch.tensor(float(self.positions), device=self.loss.device)])
         sums = self.accelerator.reduce(sums, "sum").tolist()
@@ -164,9 +162,10 @@ class Logger:
         if peak and self.flops_per_token:
             achieved = self.flops_per_token * values["processed_tokens_per_second"] / self.accelerator.num_processes
             values["mfu"] = achieved / peak
-        self.bar.set_postfix_str(
-            f"loss {values['loss']:.3f}, {values['processed_tokens_per_second']:,.0f} tok/s", refresh=False
-        )
+        progress = f"loss {values['loss']:.3f}, {values['processed_tokens_per_second']:,.0f} tok/s"
+        self.bar.set_postfix_str(progress, refresh=False)
+        if self.bar.disable:
+            say(f"step {self.state.step}/{self.total_steps}: {progress}")
         self.log(values)
         self._reset()
         self.mark = time.perf_counter()
@@ -237,8 +236,8 @@ class Logger:
 def _wandb_login() -> bool:
     import wandb
 
-    with contextlib.suppress(Exception):  # asks the environment and the netrc file, never the network
-        return bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+    with contextlib.suppress(Exception):  # no key, or none that W&B takes
+        return bool(wandb.login(prompt=False, verify=False))
     return False
 
 

@@ -151,7 +151,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of equal blocks to checkpoint or compile")
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+    return max(([*modules] for modules in lists), key=lambda found: sum(p.numel() for b in found for p in b.parameters()))
 
 
 def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:

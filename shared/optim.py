@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         raise ConfigError("no parameter of the model is trainable")
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
     plain = {"params": embeddings + vectors, "weight_decay": 0.0}
-    adam = {
+    adam: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,

@@ -59,12 +59,18 @@ class BatchConfig:
             )
         return self.global_batch_size // at_once
 
-    def total_steps(self, steps_per_epoch: int, *, default: int | None = None) -> int:
-        """Optimizer steps of the whole run; `default` when neither budget is given, else one epoch."""
+    def total_steps(self, steps_per_epoch: int | None, *, default: int | None = None) -> int:
+        """Optimizer steps of the whole run; `default` when neither budget is given, else one epoch.
+
+        Raises:
+            ConfigError: the budget is in epochs and their length (None) is not known.
+        """
         if self.max_steps is not None:
             return self.max_steps
         if self.num_train_epochs is None and default is not None:
             return default
+        if steps_per_epoch is None:
+            raise ConfigError("a stream has no known length: give the budget as --max_steps")
         return math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
 
 

@@ -13,7 +13,7 @@ DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shared import config as configs
 from shared import demo
@@ -32,7 +32,7 @@ class Config:
     """Model on the Hub or in a folder (default: the small Llama that comes with the demo)."""
     lora_r: int = 16
     """Rank of the adapters."""
-    lora_alpha: float = 32
+    lora_alpha: int = 32
     """Scale: updates are multiplied by alpha / r, or alpha / sqrt(r) with use_rslora."""
     lora_dropout: float = 0.0
     """Dropout on the adapters' inputs."""
@@ -88,25 +88,27 @@ from torch import nn
 from shared import chat, checkpoint, launch, metrics, optim, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
-from shared.data import Loader, Order
+from shared.data import Loader, Order, Samples
 
 
-def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple[Loader, Loader, chat.Conversations]:
-    """(training windows, validation windows, the validation samples)."""
+def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple[Loader, Loader, chat.Conversations, str]:
+    """(training windows, validation windows, the validation samples, a line about the data)."""
     options = config.chat
     if options.is_demo and options.max_train_samples is None:
         options = configs.replace(options, max_train_samples=DEMO_SAMPLES)
     folder = chat.prepare(options, tokenizer)
     train, held_out = chat.Conversations(folder, "train"), chat.Conversations(folder, "validation")
-    launch.say(chat.describe(train, options))
+    about_data = chat.describe(train, options)
+    launch.say(about_data)
     launch.say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     size, seed = config.batch.global_batch_size, config.batch.seed
-    samples, collate = train, chat.collate_padded
-    order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
+    samples: Samples = train
+    collate = chat.collate_padded
+    order: Order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
     if options.packing:
-        samples, collate = chat.Packed(train, options.seq_length), chat.collate_packed
-        order = Order(len(samples), size, seed)
-        launch.say(f"packed into {len(samples):,} rows of {options.seq_length} tokens, {samples.waste:.1%} of them empty")
+        samples = packed = chat.Packed(train, options.seq_length)
+        collate, order = chat.collate_packed, Order(len(packed), size, seed)
+        launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
         raise ConfigError(f"{len(samples)} training rows are fewer than one --global_batch_size of {size}")
     loading = {"rank": accelerator.process_index, "world_size": accelerator.num_processes, "device": accelerator.device}
@@ -115,7 +117,12 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
         samples, collate, order, per_device=config.batch.per_device_train_batch_size, num_workers=workers, **loading
     )
     eval_order = Order(min(len(held_out), config.eval_samples), per_device * accelerator.num_processes, 0, shuffle=False)
-    return train_loader, Loader(held_out, chat.collate_padded, eval_order, per_device=per_device, **loading), held_out
+    return (
+        train_loader,
+        Loader(held_out, chat.collate_padded, eval_order, per_device=per_device, **loading),
+        held_out,
+        about_data,
+    )
 
 
 def load_base(config: Config, accelerator: Accelerator) -> nn.Module:
@@ -123,7 +130,11 @@ def load_base(config: Config, accelerator: Accelerator) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    options = {"dtype": dtype, "attn_implementation": config.speed.attn_implementation, "use_safetensors": True}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": config.speed.attn_implementation,
+        "use_safetensors": True,
+    }
     if config.load_in_4bit or config.load_in_8bit:
         from transformers import BitsAndBytesConfig
 
@@ -187,7 +198,7 @@ def save_final(
     """Write final/ (adapter, tokenizer, card) and, if asked, merged/. Every rank calls this."""
     from peft import PeftModel
 
-    weights = checkpoint.gather_weights(model, trainable_only=True)
+    weights = checkpoint.gather_weights(accelerator, model, trainable_only=True)
     if not accelerator.is_main_process:
         return
     peft_model = accelerator.unwrap_model(model)
@@ -196,7 +207,7 @@ def save_final(
         if config.init_lora_weights == "pissa":
             weights = models.pissa_to_lora(weights, initial)
             lora.r, lora.init_lora_weights = 2 * lora.r, True
-            lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # the scale stays what it was
+            lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # type: ignore[assignment]  # the scale stays
         peft_model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -219,7 +230,7 @@ def main(config: Config) -> None:
 
     # Data --------------------------------------------------------------------------------------------------------
     tokenizer = models.from_hub(AutoTokenizer, config.model_name_or_path)
-    train_loader, eval_loader, held_out = build_datasets(config, tokenizer, accelerator)
+    train_loader, eval_loader, held_out, about_data = build_datasets(config, tokenizer, accelerator)
     steps_per_epoch = train_loader.order.steps_per_epoch
     total_steps = config.batch.total_steps(steps_per_epoch, default=DEMO_STEPS if config.chat.is_demo else None)
 
@@ -282,7 +293,10 @@ def main(config: Config) -> None:
         )
         prompts = [held_out.prompt(i) for i in range(min(config.num_generations, len(held_out)) if generate else 0)]
         outputs = models.continuations(model, tokenizer, [p for p, _ in prompts], max_new_tokens=config.max_new_tokens)
-        rows = [[tokenizer.decode(p), tokenizer.decode(r), o] for (p, r), o in zip(prompts, outputs, strict=True)]
+        rows = [
+            [tokenizer.decode(p), tokenizer.decode(r, skip_special_tokens=True).strip(), o]
+            for (p, r), o in zip(prompts, outputs, strict=True)
+        ]
         for prompt, reference, output in rows:
             launch.say(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{output}\n---")
         if rows:
@@ -321,7 +335,6 @@ def main(config: Config) -> None:
     # Finish ------------------------------------------------------------------------------------------------------
     values = evaluate_and_log(generate=True)
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
-    about_data = chat.describe(train_loader.samples.samples if config.chat.packing else train_loader.samples, config.chat)
     base, settings = config.model_name_or_path, configs.flatten(config)
     card = models.card(f"{run_dir.name}: LoRA adapter", about_data, before | values, settings, base=base)
     save_final(config, accelerator, model, tokenizer, run_dir, initial, card)

@@ -12,7 +12,7 @@ model (Touvron et al., arXiv 2302.13971) unless another is named.
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from shared import config as configs
 from shared.config import ConfigError
@@ -74,63 +74,71 @@ if __name__ == "__main__":  # before torch is imported, so that --help and a mis
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from shared import checkpoint, corpus, launch, metrics, optim, records, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
-from shared.data import Loader, Order
+from shared.data import Loader, Order, Samples
 
 
-def build_datasets(config: Config, accelerator: Accelerator):
-    """(training windows, validation windows, tokenizer, a line about the data, what identifies it)."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+@dataclass
+class Data:
+    train: Loader | corpus.Stream
+    validation: Loader
+    tokenizer: PreTrainedTokenizerFast
+    about: str  # a line for people
+    identity: str  # changes when the samples do
+    bytes_per_token: float | None  # of the validation text; unknown for a stream
 
-    name = config.text.tokenizer_name or config.model_name_or_path
+
+def build_datasets(config: Config, accelerator: Accelerator) -> Data:
+    """Tokenizer, and windows of training and validation sequences."""
+    text, batch = config.text, config.batch
+    name = text.tokenizer_name or config.model_name_or_path
     tokenizer = models.from_hub(AutoTokenizer, name) if name else None
-    batch, world = config.batch, {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    loading = {"per_device": batch.per_device_train_batch_size, "device": accelerator.device, **world}
-    if config.text.streaming:
+    loading: dict[str, Any] = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    loading |= {"per_device": batch.per_device_train_batch_size, "device": accelerator.device}
+    held_out: Samples
+    train: Loader | corpus.Stream
+    if text.streaming:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
-        source, _ = records.open_sources(config.text, demo=corpus.DEMO, streaming=True)
-        percent = config.text.validation_split_percentage
+        source, _ = records.open_sources(text, demo=corpus.DEMO, streaming=True)
         train = corpus.Stream(
             source,
             tokenizer,
             config.seq_length,
-            column=config.text.text_column,
+            column=text.text_column,
             global_batch_size=batch.global_batch_size,
-            validation_percent=percent,
+            validation_percent=text.validation_split_percentage,
             **loading,
         )
-        held_out, identity = corpus.Rows(train.held_out(config.eval_samples)), f"stream of {source.name}"
-        about = f"{source.name}, streamed; {len(held_out)} sequences of held-out documents to validate on"
+        held_out = rows = corpus.Rows(train.held_out(config.eval_samples))
+        about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
+        identity, bytes_per_token = f"stream of {source.name}", None
     else:
-        folder = corpus.prepare(config.text, tokenizer)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer") if tokenizer is None else tokenizer
-        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, config.text.validation_split_percentage)
-        about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
-        identity = tokens.meta["train"]["sha256"]
-        order = Order(len(tokens), batch.global_batch_size, batch.seed)
+        folder = corpus.prepare(text, tokenizer)
+        tokenizer = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, text.validation_split_percentage)
         if len(tokens) < batch.global_batch_size:
             raise ConfigError(
-                f"{len(tokens)} sequences of {config.seq_length} tokens are fewer than one --global_batch_size"
+                f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
+                f"of {batch.global_batch_size}"
             )
+        order = Order(len(tokens), batch.global_batch_size, batch.seed)
         train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **loading)
+        about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
+        identity, bytes_per_token = tokens.meta["train"]["sha256"], held_out.bytes_per_token
     loading["per_device"] = batch.per_device_eval_batch_size
-    eval_order = Order(
-        min(len(held_out), config.eval_samples),
-        batch.per_device_eval_batch_size * accelerator.num_processes,
-        0,
-        shuffle=False,
-    )
-    return train, Loader(held_out, corpus.collate, eval_order, **loading), tokenizer, about, identity
+    at_once = batch.per_device_eval_batch_size * accelerator.num_processes
+    eval_order = Order(min(len(held_out), config.eval_samples), at_once, 0, shuffle=False)
+    validation = Loader(held_out, corpus.collate, eval_order, **loading)
+    return Data(train, validation, tokenizer, about, identity, bytes_per_token)
 
 
 def build_model(config: Config, tokenizer) -> nn.Module:
     """The model to train, with fp32 weights; mixed precision casts where it computes."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
-
     options = {"attn_implementation": config.speed.attn_implementation}
     if config.model_name_or_path:
         if config.config_overrides:
@@ -185,22 +193,20 @@ def main(config: Config) -> None:
     stop = steps.StopSignal(accelerator)
 
     # Data --------------------------------------------------------------------------------------------------------
-    train_loader, eval_loader, tokenizer, about_data, data_identity = build_datasets(config, accelerator)
+    data = build_datasets(config, accelerator)
     if config.text.preprocess_only:
-        launch.say(f"prepared {about_data}")
+        launch.say(f"prepared {data.about}")
         return
     run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "pretrain")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     if config.max_tokens is not None:
         total_steps = max(1, config.max_tokens // tokens_per_step)
-    elif config.text.streaming and config.batch.max_steps is None:
-        raise ConfigError("--streaming has no known length: give --max_steps or --max_tokens")
     else:
-        steps_per_epoch = train_loader.order.steps_per_epoch if isinstance(train_loader, Loader) else 0
-        total_steps = config.batch.total_steps(steps_per_epoch, default=DEMO_STEPS if config.text.is_demo else None)
+        default = DEMO_STEPS if config.text.is_demo else None
+        total_steps = config.batch.total_steps(data.train.steps_per_epoch, default=default)
 
     # Model and optimizer -----------------------------------------------------------------------------------------
-    model = build_model(config, tokenizer)
+    model = build_model(config, data.tokenizer)
     flops_per_token = models.flops_per_token(model, config.seq_length)
     num_parameters = sum(p.numel() for p in model.parameters())
     optimizers = optim.build(model, config.optim)
@@ -208,7 +214,7 @@ def main(config: Config) -> None:
 
     # Resume ------------------------------------------------------------------------------------------------------
     identity = {
-        "data": data_identity,
+        "data": data.identity,
         "seq_length": config.seq_length,
         "global_batch_size": config.batch.global_batch_size,
         "seed": config.batch.seed,
@@ -224,7 +230,7 @@ def main(config: Config) -> None:
         "pretrain",
         {
             "run on": launch.strategy(accelerator),
-            "data": about_data,
+            "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
             "batch": launch.batch_line(config.batch, accelerator, accumulation, f"sequences x {config.seq_length} tokens"),
             "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
@@ -244,12 +250,11 @@ def main(config: Config) -> None:
         total_steps=total_steps,
         flops_per_token=flops_per_token,
     )
-    bytes_per_token = None if config.text.streaming else eval_loader.samples.bytes_per_token
 
     def evaluate_and_log() -> dict[str, float]:
-        values = evaluate(accelerator, model, eval_loader, bytes_per_token)
-        prompt = tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"]
-        (text,) = models.continuations(model, tokenizer, [prompt], max_new_tokens=48, sample=True)
+        values = evaluate(accelerator, model, data.validation, data.bytes_per_token)
+        prompt = data.tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"]
+        (text,) = models.continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
         logger.log(values)
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
         launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
@@ -258,7 +263,7 @@ def main(config: Config) -> None:
 
     if state.step == 0:
         evaluate_and_log()
-    for window in logger.waiting(train_loader.windows(state.step, total_steps)):
+    for window in logger.waiting(data.train.windows(state.step, total_steps)):
         launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
         learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
         scale = steps.loss_scale(accelerator, window.num_targets)
@@ -288,16 +293,16 @@ def main(config: Config) -> None:
 
     # Finish ------------------------------------------------------------------------------------------------------
     values = evaluate_and_log()
-    weights = checkpoint.gather_weights(model, dtype=getattr(torch, config.final_dtype))
+    weights = checkpoint.gather_weights(accelerator, model, dtype=getattr(torch, config.final_dtype))
     if accelerator.is_main_process:
         with checkpoint.whole_folder(run_dir / "final") as folder:
             unwrapped = accelerator.unwrap_model(model)
             unwrapped.save_pretrained(folder, state_dict=weights)
             unwrapped.config.dtype = config.final_dtype  # save_pretrained notes that of the weights in training
             unwrapped.config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            data.tokenizer.save_pretrained(folder)
             (folder / "README.md").write_text(
-                models.card("Pretrained language model", about_data, values, configs.flatten(config))
+                models.card("Pretrained language model", data.about, values, configs.flatten(config))
             )
     logger.close()
     launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")

@@ -1,0 +1,185 @@
+"""Tiny models and data made here, and the real `accelerate launch` on CPU processes."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "the model reads a line of text and says what comes next because it has seen many lines before".split()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def offline(tmp_path_factory):
+    """No network, no tracker's login, and one cache of prepared data for the whole session."""
+    os.environ |= {
+        "TEMPLATES_CACHE": str(tmp_path_factory.mktemp("cache")),
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """60 documents of 5 to 80 words, JSON lines with a `text` key."""
+    rng = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": sentence(rng, rng.randint(5, 80))}) + "\n" for _ in range(60)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def chat_file(tmp_path_factory) -> Path:
+    """23 conversations whose answers have 1 to 60 words, so that target tokens differ much from rank to rank."""
+    rng = random.Random(1)
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    rows = []
+    for number in range(23):
+        answer = sentence(rng, 1 if number % 3 else rng.randint(30, 60))
+        rows.append({"role": "user", "content": sentence(rng, rng.randint(1, 8))})
+        rows[-1] = {"messages": [rows[-1], {"role": "assistant", "content": answer}]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A Llama of two blocks with random weights, and a tokenizer, in the format of the Hub."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shared.corpus import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    rng = random.Random(2)
+    tokenizer = train_tokenizer([sentence(rng, 50) for _ in range(50)], vocab_size=320)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+    returncode: int
+    output: str
+
+    @property
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
+
+    def last(self, key: str) -> float:
+        return [row[key] for row in self.rows if key in row][-1]
+
+    def manifest(self, step: int) -> dict:
+        return json.loads((self.folder / f"checkpoint-{step:06d}" / "MANIFEST.json").read_text())
+
+    def weights(self, name: str = "final") -> dict:
+        from safetensors.torch import load_file
+
+        (path,) = (self.folder / name).glob("*.safetensors")
+        return load_file(path)
+
+
+def command(template: str, folder: Path, *args: object, processes: int = 1, config: str | None = None) -> list[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    if processes > 1:
+        launcher += ["--config_file", str(ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml"), "--mixed_precision", "no"]
+        launcher += ["--num_processes", str(processes), "--main_process_port", "0"]
+    common = ["--output_dir", folder, "--report_to", "none", "--logging_steps", 1]
+    return [*launcher, str(ROOT / "templates" / f"{template}.py"), *map(str, [*common, *args])]
+
+
+def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
+    """Launch a template and wait for it; `check` asserts exit code 0."""
+    done = subprocess.run(
+        command(template, folder, *args, **kwargs),
+        env=os.environ | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout
+    return Run(folder, done.returncode, done.stdout)
+
+
+def run_and_kill(template: str, folder: Path, *args: object, at_line: str, number: int = signal.SIGKILL, **kwargs) -> Run:
+    """Launch a template and send a signal to all of its processes once its output holds `at_line`."""
+    process = subprocess.Popen(
+        command(template, folder, *args, **kwargs),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    seen = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen.append(line)
+        if at_line in line:
+            os.killpg(process.pid, number)
+            break
+    else:
+        raise AssertionError("".join(seen))
+    seen += list(process.stdout)
+    return Run(folder, process.wait(timeout=120), "".join(seen))
+
+
+def load_template(name: str):
+    """Import a template as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "templates" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_here(template: str, *args: object) -> None:
+    """Run a template in this process, for what does not depend on how it is launched; exits are exceptions."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from shared import config as configs
+
+    module = load_template(template)
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._shared_state.clear()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,280 @@
+"""pretrain.py, launched for real."""
+
+import math
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared import corpus
+from shared.config import ConfigError
+from tests.conftest import run, run_and_kill, run_here
+
+SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
+
+
+@pytest.fixture(scope="module")
+def base(text_file):
+    """Flags of a tiny run whose epochs end in a ragged global batch."""
+    return (
+        *("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--config_overrides", SHAPE),
+        *("--optim", "adamw", "--learning_rate", 3e-3, "--weight_decay", 0.1, "--global_batch_size", 8, "--max_steps", 12),
+        *("--eval_steps", 6, "--eval_samples", 7, "--save_steps", 6, "--save_total_limit", 5),
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process(base, tmp_path_factory):
+    return run("pretrain", tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8)
+
+
+def assert_same_learning(a, b, tolerance=1e-5):
+    assert a.losses.keys() == b.losses.keys()
+    for step, loss in a.losses.items():
+        assert b.losses[step] == pytest.approx(loss, rel=tolerance), step
+    assert b.last("eval_loss") == pytest.approx(a.last("eval_loss"), rel=tolerance)
+    for name, value in a.weights().items():
+        # AdamW divides by the root of tiny second moments, which magnifies the rounding of a sum's order.
+        torch.testing.assert_close(b.weights()[name], value, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "per_device", "config", "strategy"),
+    [
+        (1, 2, None, "1 process on cpu, fp32"),
+        (2, 4, "ddp", "DDP x 2 on cpu, fp32"),
+        (2, 2, "ddp", "DDP x 2 on cpu, fp32"),
+        (2, 2, "fsdp2", "FSDP2 x 2 on cpu, fp32"),
+        (4, 1, "fsdp2", "FSDP2 x 4 on cpu, fp32"),
+    ],
+)
+def test_learns_the_same_however_launched(one_process, base, tmp_path, processes, per_device, config, strategy):
+    other = run(
+        "pretrain", tmp_path, *base, "--per_device_train_batch_size", per_device, processes=processes, config=config
+    )
+    assert other.manifest(12)["world_size"] == processes
+    assert other.manifest(12)["strategy"] == strategy
+    assert_same_learning(one_process, other)
+
+
+def test_an_epoch_of_this_set_ends_in_a_ragged_batch(one_process, base):
+    """What the tests above rely on."""
+    samples = {row["step"]: row["tokens"] for row in one_process.rows if "tokens" in row}
+    per_step = {samples[s] - samples.get(s - 1, 0) for s in samples}
+    assert len(per_step) == 2
+
+
+def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
+    """A hand-written loop with none of shared/'s training code; all sequences in each batch, so order plays no part."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    import json
+
+    # Its own reading of the documented split and layout: documents ended by eos, in order, cut into windows.
+    documents = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in documents]
+    stream = torch.tensor([token for document in ids for token in document])
+    length = 32
+    windows = torch.stack([stream[i : i + length + 1] for i in range(0, len(stream) - length, length)])
+    validation_file = tmp_path / "validation.jsonl"
+    validation_file.write_text(text_file.read_text())
+    steps, peak, warmup = 6, 3e-3, 2
+    theirs = run(
+        *("pretrain", tmp_path / "run", "--model_name_or_path", tiny_model, "--train_file", text_file),
+        *("--validation_file", validation_file, "--seq_length", length, "--optim", "adamw", "--learning_rate", peak),
+        *("--weight_decay", 0.1, "--warmup_ratio", warmup / steps, "--max_steps", steps, "--max_grad_norm", 0.5),
+        *("--global_batch_size", len(windows), "--per_device_train_batch_size", len(windows), "--eval_samples", 8),
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    plain = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(steps):
+        rate = peak * (step + 1) / warmup
+        if step >= warmup:
+            rate = peak * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        logits = model(input_ids=windows[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert theirs.losses[step + 1] == pytest.approx(loss.item(), rel=1e-5)
+    weights = theirs.weights()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=2e-5)
+
+
+def test_killed_run_continues_bit_for_bit(base, tmp_path):
+    """SIGKILL in mid-epoch, with dropout on: the random numbers, too, are those of the run that was not killed."""
+    flags = (*base, "--config_overrides", SHAPE + ",attention_dropout=0.1", "--per_device_train_batch_size", 4)
+    whole = run("pretrain", tmp_path / "whole", *flags)
+    killed = run_and_kill("pretrain", tmp_path / "killed", *flags, at_line="step 8/12")
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed/final").exists()
+    again = run("pretrain", tmp_path / "killed", *flags)
+    assert "resumed from" in again.output and "at step 6" in again.output
+    assert again.losses == whole.losses
+    assert [row["step"] for row in again.rows] == [row["step"] for row in whole.rows]
+    ours, theirs = again.weights(), whole.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "is finished" in run("pretrain", tmp_path / "killed", *flags).output
+
+
+def test_stop_signal_saves_and_exits_143(base, tmp_path):
+    flags = (*base, "--per_device_train_batch_size", 4)
+    whole = run("pretrain", tmp_path / "whole", *flags, processes=2)
+    stopped = run_and_kill(
+        "pretrain", tmp_path / "stopped", *flags, at_line="step 4/12", number=signal.SIGTERM, processes=2
+    )
+    assert stopped.returncode != 0
+    assert "stopped by SIGTERM at step" in stopped.output
+    (checkpoint,) = (tmp_path / "stopped").glob("checkpoint-*")
+    assert checkpoint.name not in ("checkpoint-000006", "checkpoint-000012")
+    again = run("pretrain", tmp_path / "stopped", *flags, processes=2)
+    ours, theirs = again.weights(), whole.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("processes", "config"), [(1, None), (2, "fsdp2")])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_ddp_checkpoint_resumes_under_another_strategy(base, tmp_path, processes, config, optim):
+    flags = (*base, "--per_device_train_batch_size", 4, "--optim", optim)
+    ddp = run("pretrain", tmp_path / "ddp", *flags, processes=2)
+    start = tmp_path / "ddp" / "checkpoint-000006"
+    other = run(
+        *("pretrain", tmp_path / "other", *flags, "--resume_from_checkpoint", start), processes=processes, config=config
+    )
+    assert "at step 6" in other.output
+    assert other.manifest(12)["strategy"].startswith("FSDP2 x 2" if config else "1 process")
+    tolerance = 1e-5 if optim == "adamw" else 1e-3  # Muon's Newton-Schulz iteration runs in bf16
+    for step in range(7, 13):
+        assert other.losses[step] == pytest.approx(ddp.losses[step], rel=tolerance)
+
+
+def test_final_loads_with_from_pretrained(one_process):
+    model = AutoModelForCausalLM.from_pretrained(one_process.folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(one_process.folder / "final")
+    assert model.config.num_hidden_layers == 2 and len(tokenizer) == model.config.vocab_size
+    files = {p.name for p in one_process.folder.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "curves.png", "final", "checkpoint-000006", "checkpoint-000012"} == files
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--gradient_checkpointing", "full"),
+        ("--gradient_checkpointing", "2"),
+        ("--attn_implementation", "eager"),
+        ("--dataloader_num_workers", "2"),
+        ("--torch_compile",),
+    ],
+    ids=lambda e: e[0].strip("-"),
+)
+def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, tmp_path, extra):
+    flags = (*base, "--per_device_train_batch_size", 8, "--output_dir", tmp_path, *extra)
+    run_here("pretrain", *flags)
+    other = type(one_process)(tmp_path, 0, "")
+    assert_same_learning(one_process, other, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
+def test_other_optimizers_learn_and_resume(base, tmp_path, optim):
+    flags = (*base, "--per_device_train_batch_size", 8, "--optim", optim)
+    run_here("pretrain", *flags, "--output_dir", tmp_path / "whole")
+    whole = [row for row in _rows(tmp_path / "whole") if "loss" in row]
+    assert whole[-1]["loss"] < whole[0]["loss"] - 0.3
+    resumed = (*flags, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", tmp_path / "whole/checkpoint-000006")
+    run_here("pretrain", *resumed)
+    losses = [row["loss"] for row in _rows(tmp_path / "resumed") if "loss" in row]
+    assert losses == [row["loss"] for row in whole[6:]]
+
+
+def _rows(folder):
+    from tests.conftest import Run
+
+    return Run(folder, 0, "").rows
+
+
+def test_streaming_sees_the_same_on_any_world_size(text_file, tiny_model, tmp_path):
+    flags = (
+        *("--train_file", text_file, "--streaming", "--model_name_or_path", tiny_model, "--seq_length", 32),
+        *("--global_batch_size", 4, "--per_device_train_batch_size", 2, "--max_steps", 6, "--save_steps", 3),
+        *("--optim", "adamw", "--eval_samples", 4, "--save_total_limit", 5),
+    )
+    one = run("pretrain", tmp_path / "one", *flags)
+    two = run("pretrain", tmp_path / "two", *flags, processes=2)
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    start = tmp_path / "one" / "checkpoint-000003"
+    resumed = run("pretrain", tmp_path / "resumed", *flags, "--resume_from_checkpoint", start)
+    assert resumed.losses == {step: loss for step, loss in one.losses.items() if step > 3}
+
+
+def test_tokens_are_prepared_once(text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    flags = ("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--preprocess_only")
+    run_here("pretrain", *flags)
+    (folder,) = (tmp_path / "cache/corpus").iterdir()
+    assert (folder / "meta.json").exists() and not list(tmp_path.glob("outputs*"))
+    monkeypatch.setattr(corpus, "write_shards", lambda *a, **k: pytest.fail("tokenised again"))
+    run_here("pretrain", *flags)
+
+
+def test_budget_in_tokens_and_epochs(text_file, tmp_path, tiny_model):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--optim", "adamw")
+    sizes = ("--global_batch_size", 8, "--per_device_train_batch_size", 8, "--eval_samples", 2)
+    run_here("pretrain", *flags, *sizes, "--max_tokens", 3 * 8 * 32 + 5, "--output_dir", tmp_path / "tokens")
+    assert len([row for row in _rows(tmp_path / "tokens") if "loss" in row]) == 3
+    run_here("pretrain", *flags, *sizes, "--num_train_epochs", 1, "--output_dir", tmp_path / "epoch")
+    rows = [row for row in _rows(tmp_path / "epoch") if "loss" in row]
+    sequences = rows[-1]["tokens"] // 32
+    assert len(rows) == math.ceil(sequences / 8)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(base, tmp_path, capsys):
+    flags = (*base, "--per_device_train_batch_size", 8, "--output_dir", tmp_path)
+    run_here("pretrain", *flags)
+    (tmp_path / "checkpoint-000012" / "__0_0.distcp").write_bytes(b"x")
+    run_here("pretrain", *flags)
+    said = capsys.readouterr().err
+    assert "checkpoint-000012: __0_0.distcp is damaged; the one before it is used" in said
+    assert "at step 6" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--seq_length", "4096", "--model_name_or_path", "MODEL"), "longer than the model's context of 256"),
+        (("--model_name_or_path", "/nowhere"), "/nowhere"),
+        (("--config_overrides", "hiden_size=3"), "hidden_size"),
+        (("--global_batch_size", "4000", "--per_device_train_batch_size", "4000"), "fewer than one --global_batch_size"),
+        (("--text_column", "body"), "no column 'body' (has: text)"),
+        (("--attn_implementation", "flash_attention_3", "--model_name_or_path", "MODEL"), "MODEL"),
+        (("--report_to", "nonesuch"), "nonesuch"),
+        (("--streaming",), "--tokenizer_name"),
+    ],
+)
+def test_bad_input_is_one_config_error(base, tiny_model, tmp_path, flags, message):
+    given = [str(tiny_model) if f == "MODEL" else f for f in flags]
+    with pytest.raises(ConfigError) as caught:
+        run_here("pretrain", *base, "--per_device_train_batch_size", 8, "--output_dir", tmp_path, *given)
+    assert message.replace("MODEL", str(tiny_model)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_data_in_the_same_folder_is_refused(base, tmp_path):
+    flags = (*base, "--per_device_train_batch_size", 8, "--output_dir", tmp_path)
+    run_here("pretrain", *flags)
+    with pytest.raises(ConfigError, match="seed was 0, now 1"):
+        run_here("pretrain", *flags, "--seed", 1)
+
+
+def test_the_demo_runs_with_no_argument(tmp_path):
+    done = run("pretrain", tmp_path, "--max_steps", 1, "--eval_samples", 2)
+    assert "the Python standard library" in done.output
+    assert done.last("eval_loss") < 9
