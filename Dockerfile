@@ -13,7 +13,7 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
-# torch.compile needs a compiler, which triples this layer: --build-arg EXTRA_PACKAGES=g++
+# torch.compile needs a compiler, 260 MB that most runs never use: --build-arg EXTRA_PACKAGES=g++
 ARG EXTRA_PACKAGES=""
 # Versions are left to the release: Debian's mirrors drop the old ones, so a pin soon fails to build.
 # hadolint ignore=DL3008,SC2086
@@ -42,6 +42,8 @@ ENV PYTHONPATH=/workspace
 COPY accelerate_configs accelerate_configs
 COPY shared shared
 COPY templates templates
+# A checkout under a strict umask is not readable by the user below; safetensors writes its files as 0600.
+RUN chmod -R a+rX .
 
 # HOME and XDG_CACHE_HOME gather what every other library keeps (W&B, matplotlib, Triton) in the same place.
 # USER: torch asks for a name, and a --user without an entry in /etc/passwd has none.

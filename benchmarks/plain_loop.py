@@ -234,8 +234,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run, timed in eighths (at least 2)")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")
     parser.add_argument("--mixed_precision", choices=["no", "bf16"], default="no")
-    parser.add_argument("--pretrain_flags", default="", help="more flags for pretrain.py: sizes, data")
-    parser.add_argument("--lora_flags", default="", help="more flags for lora_finetune.py: sizes, model, data")
+    parser.add_argument(
+        "--pretrain_flags", default="", help="sizes or files for pretrain.py, which the plain loop takes over"
+    )
+    parser.add_argument("--lora_flags", default="", help="the same for lora_finetune.py")
     parser.add_argument("--worker", choices=list(SCRIPTS), help=argparse.SUPPRESS)
     parser.add_argument("--run_dir", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -244,6 +246,7 @@ def main() -> None:
         return
     if options.steps < 2 or options.rounds < 1:
         parser.error("at least 2 steps and 1 round")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     pairs = measure(options)
     about = {package: version(package) for package in ("torch", "transformers", "accelerate", "peft")}
     about |= {"device": device_name(), "cores": cores(), "date": datetime.now(UTC).date().isoformat()}
@@ -251,10 +254,10 @@ def main() -> None:
     options.output.write_text(json.dumps({"about": about, "settings": settings, "pairs": pairs}, indent=1) + "\n")
     versions = ", ".join(f"{package} {about[package]}" for package in ("torch", "transformers", "accelerate", "peft"))
     difference = max(pair["loss_difference"] for pair in pairs)
-    print(
-        f"{table(pairs)}\n\nMedian (range) of {options.rounds} rounds of {options.steps} steps, {settings['mixed_precision']=}"
-    )
-    print(f"{versions}; {about['device']}, {about['cores']} cores; {about['date']}; losses equal to {difference:.1e}")
+    precision = {"no": "fp32"}.get(options.mixed_precision, options.mixed_precision)
+    print(f"{table(pairs)}\n\nMedians (and ranges) of {options.rounds} rounds of {options.steps} steps in {precision}.")
+    print(f"{versions}; {about['device']}, {about['cores']} CPU cores; {about['date']}.")
+    print(f"Losses of the template and of the plain loop differ by {difference:.1e} at most.")
 
 
 if __name__ == "__main__":

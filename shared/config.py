@@ -55,6 +55,11 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def world_size() -> int:
+    """Processes of this launch, known from the environment before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
     """Yield (field name, type, name of the group that holds it or None) of a config class, groups flattened."""
     hints = get_type_hints(config_class, include_extras=True)

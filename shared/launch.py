@@ -52,7 +52,7 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
             f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation follows from "
             "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
         )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = configs.world_size()
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
         raise ConfigError(

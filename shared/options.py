@@ -6,7 +6,6 @@ This module and the ones it imports stay clear of torch, so that --help and a mi
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,9 +18,9 @@ from shared.config import ConfigError
 class BatchConfig:
     """Batch and budget."""
 
-    global_batch_size: int = 32
+    global_batch_size: int = 16
     """Sequences in one optimizer step, over all devices and accumulated micro-batches."""
-    per_device_train_batch_size: int = 4
+    per_device_train_batch_size: int = 2
     """Sequences in one forward and backward of one device; accumulation follows from it and is printed."""
     per_device_eval_batch_size: int = 8
     """Sequences in one forward of one device in evaluation."""
@@ -38,7 +37,6 @@ class BatchConfig:
         for name in ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
-        self.accumulation_steps(int(os.environ.get("WORLD_SIZE", "1")))
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
         for name in ("max_steps", "num_train_epochs"):

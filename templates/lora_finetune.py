@@ -20,7 +20,7 @@ from shared import demo
 from shared.config import ConfigError
 from shared.options import BatchConfig, ChatConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
 
-DEMO_STEPS = 60  # about two minutes on two CPU cores
+DEMO_STEPS = 40  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
 
 
@@ -63,7 +63,7 @@ class Config:
     max_new_tokens: int = 48
     """Tokens of such an answer, at most."""
     chat: ChatConfig = field(default_factory=lambda: ChatConfig(seq_length=512))
-    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=8, per_device_train_batch_size=4))
+    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=16, per_device_train_batch_size=2))
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-3, weight_decay=0.0, adam_beta2=0.999))
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_steps=20))
@@ -74,6 +74,7 @@ class Config:
             raise ConfigError("--load_in_4bit and --load_in_8bit both quantise the base: drop one of them")
         if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
             raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
+        self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
         if self.lora_r < 1:
             raise ConfigError(f"--lora_r must be at least 1, not {self.lora_r}")
 

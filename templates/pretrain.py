@@ -18,7 +18,7 @@ from shared import config as configs
 from shared.config import ConfigError
 from shared.options import BatchConfig, CheckpointConfig, CorpusConfig, LogConfig, OptimConfig, SpeedConfig
 
-DEMO_STEPS = 120  # about two minutes on two CPU cores
+DEMO_STEPS = 80  # about two minutes on two CPU cores
 PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
     "3M": (192, 6, 6, 6, 512),
     "30M": (512, 8, 8, 8, 1408),
@@ -40,7 +40,7 @@ class Config:
     """Model on the Hub or in a folder whose weights to continue from, in place of model_preset."""
     config_overrides: str | None = None
     """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
-    seq_length: int = 512
+    seq_length: int = 256
     """Tokens of one sequence."""
     max_tokens: int | None = None
     """Budget in tokens, in place of max_steps or num_train_epochs."""
@@ -53,8 +53,8 @@ class Config:
     sample_prompt: str = "def "
     """Text that the model continues after each evaluation."""
     text: CorpusConfig = field(default_factory=CorpusConfig)
-    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=16, per_device_train_batch_size=8))
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(optim="muon", learning_rate=4e-3))
+    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=16, per_device_train_batch_size=2))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-3))
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -64,6 +64,7 @@ class Config:
             raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
         if self.config_name and self.model_name_or_path:
             raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
+        self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
             raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
 

@@ -13,7 +13,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = "the model reads a line of text and says what comes next because it has seen many lines before".split()
+WORDS = list(
+    [
+        "the",
+        "model",
+        "reads",
+        "a",
+        "line",
+        "of",
+        "text",
+        "and",
+        "says",
+        "what",
+        "comes",
+        "next",
+        "since",
+        "it",
+        "saw",
+        "many",
+        "before",
+    ]
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -115,7 +135,12 @@ class Run:
 def command(template: str, folder: Path, *args: object, processes: int = 1, config: str | None = None) -> list[str]:
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if processes > 1:
-        launcher += ["--config_file", str(ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml"), "--mixed_precision", "no"]
+        launcher += [
+            "--config_file",
+            str(ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml"),
+            "--mixed_precision",
+            "no",
+        ]
         launcher += ["--num_processes", str(processes), "--main_process_port", "0"]
     common = ["--output_dir", folder, "--report_to", "none", "--logging_steps", 1]
     return [*launcher, str(ROOT / "templates" / f"{template}.py"), *map(str, [*common, *args])]

@@ -51,9 +51,7 @@ def assert_same_learning(a, b, tolerance=1e-5):
     ],
 )
 def test_learns_the_same_however_launched(one_process, base, tmp_path, processes, per_device, config, strategy):
-    other = run(
-        "pretrain", tmp_path, *base, "--per_device_train_batch_size", per_device, processes=processes, config=config
-    )
+    other = run("pretrain", tmp_path, *base, "--per_device_train_batch_size", per_device, processes=processes, config=config)
     assert other.manifest(12)["world_size"] == processes
     assert other.manifest(12)["strategy"] == strategy
     assert_same_learning(one_process, other)
@@ -129,9 +127,7 @@ def test_killed_run_continues_bit_for_bit(base, tmp_path):
 def test_stop_signal_saves_and_exits_143(base, tmp_path):
     flags = (*base, "--per_device_train_batch_size", 4)
     whole = run("pretrain", tmp_path / "whole", *flags, processes=2)
-    stopped = run_and_kill(
-        "pretrain", tmp_path / "stopped", *flags, at_line="step 4/12", number=signal.SIGTERM, processes=2
-    )
+    stopped = run_and_kill("pretrain", tmp_path / "stopped", *flags, at_line="step 4/12", number=signal.SIGTERM, processes=2)
     assert stopped.returncode != 0
     assert "stopped by SIGTERM at step" in stopped.output
     (checkpoint,) = (tmp_path / "stopped").glob("checkpoint-*")
@@ -189,7 +185,13 @@ def test_other_optimizers_learn_and_resume(base, tmp_path, optim):
     run_here("pretrain", *flags, "--output_dir", tmp_path / "whole")
     whole = [row for row in _rows(tmp_path / "whole") if "loss" in row]
     assert whole[-1]["loss"] < whole[0]["loss"] - 0.3
-    resumed = (*flags, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", tmp_path / "whole/checkpoint-000006")
+    resumed = (
+        *flags,
+        "--output_dir",
+        tmp_path / "resumed",
+        "--resume_from_checkpoint",
+        tmp_path / "whole/checkpoint-000006",
+    )
     run_here("pretrain", *resumed)
     losses = [row["loss"] for row in _rows(tmp_path / "resumed") if "loss" in row]
     assert losses == [row["loss"] for row in whole[6:]]

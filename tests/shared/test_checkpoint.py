@@ -1,0 +1,191 @@
+"""Checkpoints: whole or not there, and nothing in them runs."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from shared import checkpoint, optim, steps
+from shared.checkpoint import Checkpointer, CheckpointError, TrainState
+from shared.config import ConfigError
+from shared.options import OptimConfig
+
+
+def make(folder, *, keep=2, optim_name="adamw", identity=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    accelerator = Accelerator(cpu=True)
+    optimizers = optim.build(model, OptimConfig(optim=optim_name))
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    folder.mkdir(exist_ok=True)
+    train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
+    return (
+        model,
+        optimizers,
+        Checkpointer(accelerator, model, optimizers, folder, keep=keep, identity=identity or {"seed": 0}),
+    )
+
+
+def train(model, optimizers, first, last):
+    losses = []
+    for step in range(first, last):
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("optim_name", ["adamw", "muon", "adamw_8bit"])
+def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name):
+    model, optimizers, saver = make(tmp_path / "run", optim_name=optim_name)
+    train(model, optimizers, 1, 3)
+    saver.save(TrainState(step=3, tokens=7, notes={"before": {"eval_loss": 1.5}}))
+    expected = train(model, optimizers, 3, 6)
+    model, optimizers, saver = make(tmp_path / "run", optim_name=optim_name)
+    state = saver.resume()
+    assert (state.step, state.tokens, state.notes) == (3, 7, {"before": {"eval_loss": 1.5}})
+    assert train(model, optimizers, 3, 6) == expected
+
+
+def test_only_what_is_trained_is_stored(tmp_path):
+    _, _, saver = make(tmp_path / "run")
+    tensors, scalars = saver._state()
+    assert "model.0.bias" not in tensors
+    assert {"model.0.weight", "model.1.running_mean", "model.2.bias"} <= tensors.keys()
+    assert scalars == {}
+
+
+def test_prunes_to_the_limit_and_never_below_one(tmp_path):
+    _, _, saver = make(tmp_path / "run", keep=1)
+    (tmp_path / "run" / "checkpoint-notes").mkdir()
+    for step in (1, 2, 3):
+        saver.save(TrainState(step=step))
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-000003", "checkpoint-notes"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1, tokens=1))
+    saver.save(TrainState(step=1, tokens=2))
+    assert saver.resume().tokens == 2
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "trainer_state.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, capsys):
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    newest = saver.save(TrainState(step=2))
+    path = newest / name
+    content = path.read_bytes()
+    if damage == "delete":
+        path.unlink()
+    elif damage == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        # in the manifest, inside a hash: anywhere else might be a harmless key
+        place = content.index(b"sha256") + 12 if name == "MANIFEST.json" else len(content) // 2
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    assert saver.resume().step == 1
+    assert "checkpoint-000002" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="checkpoint-000002"):
+        saver.resume(newest)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-000001")
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+        saver.resume()
+
+
+def test_a_half_written_one_is_not_looked_at(tmp_path):
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    (tmp_path / "run" / ".tmp-checkpoint-000002").mkdir()
+    assert saver.resume().step == 1
+    saver.save(TrainState(step=2))
+    assert saver.resume().step == 2
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    monkeypatch.setattr(
+        checkpoint.dcp, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
+        saver.save(TrainState(step=2))
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
+
+
+def test_another_model_is_an_error_not_a_traceback(tmp_path):
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 3)
+    optimizers = optim.build(model, OptimConfig())
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    other = Checkpointer(accelerator, model, optimizers, tmp_path / "run", keep=1, identity={"seed": 0})
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        other.resume()
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    make(tmp_path / "run", identity={"seed": 0, "data": "abc"})[2].save(TrainState(step=1))
+    with pytest.raises(ConfigError, match="data was 'abc', now 'xyz'"):
+        make(tmp_path / "run", identity={"seed": 0, "data": "xyz"})[2].resume()
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pickle_in_metadata_runs_nothing(tmp_path, inside):
+    _, _, saver = make(tmp_path / "run")
+    folder = saver.save(TrainState(step=1))
+    payload = Payload(str(tmp_path / "ran"))
+    if inside:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        metadata.planner_data = payload
+        payload = metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(payload))
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    manifest["files"][".metadata"] = checkpoint._hash(folder / ".metadata")
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="which no checkpoint of tensors holds"):
+        saver.resume()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_whole_folder_replaces_or_leaves(tmp_path):
+    target = tmp_path / "final"
+    with checkpoint.whole_folder(target) as folder:
+        (folder / "a").write_text("1")
+    with pytest.raises(RuntimeError), checkpoint.whole_folder(target) as folder:
+        raise RuntimeError
+    assert (target / "a").read_text() == "1"
+    with checkpoint.whole_folder(target) as folder:
+        (folder / "b").write_text("2")
+    assert [p.name for p in target.iterdir()] == ["b"]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tmp_path):
+    model, _, saver = make(tmp_path / "run")
+    before = [p.detach().clone() for p in model.parameters()]
+    (model(torch.full((8, 4), float("nan"))).sum()).backward()
+    with pytest.raises(steps.NonFiniteError, match="step 3"):
+        steps.clip_gradients(saver.accelerator, model, 1.0, step=3)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert steps.NonFiniteError.exit_code == 4

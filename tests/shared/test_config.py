@@ -1,0 +1,671 @@
+"""shared/config.py and shared/options.py: one frozen config from YAML and the command line, or one clear line."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import config as configs
+from shared.config import ConfigError
+from shared.options import (
+    BatchConfig,
+    ChatConfig,
+    CheckpointConfig,
+    CorpusConfig,
+    DataConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
+
+TEMPLATES = Path(__file__).parents[2] / "templates"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group."""
+
+    count: int = 1
+    """Things."""
+    limit: int | None = None
+    """Things at most."""
+    where: Path | None = None
+    """A place."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """For tests."""
+
+    rate: float = 1.0
+    """A rate."""
+    label: str = "a"
+    """Text."""
+    title: str | None = None
+    """Text or nothing."""
+    words: tuple[str, ...] = ("x", "y")
+    """Some words."""
+    shuffle: bool = False
+    """On or off."""
+    careful: bool = True
+    """On or off."""
+    shape: Literal["round", "flat"] = "round"
+    """One of two."""
+    group: Group = field(default_factory=Group)
+
+
+@dataclass(frozen=True)
+class BothBatches:
+    """For tests."""
+
+    batch: BatchConfig = field(default_factory=BatchConfig)
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SHOW_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def templates():
+    found = {}
+    for name in ("pretrain", "lora_finetune"):
+        spec = importlib.util.spec_from_file_location(f"_config_test_{name}", TEMPLATES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # a dataclass's annotations are resolved in its module
+        spec.loader.exec_module(module)
+        found[name] = module
+    return SimpleNamespace(**found)
+
+
+def from_yaml(tmp_path, text, *argv, config_class=Config):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return configs.parse(config_class, ["--config", str(path), *argv])
+
+
+def one_line(error) -> str:
+    message = str(error.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+# YAML and the command line -------------------------------------------------------------------------------------------
+
+
+def test_no_argument_gives_the_defaults():
+    assert configs.parse(Config, []) == Config()
+
+
+def test_the_config_and_its_groups_are_frozen():
+    config = configs.parse(Config, [])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rate = 2.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.group.count = 2
+
+
+def test_yaml_and_the_command_line_give_the_same_config(tmp_path):
+    text = (
+        "rate: 0.5\nlabel: b\ntitle: t\nwords: [p, q, r]\nshuffle: true\ncareful: false\nshape: flat\ncount: 3\nlimit: 4\n"
+    )
+    argv = ["--rate", "0.5", "--label", "b", "--title=t", "--words", "p", "q", "r", "--shuffle", "--no_careful"]
+    argv += ["--shape", "flat", "--count=3", "--limit", "4"]
+    expected = Config(0.5, "b", "t", ("p", "q", "r"), True, False, "flat", Group(3, 4))
+    assert from_yaml(tmp_path, text) == expected
+    assert configs.parse(Config, argv) == expected
+
+
+def test_the_command_line_wins_over_yaml_wherever_it_stands(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("rate: 0.5\nwords: [p, q]\nshuffle: true\ncareful: false\ncount: 3\nlimit: 9\n")
+    expected = Config(rate=0.25, words=("z",), shuffle=False, careful=True, group=Group(count=3, limit=None))
+    argv = ["--rate", "0.25", "--words", "z", "--no_shuffle", "--careful", "--limit", "None"]
+    assert configs.parse(Config, ["--config", str(path), *argv]) == expected
+    assert configs.parse(Config, [*argv, f"--config={path}"]) == expected
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", ".0001", "0.0001", "'1e-4'"])
+def test_a_float_in_yaml_is_a_float_in_every_spelling(tmp_path, text):
+    rate = from_yaml(tmp_path, f"rate: {text}\n").rate
+    assert type(rate) is float
+    assert rate == 1e-4
+
+
+def test_dashes_and_underscores_both_work(tmp_path):
+    for argv in (["--global-batch-size", "8"], ["--global_batch_size", "8"], ["--global-batch-size=8"]):
+        assert configs.parse(BatchConfig, argv) == BatchConfig(global_batch_size=8)
+    assert from_yaml(tmp_path, "global-batch-size: 8", config_class=BatchConfig) == BatchConfig(global_batch_size=8)
+
+
+def test_a_dash_on_the_command_line_wins_over_an_underscore_in_yaml(tmp_path):
+    config = from_yaml(tmp_path, "global_batch_size: 16\n", "--global-batch-size", "8", config_class=BatchConfig)
+    assert config.global_batch_size == 8
+
+
+@pytest.mark.parametrize("spelling", ["--shuffle", "--shuffle true", "--shuffle True", "--shuffle=true"])
+def test_every_spelling_that_turns_a_flag_on(spelling):
+    assert configs.parse(Config, spelling.split()).shuffle is True
+
+
+@pytest.mark.parametrize(
+    "spelling", ["--no_careful", "--no-careful", "--careful false", "--careful False", "--careful=false"]
+)
+def test_every_spelling_that_turns_a_flag_off(spelling):
+    assert configs.parse(Config, [*spelling.split(), "--rate", "2"]) == Config(rate=2.0, careful=False)
+
+
+def test_lists_are_taken_whole_and_may_be_empty(tmp_path):
+    assert from_yaml(tmp_path, "words: [p]\n").words == ("p",)
+    assert from_yaml(tmp_path, "words:\n- p\n- 2\n").words == ("p", "2")
+    assert from_yaml(tmp_path, "words: []\nrate: 2.0\n") == Config(words=(), rate=2.0)
+    assert from_yaml(tmp_path, "words: p\n").words == ("p",)
+    assert configs.parse(Config, ["--words", "p", "q", "--rate", "2"]) == Config(words=("p", "q"), rate=2.0)
+
+
+def test_null_in_yaml_is_none(tmp_path):
+    for null in ("null", "~", "", "None"):
+        config = from_yaml(tmp_path, f"limit: {null}\ntitle: {null}\nwhere: {null}\n")
+        assert config == Config()
+        assert config.group.limit is None
+
+
+def test_an_empty_yaml_file_changes_nothing(tmp_path):
+    assert from_yaml(tmp_path, "") == Config()
+    assert from_yaml(tmp_path, "# nothing\n") == Config()
+
+
+def test_text_keeps_what_yaml_or_a_shell_could_misread(tmp_path):
+    for label in ("a=b", "--rate", "-1", "1e-4", "true", " padded ", "two\nlines", "", "é #"):
+        assert from_yaml(tmp_path, yaml.safe_dump({"label": label}, allow_unicode=True)).label == label
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_flag_names_the_near_one():
+    with pytest.raises(ConfigError, match=r"unknown flag --lable: did you mean --label\?") as error:
+        configs.parse(Config, ["--lable", "x"])
+    one_line(error)
+
+
+def test_a_flag_that_resembles_nothing_gets_no_suggestion():
+    with pytest.raises(ConfigError, match="unknown flag --zzzzqqq; --help") as error:
+        configs.parse(Config, ["--zzzzqqq"])
+    assert "did you mean" not in one_line(error)
+
+
+def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.yaml: unknown key 'ruffle': did you mean shuffle\?"):
+        from_yaml(tmp_path, "ruffle: true\n")
+
+
+def test_only_switches_can_be_negated():
+    with pytest.raises(ConfigError, match="unknown flag --no_label"):
+        configs.parse(Config, ["--no_label"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["--count", "many"], "--count"),
+        (["--count", "1.5"], "--count"),
+        (["--rate", "fast"], "--rate"),
+        (["--limit", "x"], "--limit"),
+        (["--shape", "square"], "--shape"),
+        (["--shuffle=perhaps"], "--shuffle"),
+        (["--count"], "--count"),
+        (["stray"], "stray"),
+        (["--rate", "1", "2"], "2"),
+        (["--config"], "--config"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_one_line_that_names_the_flag(argv, names):
+    with pytest.raises(ConfigError) as error:
+        configs.parse(Config, argv)
+    assert names in one_line(error)
+
+
+@pytest.mark.parametrize("line", ["count: many", "count: 1.5", "rate: fast", "limit: x", "shape: square", "label: true"])
+def test_a_yaml_value_of_the_wrong_type_is_one_line_that_names_the_key(tmp_path, line):
+    with pytest.raises(ConfigError) as error:
+        from_yaml(tmp_path, line)
+    assert line.split(":")[0] in one_line(error)
+
+
+@pytest.mark.parametrize("value", ["'true'", "1", "null", "[true]"])
+def test_a_yaml_switch_is_true_or_false_only(tmp_path, value):
+    with pytest.raises(ConfigError, match="shuffle is true or false"):
+        from_yaml(tmp_path, f"shuffle: {value}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("rate: 1\nlabel: 'open\n", 3), ("rate: 1\n\tlabel: x\n", 2), ("label: [a\n", 2), ("rate: 1\nlabel: a: b\n", 2)],
+)
+def test_a_yaml_syntax_error_gives_file_and_line(tmp_path, text, line):
+    with pytest.raises(ConfigError, match=rf"run\.yaml:{line}: not valid YAML") as error:
+        from_yaml(tmp_path, text)
+    one_line(error)
+
+
+def test_a_missing_yaml_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--config .*gone\.yaml: no such file"):
+        configs.parse(Config, ["--config", str(tmp_path / "gone.yaml")])
+
+
+def test_a_folder_or_bytes_in_place_of_yaml_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--config"):
+        configs.parse(Config, ["--config", str(tmp_path)])
+    (tmp_path / "latin.yaml").write_bytes(b"label: \xe9\n")
+    with pytest.raises(ConfigError, match="--config"):
+        configs.parse(Config, ["--config", str(tmp_path / "latin.yaml")])
+
+
+@pytest.mark.parametrize("text", ["- rate\n", "rate\n", "3\n"])
+def test_yaml_that_is_not_a_mapping_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match="expected 'key: value' lines"):
+        from_yaml(tmp_path, text)
+
+
+def test_a_nested_mapping_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="label: expected a value, found a mapping"):
+        from_yaml(tmp_path, "label:\n  a: 1\n")
+    with pytest.raises(ConfigError, match="unknown key 'group'"):
+        from_yaml(tmp_path, "group:\n  count: 1\n")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.mkdir [{marker}]",
+        "!!python/object/new:os.mkdir [{marker}]",
+        "!!python/name:os.mkdir ''",
+        "!unknown x",
+    ],
+)
+def test_a_yaml_tag_runs_nothing_and_is_refused(tmp_path, value):
+    marker = tmp_path / "made"
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: not valid YAML"):
+        from_yaml(tmp_path, f"label: {value.format(marker=marker)}\n")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["label: 2024-99-99", "label: !!int abc", "label: " + "[" * 2000, "? [a]\n: b", "label: \0"]
+)
+def test_yaml_that_the_loader_itself_trips_over_is_one_clear_line(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        from_yaml(tmp_path, text)
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=st.text(alphabet=st.sampled_from("ratelbwods: \n-[]{}'\"!&*#|>?%@,123.eE~\t"), max_size=60))
+def test_any_text_as_yaml_gives_a_config_or_a_config_error(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_text(text)
+    with contextlib.suppress(ConfigError):
+        assert isinstance(configs.parse(Config, ["--config", str(path)]), Config)
+
+
+ARGUMENTS = [
+    "--rate",
+    "--no_rate",
+    "--shuffle",
+    "--words",
+    "--count=1",
+    "1",
+    "-1",
+    "x",
+    "true",
+    "--x",
+    "-h=",
+    "=",
+    "--",
+    "-",
+]
+
+
+@settings(deadline=None, max_examples=100)
+@given(argv=st.lists(st.sampled_from(ARGUMENTS)))
+def test_any_command_line_gives_a_config_or_a_config_error(argv):
+    try:
+        assert isinstance(configs.parse(Config, argv), Config)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+# Saved and read back -------------------------------------------------------------------------------------------------
+
+LINE_BREAKS = "\x85\u2028\u2029"  # of Unicode, to which YAML has its own rules: a test of their own
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_BREAKS), max_size=12)
+OPTIONAL_TEXT = st.none() | TEXT.filter(lambda text: text != "None")  # the flag's own spelling of null
+WORDS = st.lists(TEXT.filter(lambda text: not text.startswith("-")), max_size=3).map(tuple)  # no flag can give a dash
+SHARE = st.floats(0, 1)
+POSITIVE = st.floats(1e-12, 1e6)
+COUNT = st.integers(1, 10**9)
+
+
+@st.composite
+def shared_values(draw):
+    per_device, accumulation = draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    steps = draw(st.none() | COUNT)
+    return {
+        "per_device_train_batch_size": per_device,
+        "global_batch_size": per_device * accumulation,
+        "max_steps": steps,
+        "num_train_epochs": None if steps else draw(st.none() | POSITIVE),
+        "seed": draw(st.integers(0, 2**63)),
+        "optim": draw(st.sampled_from(["adamw", "muon", "adamw_8bit"])),
+        "learning_rate": draw(POSITIVE),
+        "weight_decay": draw(st.floats(0, 10)),
+        "adam_epsilon": draw(POSITIVE),
+        "warmup_ratio": draw(SHARE),
+        "min_lr_ratio": draw(SHARE),
+        "gradient_checkpointing": draw(st.sampled_from(["none", "full", "2"])),
+        "torch_compile": draw(st.booleans()),
+        "attn_implementation": draw(st.sampled_from(["eager", "sdpa", "flex_attention"])),
+        "output_dir": draw(st.none() | TEXT.filter(lambda text: text != "None").map(Path)),
+        "save_steps": draw(COUNT),
+        "report_to": draw(TEXT),
+        "run_name": draw(OPTIONAL_TEXT),
+        "dataset_name": draw(OPTIONAL_TEXT),
+        "validation_split_percentage": draw(st.floats(0.01, 99)),
+    }
+
+
+@st.composite
+def pretrain_values(draw):
+    return draw(shared_values()) | {
+        "seq_length": draw(COUNT),
+        "config_name": draw(OPTIONAL_TEXT),
+        "config_overrides": draw(OPTIONAL_TEXT),
+        "final_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        "sample_prompt": draw(TEXT),
+        "vocab_size": draw(st.integers(300, 10**6)),
+        "streaming": draw(st.booleans()),
+        "preprocessing_num_workers": draw(st.none() | COUNT),
+    }
+
+
+@st.composite
+def lora_values(draw):
+    return draw(shared_values()) | {
+        "model_name_or_path": draw(TEXT),
+        "lora_alpha": draw(st.integers(-(10**9), 10**9)),
+        "lora_target_modules": draw(WORDS),
+        "modules_to_save": draw(WORDS),
+        "use_rslora": draw(st.booleans()),
+        "adapter_name_or_path": draw(OPTIONAL_TEXT),
+        "packing": draw(st.booleans()),
+        "loss_on": draw(st.sampled_from(["assistant", "completion", "all"])),
+        "max_train_samples": draw(st.none() | COUNT),
+    }
+
+
+def with_values(config, values):
+    """`config` with flat values changed, those of a group at once, since they are checked together."""
+    changes = {}
+    for name, _, group in configs.fields(type(config)):
+        if name in values:
+            changes.setdefault(group, {})[name] = values[name]
+    own = changes.pop(None, {})
+    groups = {group: dataclasses.replace(getattr(config, group), **inner) for group, inner in changes.items()}
+    return dataclasses.replace(config, **own, **groups)
+
+
+def assert_round_trip(config, path):
+    configs.save(config, path)
+    assert configs.parse(type(config), ["--config", str(path)]) == config
+
+
+def test_the_default_configs_of_the_templates_round_trip(templates, tmp_path):
+    assert_round_trip(templates.pretrain.Config(), tmp_path / "p.yaml")
+    assert_round_trip(templates.lora_finetune.Config(), tmp_path / "l.yaml")
+
+
+@settings(deadline=None, max_examples=40)
+@given(values=pretrain_values())
+def test_a_saved_pretraining_config_is_read_back_equal(templates, tmp_path_factory, values):
+    config = with_values(templates.pretrain.Config(), values)
+    assert_round_trip(config, tmp_path_factory.getbasetemp() / "pretrain.yaml")
+
+
+@settings(deadline=None, max_examples=40)
+@given(values=lora_values())
+def test_a_saved_fine_tuning_config_is_read_back_equal(templates, tmp_path_factory, values):
+    config = with_values(templates.lora_finetune.Config(), values)
+    assert_round_trip(config, tmp_path_factory.getbasetemp() / "lora.yaml")
+
+
+@pytest.mark.parametrize("character", LINE_BREAKS + "\r\n\t\0\ufeff\x1b'\"#:é😀")
+def test_text_with_any_character_is_read_back_equal(tmp_path, character):
+    assert_round_trip(Config(label=f"a{character}b", title=character, words=(f"a {character}",)), tmp_path / "run.yaml")
+
+
+def test_files_round_trip_with_their_groups(templates, tmp_path):
+    (tmp_path / "a b.txt").write_text("x")
+    path = str(tmp_path / "a b.txt")
+    config = with_values(templates.pretrain.Config(), {"train_file": (path, path), "validation_file": (path,)})
+    assert_round_trip(config, tmp_path / "run.yaml")
+
+
+def test_save_writes_every_field_flat_in_plain_yaml(templates, tmp_path):
+    config = configs.replace(templates.pretrain.Config(), output_dir=Path("a/b"))
+    configs.save(config, tmp_path / "run.yaml")
+    content = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert list(content) == [name for name, _, _ in configs.fields(type(config))]
+    assert content["output_dir"] == "a/b"
+    assert content["train_file"] == []
+    assert content["learning_rate"] == 4e-3
+
+
+def test_no_two_groups_of_a_template_share_a_flat_name(templates):
+    for template in (templates.pretrain, templates.lora_finetune):
+        names = [name for name, _, _ in configs.fields(template.Config)]
+        assert len(names) == len(set(names))
+
+
+def test_replace_changes_groups_and_leaves_the_original():
+    config = Config()
+    changed = configs.replace(config, count=5, rate=2.0)
+    assert changed == Config(rate=2.0, group=Group(count=5))
+    assert config == Config()
+
+
+def test_replace_changes_fields_that_are_checked_together():
+    changed = configs.replace(BothBatches(), per_device_train_batch_size=3, global_batch_size=6)
+    assert changed.batch == BatchConfig(global_batch_size=6, per_device_train_batch_size=3)
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "values", "message"),
+    [
+        (BatchConfig, {"global_batch_size": 0}, "--global_batch_size must be at least 1, not 0"),
+        (BatchConfig, {"per_device_train_batch_size": 0}, "--per_device_train_batch_size must be at least 1"),
+        (BatchConfig, {"per_device_eval_batch_size": -1}, "--per_device_eval_batch_size must be at least 1"),
+        (BatchConfig, {"global_batch_size": 6}, "--global_batch_size 6 is not a multiple of 4"),
+        (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
+        (BatchConfig, {"max_steps": 0}, "--max_steps must be positive"),
+        (BatchConfig, {"num_train_epochs": -0.5}, "--num_train_epochs must be positive"),
+        (BatchConfig, {"num_train_epochs": math.nan}, "--num_train_epochs"),
+        (BatchConfig, {"num_train_epochs": math.inf}, "--num_train_epochs"),
+        (OptimConfig, {"learning_rate": 0.0}, "--learning_rate must be positive"),
+        (OptimConfig, {"learning_rate": math.nan}, "--learning_rate must be positive"),
+        (OptimConfig, {"warmup_ratio": 1.5}, "--warmup_ratio is a share between 0 and 1"),
+        (OptimConfig, {"decay_ratio": -0.1}, "--decay_ratio is a share between 0 and 1"),
+        (OptimConfig, {"min_lr_ratio": math.nan}, "--min_lr_ratio is a share between 0 and 1"),
+        (OptimConfig, {"weight_decay": -1.0}, "--weight_decay must not be negative"),
+        (OptimConfig, {"max_grad_norm": -1.0}, "--max_grad_norm must not be negative"),
+        (SpeedConfig, {"gradient_checkpointing": "0"}, "--gradient_checkpointing is none, full or a number"),
+        (SpeedConfig, {"gradient_checkpointing": "some"}, "--gradient_checkpointing is none, full or a number"),
+        (SpeedConfig, {"gradient_checkpointing": "-1"}, "--gradient_checkpointing is none, full or a number"),
+        (CheckpointConfig, {"save_steps": 0}, "--save_steps must be at least 1"),
+        (CheckpointConfig, {"save_total_limit": 0}, "--save_total_limit must be at least 1"),
+        (LogConfig, {"logging_steps": 0}, "--logging_steps must be at least 1"),
+        (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
+        (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file"),
+        (DataConfig, {"validation_split_percentage": 0.0}, "--validation_split_percentage must be between"),
+        (DataConfig, {"validation_split_percentage": 100.0}, "--validation_split_percentage must be between"),
+        (DataConfig, {"train_file": ("no/such/file.jsonl",)}, "--train_file no/such/file.jsonl: no such file"),
+        (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming works with neither"),
+        (CorpusConfig, {"vocab_size": 299}, "--vocab_size must be at least 300"),
+        (CorpusConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
+        (ChatConfig, {"seq_length": 7}, "--seq_length must be at least 8, not 7"),
+        (ChatConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
+    ],
+)
+def test_a_group_refuses_what_cannot_work(group, values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        group(**values)
+
+
+def test_each_template_refuses_what_cannot_work(templates):
+    cases = [
+        (templates.pretrain, {"model_preset": "9M"}, "--model_preset 9M"),
+        (templates.pretrain, {"config_name": "a", "model_name_or_path": "b"}, "--config_name and --model_name_or_path"),
+        (templates.pretrain, {"max_tokens": 10, "batch": BatchConfig(max_steps=1)}, "--max_tokens and --max_steps"),
+        (templates.lora_finetune, {"load_in_4bit": True, "load_in_8bit": True}, "--load_in_4bit and --load_in_8bit"),
+        (templates.lora_finetune, {"init_lora_weights": "pissa", "use_dora": True}, "--init_lora_weights pissa"),
+        (templates.lora_finetune, {"lora_r": 0}, "--lora_r must be at least 1"),
+    ]
+    for template, values, message in cases:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            template.Config(**values)
+
+
+def test_a_refusal_of_a_group_passes_through_parse_as_it_is(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        from_yaml(tmp_path, "learning_rate: -1e-4\n", config_class=OptimConfig)
+    assert str(error.value) == "--learning_rate must be positive, not -0.0001"
+
+
+def test_the_batch_must_divide_over_the_processes_that_were_launched(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"not a multiple of 12 \(--per_device_train_batch_size 4 x 3 processes\)"):
+        BatchConfig(global_batch_size=32)
+    assert BatchConfig(global_batch_size=24).accumulation_steps(3) == 2
+
+
+@settings(deadline=None, max_examples=100)
+@given(per_device=st.integers(1, 16), world=st.integers(1, 16), accumulation=st.integers(1, 8), extra=st.integers(0, 15))
+def test_accumulation_follows_from_batch_and_world_size(per_device, world, accumulation, extra):
+    at_once = per_device * world
+    size = at_once * accumulation
+    batch = BatchConfig(size, per_device)
+    assert batch.accumulation_steps(world) == accumulation
+    if extra % at_once and extra % per_device == 0:
+        with pytest.raises(ConfigError, match=f"multiple of {at_once}"):
+            BatchConfig(size + extra, per_device).accumulation_steps(world)
+
+
+def test_total_steps_is_the_budget_that_was_given():
+    assert BatchConfig(max_steps=7).total_steps(100, default=3) == 7
+    assert BatchConfig(num_train_epochs=2.5).total_steps(100, default=3) == 250
+    assert BatchConfig(num_train_epochs=0.001).total_steps(100) == 1
+    assert BatchConfig(num_train_epochs=1.5).total_steps(3) == 5  # rounded up: no part of the budget is lost
+    assert BatchConfig().total_steps(100, default=3) == 3
+    assert BatchConfig().total_steps(100) == 100
+
+
+# Exit codes and what is printed --------------------------------------------------------------------------------------
+
+
+class Stop(configs.CleanExit):
+    exit_code = 143
+
+
+@pytest.mark.parametrize(("error", "code", "line"), [(ConfigError("a"), 2, "error: a\n"), (Stop("saved"), 143, "saved\n")])
+def test_a_clean_exit_is_one_line_and_its_code(capsys, error, code, line):
+    with pytest.raises(SystemExit) as end, configs.clean_exit():
+        raise error
+    assert end.value.code == code
+    assert capsys.readouterr() == ("", line)
+
+
+def test_only_the_main_rank_prints(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end, configs.clean_exit():
+        raise ConfigError("a")
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_traceback_is_there_for_whoever_asks(capsys, monkeypatch):
+    monkeypatch.setenv("SHOW_TRACEBACK", "1")
+    with pytest.raises(SystemExit), configs.clean_exit():
+        raise ConfigError("a")
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_other_exceptions_are_not_hidden():
+    with pytest.raises(ZeroDivisionError), configs.clean_exit():
+        raise ZeroDivisionError
+
+
+def run_python(*argv):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "SHOW_TRACEBACK")}
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=env | {"COLUMNS": "80"}, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--lerning_rate", "1"], "error: unknown flag --lerning_rate: did you mean --learning_rate?; --help lists all"),
+        (
+            ["--global_batch_size", "7"],
+            "error: --global_batch_size 7 is not a multiple of 4 (--per_device_train_batch_size 4 x 1 processes)",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(argv, line):
+    result = run_python(str(TEMPLATES / "lora_finetune.py"), *argv)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [line]
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["pretrain", "lora_finetune"])
+def test_help_lists_every_flag_with_unit_and_default_without_importing_torch(name, templates):
+    code = (
+        f"import runpy, sys\nsys.argv = ['x', '--help']\ntry:\n    runpy.run_path({str(TEMPLATES / name)!r} + '.py',"
+        " run_name='__main__')\nexcept SystemExit as end:\n"
+        "    print('EXIT', end.code, [m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])\n"
+    )
+    result = run_python("-c", code)
+    assert result.stdout.splitlines()[-1] == "EXIT 0 []", result.stderr
+    assert result.stderr == ""
+    config_class = getattr(templates, name).Config
+    for flag, _, _ in configs.fields(config_class):
+        assert re.search(rf"--{flag}\b", result.stdout), flag
+    text = " ".join(result.stdout.replace("│", " ").split())
+    default = configs.flatten(config_class())["learning_rate"]
+    assert f"(default: {default})" in text
+    assert "Optimizer steps between checkpoints; one is always written at the end. (default:" in text
+    assert "Sequences in one forward and backward of one device" in text
+    assert str(getattr(templates, name).__doc__).strip().splitlines()[0] in text
+
+
+def test_help_as_a_command_exits_0():
+    result = run_python(str(TEMPLATES / "lora_finetune.py"), "--help")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert "--lora_r INT" in result.stdout

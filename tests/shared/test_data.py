@@ -1,0 +1,354 @@
+"""shared/data.py: the order of samples is a function of (seed, epoch, step), whoever reads which slice of it."""
+
+import math
+import os
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import data
+from shared.config import ConfigError
+from shared.data import IGNORED, Loader, Order, micro_batches, permute
+
+CPU = torch.device("cpu")
+KEYS = st.tuples(st.integers(0, 2**32), st.integers(0, 1000))
+
+
+@pytest.fixture(autouse=True)
+def main_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# The permutation -----------------------------------------------------------------------------------------------------
+
+
+def test_permute_is_a_bijection_for_all_small_sizes_and_many_up_to_2000():
+    for size in [*range(1, 300), *range(300, 1000, 11), *range(1020, 1030), *range(1030, 2001, 11), 2000]:
+        image = permute(np.arange(size), size, (size, 7))
+        assert np.array_equal(np.sort(image), np.arange(size)), size
+
+
+@settings(deadline=None, max_examples=100)
+@given(size=st.integers(1, 5000), key=KEYS)
+def test_permute_is_a_bijection_for_every_key(size, key):
+    assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), size=st.integers(1, 3000), key=KEYS)
+def test_any_part_of_a_permutation_equals_that_part_of_the_whole(data, size, key):
+    whole = permute(np.arange(size), size, key)
+    index = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
+    assert np.array_equal(permute(index, size, key), whole[index])
+
+
+def test_permute_leaves_its_argument_alone():
+    index = np.arange(100, dtype=np.uint64)
+    permute(index, 100, (0, 0))
+    assert np.array_equal(index, np.arange(100))
+
+
+def test_the_order_of_a_seed_never_changes():
+    # Written down, since a resumed run counts on it in every later version.
+    assert permute(np.arange(10), 10, (0, 0)).tolist() == [5, 7, 6, 3, 0, 4, 1, 9, 2, 8]
+
+
+def test_seeds_and_epochs_give_different_orders():
+    orders = {tuple(permute(np.arange(50), 50, (seed, epoch))) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+@pytest.mark.parametrize("size", [10**12, 2**40, 2**40 + 1, 2**62])
+def test_a_huge_size_stays_in_range_and_does_not_collide(size):
+    index = np.concatenate([np.arange(1000), np.arange(1000) + size - 1000])
+    image = permute(index, size, (3, 1))
+    assert image.dtype == np.int64
+    assert image.min() >= 0
+    assert image.max() < size
+    assert len(set(image.tolist())) == 2000
+
+
+def test_each_place_is_about_equally_likely():
+    counts = np.zeros((10, 10))
+    for seed in range(1000):
+        counts[np.arange(10), permute(np.arange(10), 10, (seed, 0))] += 1
+    chi_square = ((counts - 100) ** 2 / 100).sum(axis=1)  # 9 degrees of freedom: 99.99 % lie below 33.7
+    assert chi_square.max() < 33.7
+
+
+def test_neighbours_do_not_stay_neighbours():
+    image = permute(np.arange(100_000), 100_000, (0, 0))
+    assert (np.abs(np.diff(image)) <= 1).mean() < 1e-3
+    assert abs(np.corrcoef(np.arange(100_000), image)[0, 1]) < 0.02
+
+
+# Global batches ------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    num_samples=st.integers(1, 300),
+    size=st.integers(1, 40),
+    seed=st.integers(0, 10),
+    epoch=st.integers(0, 3),
+    shuffle=st.booleans(),
+)
+def test_every_epoch_covers_every_sample_exactly_once(num_samples, size, seed, epoch, shuffle):
+    order = Order(num_samples, size, seed, shuffle=shuffle)
+    steps = [order.indices(epoch * order.steps_per_epoch + s) for s in range(order.steps_per_epoch)]
+    assert order.steps_per_epoch == math.ceil(num_samples / size)
+    assert [len(s) for s in steps[:-1]] == [size] * (len(steps) - 1)
+    assert len(steps[-1]) == num_samples - size * (len(steps) - 1)
+    assert sorted(np.concatenate(steps).tolist()) == list(range(num_samples))
+
+
+def test_without_shuffling_the_order_is_that_of_the_samples():
+    order = Order(5, 2, seed=3, shuffle=False)
+    assert [order.indices(s).tolist() for s in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+
+
+def test_epochs_differ_and_repeat_exactly():
+    order = Order(100, 100, seed=1)
+    assert not np.array_equal(order.indices(0), order.indices(1))
+    assert np.array_equal(order.indices(1), Order(100, 100, seed=1).indices(1))
+    assert not np.array_equal(order.indices(0), Order(100, 100, seed=2).indices(0))
+
+
+@settings(deadline=None, max_examples=100)
+@given(num=st.integers(1, 70), world=st.integers(1, 6), per_device=st.integers(1, 6))
+def test_over_all_ranks_each_index_is_computed_exactly_once(num, world, per_device):
+    indices = np.random.default_rng(0).permutation(num)
+    split = [micro_batches(indices, rank, world, per_device) for rank in range(world)]
+    assert {part.shape for part in split} == {(math.ceil(num / (world * per_device)), per_device)}
+    real = np.concatenate([part[part >= 0] for part in split])
+    assert sorted(real.tolist()) == list(range(num))
+    assert sum((part == -1).sum() for part in split) == split[0].size * world - num
+
+
+@settings(deadline=None, max_examples=25)
+@given(batch=st.sampled_from([8, 12, 24]), num=st.integers(1, 100), step=st.integers(0, 40))
+def test_every_way_to_launch_computes_the_same_samples_in_a_step(batch, num, step):
+    indices = Order(num, batch, 0).indices(step)
+    expected = Counter(indices.tolist())
+    for world in range(1, batch + 1):
+        for per_device in range(1, batch + 1):
+            if batch % (world * per_device):
+                continue
+            seen = Counter()
+            for rank in range(world):
+                seen.update(micro_batches(indices, rank, world, per_device).ravel().tolist())
+            del seen[-1]
+            assert seen == expected
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """Sample i is the number i, three times, of which i % 4 are targets."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.count
+        labels = np.where(np.arange(3) < index % 4, index, IGNORED)
+        return {"input_ids": np.full(3, index), "labels": labels}
+
+    def num_targets(self, indices):
+        return int((np.asarray(indices) % 4).sum())
+
+
+def collate(rows):
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in ("input_ids", "labels")}
+
+
+def loader(num=22, size=8, *, per_device=2, rank=0, world_size=1, num_workers=0):
+    return Loader(
+        Numbers(num),
+        collate,
+        Order(num, size, seed=5),
+        per_device=per_device,
+        rank=rank,
+        world_size=world_size,
+        device=CPU,
+        num_workers=num_workers,
+    )
+
+
+def plain(window):
+    batches = [{key: value.tolist() for key, value in batch.items()} for batch in window.micro_batches]
+    return batches, window.num_targets, window.num_samples
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_starting_at_a_later_step_gives_the_tail_of_the_same_windows(num_workers):
+    whole = [plain(w) for w in loader().windows(0, 7)]
+    assert len(whole) == 7
+    for start in (0, 2, 3, 5):
+        assert [plain(w) for w in loader(num_workers=num_workers).windows(start, 7)] == whole[start:]
+
+
+def test_an_empty_range_of_steps_gives_no_window():
+    assert list(loader().windows(3, 3)) == []
+
+
+def test_nothing_is_read_before_the_step_that_is_asked_for():
+    samples = Numbers(22)
+    read = []
+    fetch = samples.__getitem__
+    subject = loader()
+    subject.samples = type(
+        "Spy", (), {"__getitem__": lambda _, i: read.append(i) or fetch(i), "num_targets": lambda _, i: 0}
+    )()
+    next(subject.windows(4, 5))
+    assert sorted(read) == sorted(Order(22, 8, seed=5).indices(4).tolist())
+
+
+@pytest.mark.parametrize(("world", "per_device"), [(1, 8), (1, 2), (2, 4), (2, 2), (4, 1), (8, 1)])
+def test_over_all_ranks_a_window_holds_the_global_batch_once(world, per_device):
+    ranks = [list(loader(per_device=per_device, rank=r, world_size=world).windows(0, 6)) for r in range(world)]
+    for step in range(6):
+        windows = [rank[step] for rank in ranks]
+        assert len({len(w.micro_batches) for w in windows}) == 1
+        expected = Order(22, 8, seed=5).indices(step)
+        batches = [batch for w in windows for batch in w.micro_batches]
+        labels = torch.cat([batch["labels"] for batch in batches])
+        assert {w.num_targets for w in windows} == {int((labels != IGNORED).sum())}
+        assert {w.num_samples for w in windows} == {len(expected)}
+        seen = Counter(labels[labels != IGNORED].tolist())
+        assert seen == Counter({int(i): int(i % 4) for i in expected if i % 4})
+
+
+def test_a_row_that_fills_a_ragged_batch_up_has_shape_but_no_targets():
+    last = next(iter(loader(num=9, size=8, per_device=4).windows(1, 2)))
+    (batch,) = last.micro_batches
+    assert batch["input_ids"].shape == batch["labels"].shape == (4, 3)
+    assert (batch["labels"][1:] == IGNORED).all()
+    assert last.num_samples == 1
+
+
+# The validation split ------------------------------------------------------------------------------------------------
+
+
+def test_the_validation_split_depends_on_the_number_alone():
+    whole = data.is_validation(np.arange(50_000), 5.0)
+    assert np.array_equal(data.is_validation(np.arange(1000, 2000), 5.0), whole[1000:2000])
+    assert whole.mean() == pytest.approx(0.05, abs=0.005)
+    assert not data.is_validation(np.arange(1000), 0.0).any()
+
+
+def test_a_larger_validation_share_contains_the_smaller_one():
+    small, large = (data.is_validation(np.arange(5000), percent) for percent in (1.0, 10.0))
+    assert (large | ~small).all()
+    assert large.sum() > small.sum() > 0
+
+
+# Prepared once -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_changes_with_anything_that_counts(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("one")
+    os.utime(path, ns=(10**18, 10**18))
+
+    def now():
+        return data.fingerprint(files=[path], settings=[1, None, "x"])
+
+    first = now()
+    assert len(first) == 16
+    assert now() == first
+    assert data.fingerprint(settings=[1, None, "x"], files=[path]) == first
+    assert data.fingerprint(files=[path], settings=[2, None, "x"]) != first
+    os.utime(path, ns=(10**18 + 1, 10**18 + 1))
+    touched = now()
+    assert touched != first
+    path.write_text("longer")
+    os.utime(path, ns=(10**18, 10**18))
+    assert now() not in (first, touched)
+    other = tmp_path / "b"
+    other.write_text("one")
+    os.utime(other, ns=(10**18, 10**18))
+    assert data.fingerprint(files=[other], settings=[1, None, "x"]) != first
+
+
+def test_a_fingerprint_of_what_has_no_plain_form_is_a_programming_error():
+    with pytest.raises(TypeError):
+        data.fingerprint(x=object())
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "t"))
+    assert data.cache_dir() == tmp_path / "t"
+    monkeypatch.delenv("TEMPLATES_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert data.cache_dir() == tmp_path / "x" / "accelerate-templates"
+
+
+def test_a_folder_is_built_once_and_reused(tmp_path):
+    calls = []
+
+    def build(folder):
+        assert folder.parent == tmp_path / "deep"
+        assert folder != tmp_path / "deep" / "a"
+        (folder / "x").write_text(str(len(calls)))
+        calls.append(folder)
+
+    for _ in range(3):
+        assert data.build_once(tmp_path / "deep" / "a", build) == tmp_path / "deep" / "a"
+    assert len(calls) == 1
+    assert (tmp_path / "deep" / "a" / "x").read_text() == "0"
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
+def test_a_build_that_fails_leaves_nothing_behind_and_can_be_repeated(tmp_path, error):
+    def fail(folder):
+        (folder / "half").write_text("x")
+        raise error("x")
+
+    with pytest.raises(error):
+        data.build_once(tmp_path / "a", fail)
+    assert list(tmp_path.iterdir()) == []
+    data.build_once(tmp_path / "a", lambda folder: (folder / "whole").write_text("y"))
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["whole"]
+
+
+def test_who_comes_second_takes_what_another_run_built_in_the_meantime(tmp_path):
+    def build(folder):
+        (folder / "mine").write_text("x")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "theirs").write_text("x")
+
+    data.build_once(tmp_path / "a", build)
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["theirs"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="set TEMPLATES_CACHE to a writable folder"):
+        data.build_once(tmp_path / "file" / "a", lambda folder: None)
+
+
+def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    waiting = threading.Thread(
+        target=data.build_once, args=(tmp_path / "a", lambda folder: pytest.fail("built")), daemon=True
+    )
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    (tmp_path / "a").mkdir()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

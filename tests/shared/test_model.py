@@ -1,0 +1,431 @@
+"""shared/model.py: what needs to know a model's blocks, and documents that are packed but cannot see each other."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from shared import chat, model
+from shared.config import ConfigError
+
+CPU = torch.device("cpu")
+VOCAB = 64
+
+
+def llama(**changes):
+    options = {"num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48} | changes
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=32, num_attention_heads=2, **options))
+
+
+def make(name, attention="sdpa"):
+    torch.manual_seed(0)
+    if name == "llama":
+        return llama(attn_implementation=attention).eval()
+    if name == "qwen2":
+        options = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48}
+        config = Qwen2Config(vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options)
+        return Qwen2ForCausalLM(config).eval()
+    options = {"n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_positions=64, attn_implementation=attention, **options)
+    return GPT2LMHeadModel(config).eval()
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Packing isolation ---------------------------------------------------------------------------------------------------
+
+
+class Documents:
+    """Conversations of given lengths, as chat.Packed reads them."""
+
+    def __init__(self, lengths):
+        generator = np.random.default_rng(0)
+        self.rows = [generator.integers(0, VOCAB, length + 1) for length in lengths]
+        self.lengths = np.array(lengths)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index][:-1], "labels": self.rows[index][1:]}
+
+    def num_targets(self, indices):
+        return int(self.lengths[indices].sum())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@torch.no_grad()
+def test_a_packed_document_has_the_logits_it_has_alone(name, attention):
+    subject = make(name, attention)
+    documents = Documents([11, 9, 6, 5, 4, 3, 1])
+    packed = chat.Packed(documents, 20)
+    assert len(packed) == 2
+    batch = chat.collate_packed([packed[0], packed[1]])
+    logits = subject(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    for row, bin in enumerate(packed.bins):
+        start = 0
+        for index in bin:
+            ids = torch.tensor(documents[index]["input_ids"])[None]
+            alone = subject(input_ids=ids, use_cache=False).logits[0]
+            torch.testing.assert_close(logits[row, start : start + ids.shape[1]], alone, atol=1e-5, rtol=1e-4)
+            start += ids.shape[1]
+
+
+@torch.no_grad()
+def test_without_position_ids_packed_documents_do_see_each_other():
+    # The counterpart of the test above: it would pass on a model that ignores its context.
+    subject = make("llama")
+    ids = tokens(1, 16)
+    together = subject(input_ids=ids, use_cache=False).logits[0, 8:]
+    alone = subject(input_ids=ids[:, 8:], use_cache=False).logits[0]
+    assert (together - alone).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_the_packed_loss_is_the_sum_of_the_documents_losses():
+    subject = make("llama")
+    documents = Documents([11, 9, 6, 5])
+    packed = chat.Packed(documents, 20)
+    batch = chat.collate_packed([packed[i] for i in range(len(packed))])
+    alone = [chat.collate_padded([documents[i]]) for i in range(4)]
+    expected = sum(model.causal_lm_loss(subject, one) for one in alone)
+    torch.testing.assert_close(model.causal_lm_loss(subject, batch), expected, atol=1e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_padded_loss_is_the_sum_of_the_documents_losses():
+    subject = make("llama")
+    documents = Documents([11, 9, 6, 5])
+    expected = sum(model.causal_lm_loss(subject, chat.collate_padded([documents[i]])) for i in range(4))
+    together = model.causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)]))
+    torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, attention):
+    subject = make(name, attention).train()
+    model.require_packing_isolation(subject, CPU, VOCAB)
+    assert subject.training
+
+
+class SumsAll(nn.Module):
+    """Each position's logits depend on all tokens before it, whatever `position_ids` say."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, VOCAB)
+
+    def forward(self, input_ids, position_ids=None, use_cache=None):
+        return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
+
+
+class SumsAllTransformer(nn.Module):
+    """A real model that is not told its positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make("llama")
+
+    def forward(self, input_ids, position_ids=None, use_cache=None):
+        return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer])
+def test_a_model_that_ignores_positions_is_refused_and_keeps_its_mode(leaky):
+    subject = leaky().train()
+    with pytest.raises(ConfigError, match=rf"{leaky.__name__} lets packed documents attend to each other: use --no_packing"):
+        model.require_packing_isolation(subject, CPU, VOCAB)
+    assert subject.training
+
+
+# Gradient checkpointing ----------------------------------------------------------------------------------------------
+
+
+def gradients(setting, *, dropout=0.0):
+    """(gradients by name, forwards of each block's MLP) of one step with 5 blocks."""
+    torch.manual_seed(0)
+    subject = llama(num_hidden_layers=5, attention_dropout=dropout).train()
+    model.set_gradient_checkpointing(subject, setting)
+    forwards = [0] * 5
+
+    def count(i):
+        def hook(*_):
+            forwards[i] += 1
+
+        return hook
+
+    for i, block in enumerate(model.blocks(subject)):
+        block.mlp.register_forward_pre_hook(count(i))
+    torch.manual_seed(1)
+    ids = tokens(2, 12)
+    model.causal_lm_loss(subject, {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}).backward()
+    return {name: p.grad for name, p in subject.named_parameters()}, forwards
+
+
+@pytest.mark.parametrize(
+    ("setting", "recomputed"),
+    [("none", []), ("full", [0, 1, 2, 3, 4]), ("1", [0, 1, 2, 3, 4]), ("2", [1, 3]), ("3", [2]), ("5", [4])],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputing_blocks_changes_no_gradient(setting, recomputed, dropout):
+    expected, _ = gradients("none", dropout=dropout)
+    found, forwards = gradients(setting, dropout=dropout)
+    assert forwards == [2 if i in recomputed else 1 for i in range(5)]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-6)
+
+
+def test_a_model_whose_blocks_cannot_be_recomputed_is_refused():
+    plain = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    with pytest.raises(ConfigError, match="does not support --gradient_checkpointing"):
+        model.set_gradient_checkpointing(plain, "full")
+    model.set_gradient_checkpointing(plain, "none")
+
+
+@pytest.mark.parametrize(("name", "path"), [("llama", "model.layers"), ("qwen2", "model.layers"), ("gpt2", "transformer.h")])
+def test_blocks_are_the_repeated_layers(name, path):
+    subject = make(name)
+    found = model.blocks(subject)
+    expected = list(subject.get_submodule(path))
+    assert len(found) == 2
+    assert all(a is b for a, b in zip(found, expected, strict=True))
+
+
+def test_blocks_are_the_largest_list_of_one_class():
+    subject = nn.Module()
+    subject.small = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
+    subject.mixed = nn.ModuleList([nn.Linear(50, 50), nn.LayerNorm(50)])
+    subject.large = nn.ModuleList([nn.Linear(9, 9) for _ in range(3)])
+    assert model.blocks(subject) == list(subject.large)
+    with pytest.raises(ConfigError, match="Linear has no list of equal blocks"):
+        model.blocks(nn.Linear(2, 2))
+
+
+# Loss ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@torch.no_grad()
+def test_the_loss_is_that_of_transformers_times_its_targets(name):
+    subject = make(name)
+    ids = tokens(3, 12)
+    labels = ids.masked_fill(tokens(3, 12, seed=1) < 20, -100)
+    labels[:, 0] = -100
+    theirs = subject(input_ids=ids, labels=labels, use_cache=False).loss
+    ours = model.causal_lm_loss(subject, {"input_ids": ids[:, :-1], "labels": labels[:, 1:]})
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs * (labels != -100).sum(), atol=1e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_batch_without_targets_has_loss_zero():
+    ids = tokens(1, 5)
+    assert model.causal_lm_loss(make("llama"), {"input_ids": ids, "labels": torch.full_like(ids, -100)}).item() == 0
+
+
+# FLOPs ---------------------------------------------------------------------------------------------------------------
+
+# By hand: query and output 32 x 32, key and value 32 x 16, three of 32 x 48; two blocks; head 32 x 64.
+BLOCKS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+HEAD = 32 * VOCAB
+NORMS = 5 * 32  # may be counted or left out
+ATTENTION = 12 * 2 * 32 * 100
+
+
+def assert_flops(subject, by_hand, norm_factor):
+    assert by_hand <= model.flops_per_token(subject, 100) <= by_hand + norm_factor * NORMS
+
+
+def test_flops_of_full_training():
+    assert_flops(llama(), 6 * (BLOCKS + HEAD) + ATTENTION, 6)
+    assert_flops(llama(tie_word_embeddings=True), 6 * (BLOCKS + HEAD) + ATTENTION, 6)
+
+
+def test_flops_of_frozen_weights_leave_out_their_own_gradient():
+    frozen = llama()
+    frozen.requires_grad_(False)
+    frozen.lm_head.requires_grad_(True)
+    assert_flops(frozen, 4 * BLOCKS + 6 * HEAD + ATTENTION, 4)
+
+
+def test_flops_count_packed_weights_by_their_unpacked_number():
+    subject = llama()
+    expected = model.flops_per_token(subject.requires_grad_(False), 100)
+    linear = subject.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(torch.zeros(32 * 48 // 2, 1, dtype=torch.uint8), requires_grad=False)
+    linear.weight.quant_state = SimpleNamespace(shape=torch.Size([48, 32]))
+    assert model.flops_per_token(subject, 100) == expected
+
+
+def test_flops_of_attention_grow_with_the_length():
+    subject = llama()
+    assert model.flops_per_token(subject, 300) - model.flops_per_token(subject, 200) == ATTENTION
+
+
+# Adapters ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pissa_adapter_becomes_an_ordinary_one_of_twice_the_rank():
+    torch.manual_seed(0)
+    a, a0, b, b0 = torch.randn(3, 7), torch.randn(3, 7), torch.randn(5, 3), torch.randn(5, 3)
+    head = torch.randn(2, 2)
+    names = {
+        "x.lora_A.default.weight": (a, a0),
+        "x.lora_B.default.weight": (b, b0),
+        "head.weight": (head, torch.randn(2, 2)),
+    }
+    weights = {name: now for name, (now, _) in names.items()}
+    converted = model.pissa_to_lora(weights, {name: start for name, (_, start) in names.items()})
+    new_a, new_b = converted["x.lora_A.default.weight"], converted["x.lora_B.default.weight"]
+    assert (new_a.shape, new_b.shape) == ((6, 7), (5, 6))
+    torch.testing.assert_close(new_b @ new_a, b @ a - b0 @ a0)
+    assert converted["head.weight"] is head
+    assert weights["x.lora_A.default.weight"] is a
+
+
+# What a user typed ---------------------------------------------------------------------------------------------------
+
+
+def test_override_sets_numbers_text_and_switches():
+    config = LlamaConfig()
+    model.override(config, "hidden_size=256,num_hidden_layers=4,hidden_act=gelu,attention_bias=true,rms_norm_eps=1e-4")
+    assert (config.hidden_size, config.num_hidden_layers, config.hidden_act) == (256, 4, "gelu")
+    assert config.attention_bias is True
+    assert config.rms_norm_eps == 1e-4
+
+
+def test_override_of_nothing_changes_nothing():
+    config, before = LlamaConfig(), LlamaConfig().to_dict()
+    model.override(config, None)
+    model.override(config, "")
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("change", ["hiden_size=256", "hidden_size", "=3"])
+def test_override_refuses_what_the_config_does_not_have(change):
+    with pytest.raises(ConfigError, match=rf"--config_overrides {change}: expected key=value with a key of .*hidden_size"):
+        model.override(LlamaConfig(), change)
+
+
+def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
+    subject = llama(max_position_embeddings=16)
+    model.require_fit(subject, range(VOCAB), 16)
+    with pytest.raises(ConfigError, match="--seq_length 17 is longer than the model's context of 16 tokens"):
+        model.require_fit(subject, range(VOCAB), 17)
+
+
+def test_tokens_without_an_embedding_are_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=f"the tokenizer has {VOCAB + 1} tokens, the model only {VOCAB} embeddings"):
+        model.require_fit(llama(), range(VOCAB + 1), 8)
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        model.from_hub(AutoModelForCausalLM, tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_pickled_weights_are_not_loaded(tmp_path):
+    llama().config.save_pretrained(tmp_path)
+    torch.save(llama().state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        model.from_hub(AutoModelForCausalLM, tmp_path, use_safetensors=True)
+
+
+def test_a_model_s_own_code_is_not_run(tmp_path):
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n"
+    (tmp_path / "code.py").write_text(code)
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_its_own", "auto_map": auto_map}))
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        model.from_hub(AutoModelForCausalLM, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_safetensors_weights_are_loaded_equal(tmp_path):
+    subject = llama()
+    subject.save_pretrained(tmp_path)
+    loaded = model.from_hub(AutoModelForCausalLM, tmp_path, use_safetensors=True)
+    for name, value in subject.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_a_card_names_base_results_and_settings():
+    text = model.card("T", "D", {"eval_loss": 1.25}, {"seed": 3, "run_name": None}, base="org/base")
+    assert text.startswith("---\nlibrary_name: peft\nbase_model: org/base\n---\n\n# T\n")
+    assert "| eval_loss | 1.2500 |" in text
+    assert "seed: 3" in text
+    assert "run_name" not in text
+
+
+# Continuations -------------------------------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Says that the next token is the last one plus 1; records the lengths it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+        self.lengths = []
+
+    def forward(self, input_ids, use_cache):
+        assert not self.training
+        self.lengths.append(input_ids.shape[1])
+        return SimpleNamespace(logits=nn.functional.one_hot(input_ids + 1, 50).float() * 9)
+
+
+class Spells:
+    """A tokenizer whose text is its ids."""
+
+    eos_token_id = 7
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(str(i) for i in ids if not (skip_special_tokens and i == self.eos_token_id))
+
+
+def test_a_continuation_stops_at_the_end_of_text_or_at_its_length():
+    subject = Counts().train()
+    texts = model.continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
+    assert texts == ["5 6", "21 22 23 24"]
+    assert subject.lengths == [2, 3, 4, 1, 2, 3, 4]
+    assert subject.training
+
+
+def test_continuations_are_deterministic_and_sampling_follows_its_seed():
+    subject = make("llama")
+    prompts = [[1, 2, 3], [4]]
+
+    def run(**options):
+        return model.continuations(subject, Spells(), copy.deepcopy(prompts), max_new_tokens=8, **options)
+
+    assert run() == run()
+    assert run(sample=True, seed=1) == run(sample=True, seed=1)
+    assert run(sample=True, seed=1) != run(sample=True, seed=2)
+    assert run(sample=True, seed=1) != run()
+
+
+def test_sampling_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    model.continuations(make_untouched(), Spells(), [[1]], max_new_tokens=3, sample=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def make_untouched():
+    with torch.random.fork_rng():
+        return make("llama")

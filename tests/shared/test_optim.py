@@ -1,0 +1,265 @@
+"""shared/optim.py: which parameters decay, who optimises what, and learning rates as a function of the step."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from shared import optim
+from shared.config import ConfigError
+from shared.options import OptimConfig
+
+
+def tiny_llama(*, tied=False):
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_bias=True,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def named(model, parameters):
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)] for p in parameters}
+
+
+def groups_by_decay(model, optimizers):
+    """{weight decay: names} over all optimizers."""
+    result = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            result.setdefault(group["weight_decay"], set()).update(named(model, group["params"]))
+    return result
+
+
+# Decay groups --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_hidden_matrices_decay(tied):
+    model = tiny_llama(tied=tied)
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
+    everything = {name for name, _ in model.named_parameters()}
+    matrices = {name for name in everything if name.endswith("proj.weight")}
+    assert len(matrices) == 14
+    assert decay == {0.3: matrices, 0.0: everything - matrices}
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= decay[0.0]
+    assert ("lm_head.weight" in decay[0.0]) is not tied
+
+
+def test_position_embeddings_norms_and_transposed_matrices_of_gpt2_are_told_apart():
+    model = tiny_gpt2()
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
+    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"} <= decay[0.0]
+    assert decay[0.3] == {n for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n}
+
+
+def test_frozen_parameters_are_in_no_optimizer():
+    model = tiny_llama()
+    model.model.requires_grad_(False)
+    model.model.layers[0].mlp.requires_grad_(True)
+    (optimizer,) = optim.build(model, OptimConfig())
+    held = {name for names in groups_by_decay(model, [optimizer]).values() for name in names}
+    assert held == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_adamw_takes_its_settings_from_the_config():
+    config = OptimConfig(learning_rate=0.25, adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
+    (optimizer,) = optim.build(tiny_llama(), config)
+    assert type(optimizer) is torch.optim.AdamW
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
+
+
+def test_decay_shrinks_matrices_and_leaves_vectors_where_they_are():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    (optimizer,) = optim.build(model, OptimConfig(learning_rate=0.1, weight_decay=0.5))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        factor = 1 - 0.1 * 0.5 if name == "0.weight" else 1
+        torch.testing.assert_close(p.detach(), before[name] * factor)
+
+
+# Muon ----------------------------------------------------------------------------------------------------------------
+
+
+class WithExperts(nn.Module):
+    """A matrix, a stack of matrices, an embedding and a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Linear(4, 4)
+        self.experts = nn.Parameter(torch.ones(2, 4, 4))
+        self.embedding = nn.Embedding(5, 4)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_llama(tied=True), tiny_gpt2, WithExperts])
+def test_muon_and_adamw_share_out_each_trainable_parameter_exactly_once(make):
+    model = make()
+    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3))
+    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    held = [id(p) for o in (muon, adamw) for g in o.param_groups for p in g["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    matrices, embeddings, vectors = optim.split_parameters(model)
+    assert named(model, muon.param_groups[0]["params"]) == named(model, [p for p in matrices if p.ndim == 2])
+    no_decay = {name for group in adamw.param_groups if not group["weight_decay"] for name in named(model, group["params"])}
+    assert no_decay == named(model, embeddings + vectors)
+
+
+def test_muon_alone_when_everything_is_a_matrix():
+    model = nn.Linear(4, 4, bias=False)
+    (optimizer,) = optim.build(model, OptimConfig(optim="muon", muon_momentum=0.5, weight_decay=0.25))
+    assert type(optimizer) is torch.optim.Muon
+    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.25)
+
+
+def test_muon_falls_back_to_adamw_when_there_is_no_matrix():
+    (optimizer,) = optim.build(nn.LayerNorm(4), OptimConfig(optim="muon"))
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_one_learning_rate_gives_muon_and_adamw_updates_of_about_the_same_size():
+    torch.manual_seed(0)
+    sizes = {}
+    for name in ("muon", "adamw"):
+        model = nn.Linear(64, 64, bias=False)
+        before = model.weight.detach().clone()
+        (optimizer,) = optim.build(model, OptimConfig(optim=name, learning_rate=1e-2, weight_decay=0.0))
+        for _ in range(20):
+            model.weight.grad = torch.randn(64, 64)
+            optimizer.step()
+        sizes[name] = (model.weight.detach() - before).pow(2).mean().sqrt()
+    assert 0.3 < sizes["muon"] / sizes["adamw"] < 3
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])
+def test_a_model_with_nothing_trainable_is_refused(name):
+    with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
+        optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim=name))
+
+
+def test_8_bit_adamw_has_the_same_groups():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = tiny_llama()
+    (optimizer,) = optim.build(model, OptimConfig(optim="adamw_8bit", weight_decay=0.3, learning_rate=0.5))
+    assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
+    (reference,) = optim.build(model, OptimConfig(weight_decay=0.3))
+    assert groups_by_decay(model, [optimizer]) == groups_by_decay(model, [reference])
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        optim.build(nn.Linear(2, 2), OptimConfig(optim="adamw_8bit"))
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
+
+SHARES = st.floats(0, 1)
+CONFIGS = st.builds(
+    OptimConfig,
+    learning_rate=st.floats(1e-8, 10),
+    lr_scheduler_type=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    warmup_ratio=SHARES,
+    decay_ratio=SHARES,
+    min_lr_ratio=SHARES,
+)
+TOTALS = st.integers(1, 400)
+
+
+def curve(config, total):
+    return [optim.learning_rate(config, step, total) for step in range(total + 1)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(config=CONFIGS, total=TOTALS)
+def test_every_rate_is_positive_before_the_end_and_never_above_the_peak(config, total):
+    rates = curve(config, total)
+    assert all(0 < rate <= config.learning_rate * (1 + 1e-9) for rate in rates[:-1])
+    assert rates[-1] >= 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(config=CONFIGS, total=TOTALS)
+def test_warmup_rises_in_equal_steps_to_exactly_the_peak(config, total):
+    warmup = math.ceil(config.warmup_ratio * total)
+    rates = curve(config, total)
+    assert rates[:warmup] == pytest.approx([config.learning_rate * (i + 1) / warmup for i in range(warmup)])
+    assert max(rates) == pytest.approx(config.learning_rate)
+    assert rates[max(0, warmup - 1)] == pytest.approx(config.learning_rate)
+
+
+@settings(deadline=None, max_examples=200)
+@given(config=CONFIGS, total=TOTALS)
+def test_after_warmup_the_rate_never_rises_and_stays_above_its_final_value(config, total):
+    warmup = math.ceil(config.warmup_ratio * total)
+    rates = curve(config, total)[warmup:]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(rates))
+    assert min(rates, default=1) >= config.min_lr_ratio * config.learning_rate * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(config=CONFIGS, total=TOTALS)
+def test_the_rate_ends_at_its_final_share_of_the_peak(config, total):
+    end = optim.learning_rate(config, total, total)
+    assert optim.learning_rate(config, total + 50, total) == end  # never rises again
+    if config.lr_scheduler_type == "constant":
+        assert end == config.learning_rate
+    elif math.ceil(config.warmup_ratio * total) < total and (config.lr_scheduler_type != "wsd" or config.decay_ratio):
+        assert end == pytest.approx(config.min_lr_ratio * config.learning_rate, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(config=CONFIGS, total=TOTALS)
+def test_wsd_is_flat_until_its_decay_and_then_falls_in_equal_steps(config, total):
+    config = dataclasses.replace(config, lr_scheduler_type="wsd")
+    warmup = math.ceil(config.warmup_ratio * total)
+    start = max(warmup, total - math.ceil(config.decay_ratio * total))
+    rates = curve(config, total)
+    assert rates[warmup:start] == [config.learning_rate] * (start - warmup)
+    falls = [a - b for a, b in itertools.pairwise(rates[start:])]
+    assert falls == pytest.approx([falls[0]] * len(falls), abs=1e-9 * config.learning_rate) if falls else True
+
+
+def test_known_points_of_each_shape():
+    def at(kind, step):
+        config = OptimConfig(learning_rate=1.0, lr_scheduler_type=kind, warmup_ratio=0.1, min_lr_ratio=0.2, decay_ratio=0.2)
+        return optim.learning_rate(config, step, 100)
+
+    assert [at("linear", s) for s in (0, 4, 9, 10, 55, 100)] == pytest.approx([0.1, 0.5, 1, 1, 0.6, 0.2])
+    assert [at("cosine", s) for s in (10, 32.5, 55, 100)] == pytest.approx([1, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2])
+    assert [at("constant", s) for s in (0, 10, 99)] == pytest.approx([0.1, 1, 1])
+    assert [at("wsd", s) for s in (9, 10, 80, 90, 100)] == pytest.approx([1, 1, 1, 0.6, 0.2])
+
+
+def test_no_warmup_starts_at_the_peak():
+    assert optim.learning_rate(OptimConfig(learning_rate=1.0, warmup_ratio=0.0), 0, 100) == 1.0
+
+
+def test_set_learning_rate_reaches_every_group_of_every_optimizer():
+    config = OptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_ratio=0.0)
+    optimizers = optim.build(WithExperts(), config)
+    assert sum(len(o.param_groups) for o in optimizers) == 3
+    assert optim.set_learning_rate(optimizers, config, 25, 100) == 0.75
+    assert [g["lr"] for o in optimizers for g in o.param_groups] == [0.75] * 3

@@ -1,0 +1,293 @@
+"""shared/records.py: every format gives records with their place, and what cannot be read is one ConfigError."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import records
+from shared.config import ConfigError
+from shared.options import CorpusConfig, DataConfig
+from shared.records import Source, find_files, open_sources, read_records
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def read(path):
+    return list(read_records([path]))
+
+
+def find(*paths):
+    return find_files([str(path) for path in paths], flag="train_file")
+
+
+# Formats -------------------------------------------------------------------------------------------------------------
+
+
+def test_json_lines_give_values_and_line_numbers(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"text": "one", "n": 1}\n\n  \n{"text": null, "l": [1.5, {"k": true}]}')
+    assert read(path) == [(f"{path}:1", {"text": "one", "n": 1}), (f"{path}:4", {"text": None, "l": [1.5, {"k": True}]})]
+
+
+def test_a_line_separator_inside_json_text_does_not_end_the_line(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"text": "a\u2028b\x85c"}\n{"text": "d"}\n')
+    assert read(path) == [(f"{path}:1", {"text": "a\u2028b\x85c"}), (f"{path}:2", {"text": "d"})]
+
+
+def test_a_json_list_gives_record_numbers(tmp_path):
+    path = write(tmp_path, "a.json", ' [{"a": 1},\n {"a": "é"}]')
+    assert read(path) == [(f"{path}: record 1", {"a": 1}), (f"{path}: record 2", {"a": "é"})]
+
+
+def test_a_json_file_may_hold_json_lines(tmp_path):
+    path = write(tmp_path, "a.json", '{"a": 1}\n{"a": 2}\n')
+    assert read(path) == [(f"{path}:1", {"a": 1}), (f"{path}:2", {"a": 2})]
+
+
+def test_csv_with_quotes_and_line_breaks_in_fields(tmp_path):
+    path = write(tmp_path, "a.csv", 'q,a\n1,"x, ""y"""\n\n"two\nlines",é\n')
+    assert read(path) == [(f"{path}:2", {"q": "1", "a": 'x, "y"'}), (f"{path}:5", {"q": "two\nlines", "a": "é"})]
+
+
+def test_tsv(tmp_path):
+    path = write(tmp_path, "a.tsv", "q\ta\n1, 2\tx\n")
+    assert read(path) == [(f"{path}:2", {"q": "1, 2", "a": "x"})]
+
+
+def test_a_csv_field_may_be_longer_than_the_module_s_own_limit(tmp_path):
+    path = write(tmp_path, "a.csv", "a,b\n" + "x" * 200_000 + ",y\n")
+    assert len(read(path)[0][1]["a"]) == 200_000
+
+
+def test_parquet_gives_values_and_row_numbers_over_batches(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"text": f"é{i}", "turns": [{"role": "user"}] * (i % 3), "none": None} for i in range(1100)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    result = read(path)
+    assert [record for _, record in result] == rows
+    assert [result[i][0] for i in (0, 1024, 1099)] == [f"{path}: row {n}" for n in (1, 1025, 1100)]
+
+
+def test_any_other_file_is_one_text(tmp_path):
+    for name in ("a.txt", "a.py", "README"):
+        path = write(tmp_path, name, "two\nlines é")
+        assert read(path) == [(str(path), {"text": "two\nlines é"})]
+
+
+def test_suffixes_are_known_in_capitals(tmp_path):
+    path = write(tmp_path, "A.JSONL", '{"a": 1}\n')
+    assert read(path) == [(f"{path}:1", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "record"),
+    [
+        ("a.jsonl", '{"a": "1"}', {"a": "1"}),
+        ("a.json", '[{"a": "1"}]', {"a": "1"}),
+        ("a.csv", "a\n1\n", {"a": "1"}),
+        ("a.txt", "x", {"text": "x"}),
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_the_content(tmp_path, name, content, record):
+    path = write(tmp_path, name, b"\xef\xbb\xbf" + content.encode())
+    assert [r for _, r in read(path)] == [record]
+
+
+def test_several_files_are_read_in_order(tmp_path):
+    first, second = write(tmp_path, "b.jsonl", '{"n": 1}'), write(tmp_path, "a.txt", "x")
+    assert list(read_records([first, second])) == [(f"{first}:1", {"n": 1}), (str(second), {"text": "x"})]
+
+
+# What cannot be read -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "what"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": \n', ":2: ", "not valid JSON"),
+        ("a.jsonl", '{"a": 1}\n\n[1]\n', ":3: ", "expected a JSON object, found a list"),
+        ("a.jsonl", "null\n", ":1: ", "expected a JSON object"),
+        ("a.jsonl", '{"a":' * 100_000, ":1: ", "not valid JSON"),
+        ("a.jsonl", '{"a": ' + "9" * 5000 + "}", ":1: ", "not valid JSON"),
+        ("a.json", '[{"a": 1},\n{"a": }]', ":2: ", "not valid JSON"),
+        ("a.json", '[{"a": 1}, 2]', ": record 2 ", "expected an object"),
+        ("a.json", "[" * 100_000, "", "not valid JSON"),
+        ("a.csv", "a,b\n1,2\n3\n", ":3: ", "not as many fields as the header has"),
+        ("a.csv", "a,b\n1,2,3\n", ":2: ", "not as many fields as the header has"),
+        ("a.parquet", "PAR1 but not really", ": ", "not valid Parquet"),
+        ("a.txt", b"ab\xffcd", ": ", r"not UTF-8 text \(byte 2\)"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_named_with_the_place(tmp_path, name, content, place, what):
+    path = write(tmp_path, name, content)
+    with pytest.raises(ConfigError, match=what) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}{place}")
+    assert "\n" not in str(error.value)
+
+
+def test_records_before_a_malformed_line_are_given(tmp_path):
+    path = write(tmp_path, "a.jsonl", '{"a": 1}\n{')
+    stream = read_records([path])
+    assert next(stream) == (f"{path}:1", {"a": 1})
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: not valid JSON"):
+        next(stream)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_bytes_that_are_not_utf8_name_their_true_place_however_far_in(tmp_path, name):
+    line = b'{"a": "xxxxxxxx"}\n'
+    path = write(tmp_path, name, line * 5000 + b'{"a": "\xff"}\n')
+    with pytest.raises(ConfigError, match="not UTF-8") as error:
+        read(path)
+    place = str(error.value).removeprefix(str(path))
+    assert ":5001" in place or f"byte {len(line) * 5000 + 7}" in place
+
+
+def test_every_truncation_of_a_parquet_file_is_a_config_error(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["abc"] * 50}), path)
+    whole = path.read_bytes()
+    for size in [*range(0, len(whole) - 1, max(1, len(whole) // 40)), len(whole) - 1]:
+        with pytest.raises(ConfigError, match=r"cut\.parquet: not valid Parquet"):
+            read(write(tmp_path, "cut.parquet", whole[:size]))
+
+
+def test_a_file_that_has_gone_is_named(tmp_path):
+    for name in ("a.jsonl", "a.parquet", "a.txt"):
+        with pytest.raises(ConfigError, match=f"{name}: "):
+            read(tmp_path / name)
+
+
+def read_or_refuse(path):
+    try:
+        for where, record in read_records([path]):
+            assert where.startswith(str(path))
+            assert isinstance(record, dict)
+    except ConfigError as error:
+        assert str(path) in str(error)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+JSON_LINES = st.lists(JSON_VALUES.map(lambda v: json.dumps(v).encode()), max_size=4).map(b"\n".join)
+DAMAGED_JSON_LINES = st.tuples(JSON_LINES, st.integers(0, 60), st.binary(max_size=3)).map(
+    lambda t: t[0][: t[1]] + t[2] + t[0][t[1] + 1 :]
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(content=st.binary(max_size=60) | DAMAGED_JSON_LINES, name=st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.tsv"]))
+def test_any_bytes_give_records_or_a_config_error(tmp_path_factory, content, name):
+    read_or_refuse(write(tmp_path_factory.getbasetemp(), name, content))
+
+
+@settings(deadline=None, max_examples=80)
+@given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=5))
+def test_a_damaged_parquet_file_gives_records_or_a_config_error(tmp_path_factory, flips):
+    path = tmp_path_factory.getbasetemp() / "damaged.parquet"
+    pq.write_table(pa.table({"text": ["abc"] * 20, "n": list(range(20))}), path)
+    content = bytearray(path.read_bytes())
+    for place, value in flips:
+        content[place % len(content)] = value
+    path.write_bytes(bytes(content))
+    read_or_refuse(path)
+
+
+@settings(deadline=None, max_examples=50)
+@given(values=st.lists(st.dictionaries(st.text(max_size=3), JSON_VALUES.filter(lambda v: v == v), max_size=3), max_size=5))
+def test_json_lines_that_were_written_are_read_back_equal(tmp_path_factory, values):
+    path = write(tmp_path_factory.getbasetemp(), "back.jsonl", "".join(json.dumps(v) + "\n" for v in values))
+    assert [json.dumps(record) for _, record in read(path)] == [json.dumps(v) for v in values]
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_stands_for_all_files_below_sorted_without_hidden_ones(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden", ".git/config"):
+        write(tmp_path, name, "x")
+    assert find(tmp_path) == [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "sub" / "c.txt"]
+
+
+def test_a_folder_below_a_hidden_one_is_read_when_it_is_named(tmp_path):
+    (tmp_path / ".data").mkdir()
+    path = write(tmp_path / ".data", "a.txt", "x")
+    assert find(tmp_path / ".data") == [path]
+
+
+def test_globs_are_sorted_and_recursive(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.txt", "d.csv"):
+        write(tmp_path, name, "x")
+    assert find(tmp_path / "*.txt") == [tmp_path / "a.txt", tmp_path / "b.txt"]
+    assert tmp_path / "sub" / "c.txt" in find(tmp_path / "**" / "*.txt")
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_itself(tmp_path):
+    path = write(tmp_path, "a[1].txt", "x")
+    assert find(path) == [path]
+
+
+def test_a_missing_file_or_glob_is_named_with_its_flag(tmp_path):
+    for name in ("gone.jsonl", "*.jsonl"):
+        with pytest.raises(ConfigError) as error:
+            find(tmp_path / name)
+        assert str(error.value) == f"--train_file {tmp_path / name}: no such file"
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    path = write(tmp_path, "a.jsonl", "")
+    with pytest.raises(ConfigError, match=r"a\.jsonl: the file is empty"):
+        find(path)
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the folder holds no files"):
+        find(tmp_path)
+
+
+# Sources -------------------------------------------------------------------------------------------------------------
+
+DEMO = Source("demo", list, lambda: iter([]))
+
+
+def test_without_a_name_the_demo_is_the_source():
+    assert open_sources(DataConfig(), demo=DEMO) == (DEMO, None)
+
+
+def test_files_become_sources_that_can_be_read_again(tmp_path):
+    a, b = write(tmp_path, "a.jsonl", '{"n": 1}'), write(tmp_path, "b.jsonl", '{"n": 2}')
+    config = DataConfig(train_file=(str(a), str(b)), validation_file=(str(b),))
+    train, validation = open_sources(config, demo=DEMO)
+    assert (train.name, validation.name) == ("2 files", str(b))
+    assert train.identity() == [a, b]
+    assert [record for _, record in train.read()] == [{"n": 1}, {"n": 2}]
+    assert [record for _, record in train.read()] == [{"n": 1}, {"n": 2}]
+    assert [record for _, record in validation.read()] == [{"n": 2}]
+
+
+def test_a_folder_that_datasets_loads_is_read_with_its_rows_numbered(tmp_path):
+    write(tmp_path, "train.jsonl", '{"text": "a"}\n{"text": "b"}\n')
+    train, validation = open_sources(CorpusConfig(dataset_name=str(tmp_path)), demo=DEMO, streaming=True)
+    assert validation is None
+    assert list(train.read()) == [(f"{tmp_path}:train: row 0", {"text": "a"}), (f"{tmp_path}:train: row 1", {"text": "b"})]
+
+
+def test_a_split_that_is_not_there_is_one_line(tmp_path):
+    write(tmp_path, "train.jsonl", '{"text": "a"}\n')
+    with pytest.raises(ConfigError, match=r"--dataset_name .* \(split nope\): ") as error:
+        next(records.load_hub(str(tmp_path), None, "nope", streaming=True))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,312 @@
+"""lora_finetune.py, launched for real."""
+
+import json
+import math
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.config import ConfigError
+from tests.conftest import Run, run, run_and_kill, run_here
+
+LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model, chat_file):
+    """Flags of a tiny run: very different lengths, epochs that end in a ragged global batch."""
+    return (
+        *("--model_name_or_path", tiny_model, "--train_file", chat_file, "--validation_split_percentage", 15),
+        *("--seq_length", 96, "--lora_r", 4, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 8),
+        *("--eval_steps", 4, "--save_steps", 4, "--save_total_limit", 5, "--num_generations", 1, "--max_new_tokens", 4),
+    )
+
+
+@pytest.fixture(scope="module", params=["--packing", "--no_packing"])
+def one_process(request, base, tmp_path_factory):
+    flags = (*base, request.param)
+    return flags, run("lora_finetune", tmp_path_factory.mktemp("one"), *flags, "--per_device_train_batch_size", 4)
+
+
+def adapter(folder):
+    return load_file(folder / "final" / "adapter_model.safetensors")
+
+
+def assert_same_learning(a: Run, b: Run, tolerance=1e-5):
+    assert a.losses.keys() == b.losses.keys()
+    for step, loss in a.losses.items():
+        assert b.losses[step] == pytest.approx(loss, rel=tolerance), step
+    assert b.last("eval_loss") == pytest.approx(a.last("eval_loss"), rel=tolerance)
+    ours, theirs = adapter(a.folder), adapter(b.folder)
+    assert ours.keys() == theirs.keys() and len(ours) == 2 * 2 * len(LAYERS)
+    for name, value in ours.items():
+        # AdamW's first steps have the size of the rate whatever the gradient, so rounding near zero shows most there.
+        torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("processes", "per_device", "config", "strategy"),
+    [
+        (2, 2, "ddp", "DDP x 2 on cpu, fp32"),
+        (2, 1, "ddp", "DDP x 2 on cpu, fp32"),
+        (2, 1, "fsdp2", "FSDP2 x 2 on cpu, fp32"),
+    ],
+)
+def test_learns_the_same_however_launched(one_process, tmp_path, processes, per_device, config, strategy):
+    flags, one = one_process
+    other = run(
+        "lora_finetune", tmp_path, *flags, "--per_device_train_batch_size", per_device, processes=processes, config=config
+    )
+    assert other.manifest(8)["world_size"] == processes
+    assert other.manifest(8)["strategy"] == strategy
+    assert_same_learning(one, other)
+
+
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path, packing):
+    """PEFT and a hand-written padded loop with none of shared/; all samples in each batch, so order plays no part.
+
+    Packed rows must give the very same, since packed documents do not see each other.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    steps, rate = 5, 1e-2
+    rows = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
+    packed_rows = None
+    if packing == "--packing":
+        from shared import chat, options
+        from shared.data import Order  # noqa: F401  the count of packed rows is all that is taken from shared/
+
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        settings = options.ChatConfig(train_file=(str(chat_file),), validation_file=(str(chat_file),), seq_length=96)
+        packed_rows = len(chat.Packed(chat.Conversations(chat.prepare(settings, tokenizer), "train"), 96))
+    size = packed_rows or len(rows)
+    theirs = run(
+        *("lora_finetune", tmp_path, "--model_name_or_path", tiny_model, "--train_file", chat_file),
+        *("--validation_file", chat_file, "--seq_length", 96, "--lora_r", 4, "--lora_alpha", 8, "--learning_rate", rate),
+        *("--lr_scheduler_type", "constant", "--warmup_ratio", 0, "--max_steps", steps, "--max_grad_norm", 0),
+        *("--global_batch_size", size, "--per_device_train_batch_size", size, "--num_generations", 0, packing),
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    samples = []
+    for user, assistant in rows:
+        prompt = f"### User:\n{user['content']}\n\n### Assistant:\n"
+        whole = prompt + assistant["content"] + tokenizer.eos_token + "\n\n"
+        encoded = tokenizer(whole, return_offsets_mapping=True)
+        end = len(whole) - 2
+        learned = [len(prompt) <= start < end for start, _ in encoded["offset_mapping"]]
+        samples.append((encoded["input_ids"], learned))
+    longest = max(len(ids) for ids, _ in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for i, (tokens, learned) in enumerate(samples):
+        ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), 1
+        labels[i, : len(tokens)] = torch.where(torch.tensor(learned), torch.tensor(tokens), -100)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"))
+    start = {n: p for n, p in model.named_parameters() if "lora_A" in n}
+    initial = load_initial(theirs, tiny_model)
+    for name, parameter in start.items():  # the same random start; where it comes from is not the subject
+        parameter.data.copy_(initial[name])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    for step in range(steps):
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert theirs.losses[step + 1] == pytest.approx(loss.item(), rel=1e-5)
+    expected = {n.replace(".default", ""): p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    for name, value in adapter(tmp_path).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def load_initial(theirs: Run, tiny_model):
+    """The initial adapters of seed 0, made as the template makes them."""
+    from accelerate.utils import set_seed
+    from peft import LoraConfig, get_peft_model
+
+    set_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"))
+    return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_killed_run_continues_bit_for_bit(base, tmp_path):
+    flags = (*base, "--lora_dropout", 0.1, "--per_device_train_batch_size", 2)
+    whole = run("lora_finetune", tmp_path / "whole", *flags)
+    killed = run_and_kill("lora_finetune", tmp_path / "killed", *flags, at_line="step 6/8")
+    assert killed.returncode == -signal.SIGKILL
+    again = run("lora_finetune", tmp_path / "killed", *flags)
+    assert "at step 4" in again.output
+    assert again.losses == whole.losses
+    ours, theirs = adapter(tmp_path / "killed"), adapter(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_holds_the_adapter_only_and_resumes_elsewhere(base, tiny_model, tmp_path):
+    flags = (*base, "--per_device_train_batch_size", 2)
+    ddp = run("lora_finetune", tmp_path / "ddp", *flags, processes=2)
+    start = tmp_path / "ddp" / "checkpoint-000004"
+    size = sum(p.stat().st_size for p in start.glob("*.distcp"))
+    adapters = sum(v.numel() * 4 for v in adapter(tmp_path / "ddp").values())
+    assert size < 3 * adapters + 2000 * 4 * len(adapter(tmp_path / "ddp"))  # weights, two moments, headers; no base
+    for name, kwargs in (("one", {}), ("fsdp2", {"processes": 2, "config": "fsdp2"})):
+        other = run("lora_finetune", tmp_path / name, *flags, "--resume_from_checkpoint", start, **kwargs)
+        for step in range(5, 9):
+            assert other.losses[step] == pytest.approx(ddp.losses[step], rel=1e-5)
+
+
+def evaluation_loss(model, folder, chat_file) -> float:
+    """Mean loss a learned token of the whole file, by hand, padded one by one."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total = count = 0.0
+    for line in chat_file.read_text().splitlines():
+        encoded = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, learned = torch.tensor([encoded["input_ids"]]), torch.tensor([encoded["assistant_masks"]]).bool()
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[:, :-1]
+        labels = torch.where(learned, ids, -100)[:, 1:]
+        total += F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum").item()
+        count += int((labels != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("--load_in_4bit",),
+        ("--load_in_8bit",),
+        ("--init_lora_weights", "pissa"),
+        ("--init_lora_weights", "pissa", "--use_rslora"),
+        ("--use_dora", "--use_rslora"),
+        ("--modules_to_save", "lm_head"),
+    ],
+    ids=lambda e: "-".join(f.strip("-") for f in e) or "plain",
+)
+def test_what_is_saved_evaluates_the_same_when_reloaded(base, tiny_model, chat_file, tmp_path, extra):
+    from peft import PeftModel
+    from transformers import BitsAndBytesConfig
+
+    flags = (*base, "--validation_file", chat_file, "--merge_adapter", "--max_steps", 4, "--per_device_train_batch_size", 4)
+    run_here("lora_finetune", *flags, *extra, "--output_dir", tmp_path)
+    said = Run(tmp_path, 0, "")
+    assert said.last("eval_loss") < said.rows[0]["eval_loss"]
+    options = {}
+    if "--load_in_4bit" in extra:
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        options |= {"bnb_4bit_compute_dtype": torch.float32}
+    if "--load_in_8bit" in extra:
+        options = {"load_in_8bit": True}
+    quantised = {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": "cpu"}} if options else {}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, **quantised)
+    model = PeftModel.from_pretrained(model, str(tmp_path / "final")).eval()
+    assert evaluation_loss(model, tmp_path / "final", chat_file) == pytest.approx(said.last("eval_loss"), rel=1e-4)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    # 8-bit also rounds the activations, which the dequantised base does not.
+    tolerance = 2e-2 if "--load_in_8bit" in extra else 1e-4
+    assert evaluation_loss(merged, tmp_path / "merged", chat_file) == pytest.approx(said.last("eval_loss"), rel=tolerance)
+    card = (tmp_path / "final" / "README.md").read_text()
+    assert str(tiny_model) in card and "eval_loss" in card and "lora_r: 4" in card
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_qlora_on_two_processes_equals_one(base, tiny_model, chat_file, tmp_path, config):
+    from peft import PeftModel
+
+    flags = (*base, "--load_in_4bit")
+    one = run("lora_finetune", tmp_path / "one", *flags, "--per_device_train_batch_size", 4)
+    two = run("lora_finetune", tmp_path / "two", *flags, "--per_device_train_batch_size", 2, processes=2, config=config)
+    assert two.manifest(8)["strategy"].startswith("FSDP2 x 2" if config == "fsdp2" else "DDP x 2")
+    assert_same_learning(one, two)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    PeftModel.from_pretrained(model, str(tmp_path / "two" / "final"))
+    names = [name for name in two.manifest(8)["files"] if name.endswith(".distcp")]
+    assert len(names) == 2
+
+
+def test_continues_from_an_adapter(base, tmp_path):
+    flags = (*base, "--per_device_train_batch_size", 4)
+    run_here("lora_finetune", *flags, "--output_dir", tmp_path / "first")
+    first = Run(tmp_path / "first", 0, "")
+    adapter_folder = tmp_path / "first" / "final"
+    run_here("lora_finetune", *flags, "--adapter_name_or_path", adapter_folder, "--output_dir", tmp_path / "second")
+    second = Run(tmp_path / "second", 0, "")
+    assert second.rows[0]["eval_loss"] == pytest.approx(first.last("eval_loss"), rel=1e-5)
+    assert second.last("eval_loss") < first.last("eval_loss")
+
+
+def test_the_log_states_the_data_and_marks_what_is_learned(one_process):
+    _, done = one_process
+    assert "chat messages, the default chat template" not in done.output  # the tiny model brings the template
+    assert "chat messages, the model's chat template" in done.output
+    assert "⟦" in done.output and "<|endoftext|>⟧" in done.output
+    assert "23 read, 0 cut to 96 tokens, 0 dropped" in done.output
+    assert "model at step 0" in done.output and "model at step 8" in done.output
+    assert {"eval_loss", "eval_perplexity"} <= done.rows[0].keys()
+    logged = done.rows[1].keys()
+    assert {"loss", "learning_rate", "grad_norm", "trained_tokens_per_second", "processed_tokens_per_second"} <= logged
+    assert {"data_wait_share", "peak_memory_gb", "tokens"} <= logged
+    assert (done.folder / "curves.png").stat().st_size > 10_000
+
+
+def test_wandb_is_offline_without_a_login_and_one_run_over_a_resume(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    flags = (*base, "--per_device_train_batch_size", 4, "--report_to", "wandb", "--output_dir", tmp_path / "run")
+    run_here("lora_finetune", *flags, "--max_steps", 4)
+    assert "W&B: not logged in" in capsys.readouterr().err
+    run_here("lora_finetune", *flags)
+    offline = sorted(p.name for p in (tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(offline) == 2 and len({name.rsplit("-", 1)[1] for name in offline}) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"messages": []}\n', "data.jsonl:1: no message has the role assistant"),
+        ('{"text": "fine"}\n{"text": \n', "data.jsonl:2: not valid JSON"),
+        ('{"text": "fine"}\n{"text": null}\n', "data.jsonl:2: 'text' is null"),
+        ('{"instruction": "a", "output": "b"}\n{"instruction": "a"}\n', "data.jsonl:2: 'output' is missing"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}\n', "data.jsonl:1: message 1 has role 'robot'"),
+        ('{"question": "x"}\n', "data.jsonl:1: columns question are of no known form"),
+        ('{"prompt": "' + "long " * 200 + '", "completion": "x"}\n', "none of its 1 samples has a token to learn"),
+        ('{"text": "one"}\n', "a single sample cannot be split"),
+        ('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n', "fewer than one --global_batch_size"),
+    ],
+)
+def test_bad_data_is_one_config_error(base, tmp_path, content, message):
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    flags = (*base, "--per_device_train_batch_size", 4, "--train_file", path, "--output_dir", tmp_path / "run")
+    with pytest.raises(ConfigError) as caught:
+        run_here("lora_finetune", *flags)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unwritable_output_folder(base, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_here("lora_finetune", *base, "--per_device_train_batch_size", 4, "--output_dir", tmp_path / "file" / "run")
+
+
+def test_unknown_target_modules(base, tmp_path):
+    with pytest.raises(ConfigError, match="--lora_target_modules nonesuch"):
+        flags = (*base, "--per_device_train_batch_size", 4, "--lora_target_modules", "nonesuch", "--output_dir", tmp_path)
+        run_here("lora_finetune", *flags)
+
+
+def test_the_demo_runs_with_no_argument(tmp_path):
+    done = run("lora_finetune", tmp_path, "--max_steps", 1, "--eval_samples", 8, "--max_new_tokens", 4)
+    assert "functions of the Python standard library" in done.output
+    assert math.isfinite(done.last("eval_loss"))
