@@ -28,6 +28,7 @@ import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -71,7 +72,7 @@ def lora_task(settings: dict, final: Path) -> tuple[nn.Module, list[list[dict]]]
     torch.manual_seed(settings["seed"])
     dtype = torch.bfloat16 if settings["mixed_precision"] == "bf16" else torch.float32
     base = AutoModelForCausalLM.from_pretrained(settings["model_name_or_path"], dtype=dtype)
-    adapter = LoraConfig.from_pretrained(final)
+    adapter = LoraConfig.from_pretrained(str(final))
     adapter.inference_mode = False
     tokenizer = AutoTokenizer.from_pretrained(settings["model_name_or_path"])
     conversations = chat.Conversations(chat.prepare(group(chat.ChatConfig, settings), tokenizer), "train")
@@ -80,7 +81,7 @@ def lora_task(settings: dict, final: Path) -> tuple[nn.Module, list[list[dict]]]
     )
 
 
-def group(config_class: type, settings: dict):
+def group(config_class: Any, settings: dict):
     """The group of flags with its values in `settings`."""
     return config_class(**{name: settings[name] for name in config_class.__dataclass_fields__})
 
@@ -127,7 +128,7 @@ def plain_loop(task: str, run_dir: Path, mixed_precision: str) -> list[dict]:
         optimizer.zero_grad()
         since += 1
         if number % settings["logging_steps"] == 0 or number == len(steps):
-            loss = total.item() / since  # waits for the device, as the template's logging does
+            loss = total.item() / since  # waits for the device, as the template's logging does  # type: ignore[assignment]
             now = time.perf_counter()
             intervals.append({"step": number, "loss": loss, "tokens_per_second": tokens / (now - start)})
             tokens, since, start = 0, 0, now
@@ -248,7 +249,7 @@ def main() -> None:
         parser.error("at least 2 steps and 1 round")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pairs = measure(options)
-    about = {package: version(package) for package in ("torch", "transformers", "accelerate", "peft")}
+    about: dict[str, Any] = {package: version(package) for package in ("torch", "transformers", "accelerate", "peft")}
     about |= {"device": device_name(), "cores": cores(), "date": datetime.now(UTC).date().isoformat()}
     settings = {k: getattr(options, k) for k in ("rounds", "steps", "mixed_precision", "pretrain_flags", "lora_flags")}
     options.output.write_text(json.dumps({"about": about, "settings": settings, "pairs": pairs}, indent=1) + "\n")

@@ -64,10 +64,10 @@ class Logger:
         accelerator: of the run, made with `log_with`.
         config: the logging group.
         run_dir: where metrics.jsonl and curves.png go.
-        template: names the tracker's project.
-        settings: the flat config, stored in the tracker.
         state: of the run; a tracker's run id is put into it.
         total_steps: length of the progress bar.
+        settings: the flat config, stored in the tracker.
+        template: names the tracker's project.
         flops_per_token: for MFU; None where it has no meaning.
     """
 
@@ -76,11 +76,11 @@ class Logger:
         accelerator: Accelerator,
         config: LogConfig,
         run_dir: Path,
-        *,
-        template: str,
-        settings: dict[str, Any],
         state: TrainState,
         total_steps: int,
+        settings: dict[str, Any],
+        *,
+        template: str,
         flops_per_token: float | None = None,
     ) -> None:
         self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state

@@ -185,23 +185,30 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile()
 
 
+def _numel(parameter: nn.Parameter) -> int:
+    state = getattr(parameter, "quant_state", None)  # 4-bit weights are packed
+    return state.shape.numel() if state is not None else parameter.numel()
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(trainable, all) parameters; packed 4-bit weights count by their unpacked number."""
+    counts = [(_numel(p), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+
+
 def flops_per_token(model: nn.Module, seq_length: int) -> float:
     """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
 
     6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x layers x width x length for
-    attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing. Packed
-    4-bit weights count by their unpacked number.
+    attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing.
     """
     embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     head = model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is embedding
     total = 0.0
     for parameter in model.parameters():
-        if parameter is embedding and not tied:
-            continue
-        state = getattr(parameter, "quant_state", None)
-        count = state.shape.numel() if state is not None else parameter.numel()
-        total += (6 if parameter.requires_grad else 4) * count
+        if parameter is not embedding or tied:
+            total += (6 if parameter.requires_grad else 4) * _numel(parameter)
     text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     return total + 12.0 * text_config.num_hidden_layers * text_config.hidden_size * seq_length
 

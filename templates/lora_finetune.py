@@ -84,7 +84,9 @@ if __name__ == "__main__":  # before torch is imported, so that --help and a mis
 
 import torch
 from accelerate import Accelerator, DistributedType
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from shared import chat, checkpoint, launch, metrics, optim, steps
 from shared import model as models
@@ -126,10 +128,8 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     )
 
 
-def load_base(config: Config, accelerator: Accelerator) -> nn.Module:
+def load_base(config: Config, accelerator: Accelerator) -> PreTrainedModel:
     """The frozen base model, in the launch config's precision, quantised if asked."""
-    from transformers import AutoModelForCausalLM
-
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -137,8 +137,6 @@ def load_base(config: Config, accelerator: Accelerator) -> nn.Module:
         "use_safetensors": True,
     }
     if config.load_in_4bit or config.load_in_8bit:
-        from transformers import BitsAndBytesConfig
-
         options["device_map"] = {"": accelerator.device}
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=config.load_in_4bit,
@@ -154,8 +152,6 @@ def load_base(config: Config, accelerator: Accelerator) -> nn.Module:
 
 def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Module:
     """The base with trainable adapters."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-
     base = load_base(config, accelerator)
     models.require_fit(base, tokenizer, config.chat.seq_length)
     models.set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
@@ -197,8 +193,6 @@ def save_final(
     config: Config, accelerator: Accelerator, model: nn.Module, tokenizer, run_dir: Path, initial, card: str
 ) -> None:
     """Write final/ (adapter, tokenizer, card) and, if asked, merged/. Every rank calls this."""
-    from peft import PeftModel
-
     weights = checkpoint.gather_weights(accelerator, model, trainable_only=True)
     if not accelerator.is_main_process:
         return
@@ -222,8 +216,6 @@ def save_final(
 
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
-    from transformers import AutoTokenizer
-
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
     accumulation = config.batch.accumulation_steps(accelerator.num_processes)
     stop = steps.StopSignal(accelerator)
@@ -238,7 +230,7 @@ def main(config: Config) -> None:
     # Model and optimizer -----------------------------------------------------------------------------------------
     model = build_model(config, tokenizer, accelerator)
     initial = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
-    trainable, total = model.get_nb_trainable_parameters()
+    trainable, total = models.count_parameters(model)
     flops_per_token = models.flops_per_token(model, config.chat.seq_length)
     if config.speed.torch_compile:
         models.compile_blocks(model)
@@ -275,14 +267,15 @@ def main(config: Config) -> None:
     )
 
     # Train -------------------------------------------------------------------------------------------------------
+    settings = configs.flatten(config)
     logger = metrics.Logger(
         accelerator,
         config.log,
         run_dir,
+        state,
+        total_steps,
+        settings,
         template="lora_finetune",
-        settings=configs.flatten(config),
-        state=state,
-        total_steps=total_steps,
         flops_per_token=flops_per_token,
     )
 
@@ -305,7 +298,8 @@ def main(config: Config) -> None:
         return values
 
     if state.step == 0:
-        state.notes["before"] = evaluate_and_log(generate=True)
+        with logger.pause():
+            state.notes["before"] = evaluate_and_log(generate=True)
     for window in logger.waiting(train_loader.windows(state.step, total_steps)):
         launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
         learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
@@ -336,8 +330,9 @@ def main(config: Config) -> None:
     # Finish ------------------------------------------------------------------------------------------------------
     values = evaluate_and_log(generate=True)
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
-    base, settings = config.model_name_or_path, configs.flatten(config)
-    card = models.card(f"{run_dir.name}: LoRA adapter", about_data, before | values, settings, base=base)
+    card = models.card(
+        f"{run_dir.name}: LoRA adapter", about_data, before | values, settings, base=config.model_name_or_path
+    )
     save_final(config, accelerator, model, tokenizer, run_dir, initial, card)
     logger.close()
     launch.say(

@@ -209,7 +209,7 @@ def main(config: Config) -> None:
     # Model and optimizer -----------------------------------------------------------------------------------------
     model = build_model(config, data.tokenizer)
     flops_per_token = models.flops_per_token(model, config.seq_length)
-    num_parameters = sum(p.numel() for p in model.parameters())
+    _, num_parameters = models.count_parameters(model)
     optimizers = optim.build(model, config.optim)
     model, *optimizers = accelerator.prepare(model, *optimizers)
 
@@ -241,15 +241,9 @@ def main(config: Config) -> None:
     )
 
     # Train -------------------------------------------------------------------------------------------------------
+    settings = configs.flatten(config)
     logger = metrics.Logger(
-        accelerator,
-        config.log,
-        run_dir,
-        template="pretrain",
-        settings=configs.flatten(config),
-        state=state,
-        total_steps=total_steps,
-        flops_per_token=flops_per_token,
+        accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain", flops_per_token=flops_per_token
     )
 
     def evaluate_and_log() -> dict[str, float]:
@@ -263,7 +257,8 @@ def main(config: Config) -> None:
         return values
 
     if state.step == 0:
-        evaluate_and_log()
+        with logger.pause():
+            evaluate_and_log()
     for window in logger.waiting(data.train.windows(state.step, total_steps)):
         launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
         learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
@@ -302,9 +297,7 @@ def main(config: Config) -> None:
             unwrapped.config.dtype = config.final_dtype  # save_pretrained notes that of the weights in training
             unwrapped.config.save_pretrained(folder)
             data.tokenizer.save_pretrained(folder)
-            (folder / "README.md").write_text(
-                models.card("Pretrained language model", data.about, values, configs.flatten(config))
-            )
+            (folder / "README.md").write_text(models.card("Pretrained language model", data.about, values, settings))
     logger.close()
     launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 

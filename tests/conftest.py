@@ -13,27 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = list(
-    [
-        "the",
-        "model",
-        "reads",
-        "a",
-        "line",
-        "of",
-        "text",
-        "and",
-        "says",
-        "what",
-        "comes",
-        "next",
-        "since",
-        "it",
-        "saw",
-        "many",
-        "before",
-    ]
-)
+WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="session", autouse=True)
