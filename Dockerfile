@@ -9,11 +9,12 @@
 # --stop-timeout: seconds that `docker stop` leaves for the last checkpoint, 10 by default.
 # --user "$(id -u):$(id -g)", where a mounted folder belongs to another user than 1000.
 
-# Any Debian or Ubuntu with Python 3.11 or newer and its venv module.
+# Any Debian with Python 3.11 or newer, its venv module and no user 1000 of its own.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
 # torch.compile needs a compiler, 260 MB that most runs never use: --build-arg EXTRA_PACKAGES=g++
+# (and python3-dev where Python is the one of Debian).
 ARG EXTRA_PACKAGES=""
 # Versions are left to the release: Debian's mirrors drop the old ones, so a pin soon fails to build.
 # hadolint ignore=DL3008,SC2086

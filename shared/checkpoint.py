@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _commit(temporary: Path, folder: Path) -> None:
-    for path in [*temporary.rglob("*"), temporary]:
+    os.umask(umask := os.umask(0))
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
         _fsync(path)
+    _fsync(temporary)
     if folder.exists():  # rename cannot replace a folder that is not empty
         old = folder.with_name(f".old-{folder.name}")
         shutil.rmtree(old, ignore_errors=True)
@@ -170,6 +175,8 @@ class _TensorReader(dcp.FileSystemReader):
                 return found
             if (module, name) == ("torch.serialization", "_get_layout"):
                 return super().find_class(module, name)
+            if (module, name) == ("builtins", "getattr"):  # how some releases of Python 3.11 pickle a member of an Enum
+                return _enum_member
             raise CheckpointError(f".metadata names {module}.{name}, which no checkpoint of tensors holds")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -188,6 +195,12 @@ class _TensorReader(dcp.FileSystemReader):
             metadata.storage_meta = dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _enum_member(enum_class: Any, name: Any) -> Any:
+    if isinstance(enum_class, type) and issubclass(enum_class, Enum) and isinstance(name, str):
+        return enum_class[name]
+    raise CheckpointError(f".metadata asks for {name!r} of {enum_class!r}, which no checkpoint of tensors holds")
 
 
 class Checkpointer:

@@ -180,6 +180,23 @@ class Samples(Protocol):
         ...
 
 
+class Spread:
+    """`count` samples spread evenly over others, or all of them if there are fewer: what an evaluation uses."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        self.samples = samples
+        self.indices = np.linspace(0, len(samples) - 1, min(count, len(samples))).round().astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.samples[int(self.indices[index])]
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return self.samples.num_targets(self.indices[indices])
+
+
 @dataclass
 class Window:
     """What one rank computes for one optimizer step."""

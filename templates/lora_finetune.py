@@ -91,7 +91,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from shared import chat, checkpoint, launch, metrics, optim, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
-from shared.data import Loader, Order, Samples
+from shared.data import Loader, Order, Samples, Spread
 
 
 def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple[Loader, Loader, chat.Conversations, str]:
@@ -119,10 +119,11 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     train_loader = Loader(
         samples, collate, order, per_device=config.batch.per_device_train_batch_size, num_workers=workers, **loading
     )
-    eval_order = Order(min(len(held_out), config.eval_samples), per_device * accelerator.num_processes, 0, shuffle=False)
+    chosen = Spread(held_out, config.eval_samples)
+    eval_order = Order(len(chosen), per_device * accelerator.num_processes, 0, shuffle=False)
     return (
         train_loader,
-        Loader(held_out, chat.collate_padded, eval_order, per_device=per_device, **loading),
+        Loader(chosen, chat.collate_padded, eval_order, per_device=per_device, **loading),
         held_out,
         about_data,
     )

@@ -80,7 +80,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from shared import checkpoint, corpus, launch, metrics, optim, records, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
-from shared.data import Loader, Order, Samples
+from shared.data import Loader, Order, Samples, Spread
 
 
 @dataclass
@@ -133,8 +133,9 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
         identity, bytes_per_token = tokens.meta["train"]["sha256"], held_out.bytes_per_token
     loading["per_device"] = batch.per_device_eval_batch_size
     at_once = batch.per_device_eval_batch_size * accelerator.num_processes
-    eval_order = Order(min(len(held_out), config.eval_samples), at_once, 0, shuffle=False)
-    validation = Loader(held_out, corpus.collate, eval_order, **loading)
+    chosen = Spread(held_out, config.eval_samples)
+    eval_order = Order(len(chosen), at_once, 0, shuffle=False)
+    validation = Loader(chosen, corpus.collate, eval_order, **loading)
     return Data(train, validation, tokenizer, about, identity, bytes_per_token)
 
 
