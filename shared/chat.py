@@ -215,11 +215,14 @@ class Encoder:
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Which tokens start inside one of the character spans: [tokens] bool."""
-    starts = np.array([start for start, _ in offsets], dtype=np.int64)
+    """Which tokens hold a character of one of the spans: [tokens] bool.
+
+    A token that begins before a span and reaches into it counts, such as " word" where a prompt ends with the space.
+    """
+    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     inside = np.zeros(len(offsets), dtype=bool)
     for first, last in spans:
-        inside |= (starts >= first) & (starts < last)
+        inside |= (places[:, 1] > first) & (places[:, 0] < last)
     return inside
 
 

@@ -33,10 +33,10 @@ def sentence(rng: random.Random, words: int) -> str:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
-    """60 documents of 5 to 80 words, JSON lines with a `text` key."""
+    """57 documents of 5 to 80 words, JSON lines with a `text` key."""
     rng = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": sentence(rng, rng.randint(5, 80))}) + "\n" for _ in range(60)))
+    path.write_text("".join(json.dumps({"text": sentence(rng, rng.randint(5, 80))}) + "\n" for _ in range(57)))
     return path
 
 

@@ -247,8 +247,7 @@ def test_continues_from_an_adapter(base, tmp_path):
 
 def test_the_log_states_the_data_and_marks_what_is_learned(one_process):
     _, done = one_process
-    assert "chat messages, the default chat template" not in done.output  # the tiny model brings the template
-    assert "chat messages, the model's chat template" in done.output
+    assert "chat messages, the default chat template (### User / ### Assistant)" in done.output
     assert "⟦" in done.output and "<|endoftext|>⟧" in done.output
     assert "23 read, 0 cut to 96 tokens, 0 dropped" in done.output
     assert "model at step 0" in done.output and "model at step 8" in done.output

@@ -1,0 +1,235 @@
+"""Forms of data, which tokens are learned, packing and padding."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from shared import chat
+from shared.chat import Encoder, Example
+from shared.config import ConfigError
+from shared.data import IGNORED, Order
+from shared.options import ChatConfig
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TURNS = [
+    {"role": "system", "content": "the model reads"},
+    {"role": "user", "content": "a line"},
+    {"role": "assistant", "content": "says what"},
+    {"role": "user", "content": "comes next"},
+    {"role": "assistant", "content": "since it saw many"},
+]
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def chatml(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def learned_runs(tokenizer, ids, learned):
+    """The text of each run of learned tokens."""
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1)
+    return [tokenizer.decode([ids[i] for i in run]).strip() for run in runs if learned[run[0]]]
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "learned"),
+    [
+        ({"messages": TURNS[1:3]}, "chat messages", "says what"),
+        (
+            {"conversations": [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}]},
+            "ShareGPT conversations",
+            "says what",
+        ),
+        ({"prompt": "a line ", "completion": "says what"}, "prompt and completion", "says what"),
+        ({"prompt": TURNS[1:2], "completion": TURNS[2:3]}, "prompt and completion", "says what"),
+        ({"instruction": "a line", "input": "", "output": "says what"}, "Alpaca instructions", "says what"),
+        ({"instruction": "a", "input": "line", "output": "says what"}, "Alpaca instructions", "says what"),
+        ({"text": "says what"}, "plain text", "says what"),
+        ({"messages": json.dumps(TURNS[1:3])}, "chat messages", "says what"),
+    ],
+)
+def test_each_form_is_recognised_and_learns_the_answer_and_its_end(tokenizer, record, form, learned):
+    assert chat.recognise(record, "here") == form
+    ids, mask = Encoder(tokenizer, "assistant")(chat.read_example(record, form, "here"), "here")
+    assert learned_runs(tokenizer, ids, mask) == [learned + "<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "expected"),
+    [
+        ("assistant", ["says what<|im_end|>", "since it saw many<|im_end|>"]),
+        ("completion", ["since it saw many<|im_end|>"]),
+    ],
+)
+def test_a_template_that_marks_nothing_is_read_by_its_prefixes(chatml, loss_on, expected):
+    ids, mask = Encoder(chatml, loss_on)(Example(TURNS), "here")
+    assert learned_runs(chatml, ids, mask) == expected
+
+
+def test_all_tokens(chatml):
+    ids, mask = Encoder(chatml, "all")(Example(TURNS), "here")
+    assert mask.all() and chatml.decode(ids).startswith("<|im_start|>system")
+
+
+def test_a_template_that_marks_turns_gives_the_same(chatml):
+    by_prefix = Encoder(chatml, "assistant")(Example(TURNS), "here")
+    body = "m['content'] + '<|im_end|>'"
+    chatml.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ " + body + " }}{% endgeneration %}{% else %}{{ " + body + " }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    by_marks = Encoder(chatml, "assistant")(Example(TURNS), "here")
+    assert by_marks[0] == by_prefix[0] and (by_marks[1] == by_prefix[1]).all()
+
+
+def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    ids, mask = Encoder(tokenizer, "assistant")(Example(TURNS[:3]), "here")
+    assert learned_runs(tokenizer, ids, mask) == ["says what<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [{"role": "assistant", "content": None}]}, "content of message 1 is null"),
+        ({"messages": [{"role": "assistant", "content": 3}]}, "content of message 1 is a int"),
+        ({"messages": "x"}, "'messages' is text, expected a list"),
+        ({"messages": [3]}, "not a list of messages"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 is from 'robot'"),
+        ({"instruction": "x", "output": None}, "'output' is null"),
+        ({"prompt": "x", "completion": 3}, "'completion' is a int"),
+        ({"text": ["x"]}, "'text' is a list"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(record, message):
+    with pytest.raises(ConfigError, match=f"^data.jsonl:7: .*{message}"):
+        chat.read_example(record, chat.recognise(record, "data.jsonl:7"), "data.jsonl:7")
+
+
+def prepared(tokenizer, path, tmp_path, monkeypatch, **options):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
+    config = ChatConfig(train_file=(str(path),), seq_length=96, **options)
+    folder = chat.prepare(config, tokenizer)
+    return chat.Conversations(folder, "train"), chat.Conversations(folder, "validation"), config
+
+
+def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, tmp_path, monkeypatch):
+    train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
+    assert len(train) + len(validation) == 23 and len(validation) == 1
+    row = train[0]
+    kept = row["labels"] != IGNORED
+    assert (row["labels"][:-1][kept[:-1]] == row["input_ids"][1:][kept[:-1]]).all()
+    assert row["labels"][kept][-1] == tokenizer.eos_token_id
+    assert train.num_targets(np.arange(len(train))) == sum(
+        int((train[i]["labels"] != IGNORED).sum()) for i in range(len(train))
+    )
+
+
+def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": "the line " * 100, "completion": "x"}, *[{"prompt": "a ", "completion": "line"}] * 3]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch)
+    assert (train.meta["read"], train.meta["dropped"], train.meta["cut"]) == (4, 1, 1)
+    assert len(train) + len(validation) == 3 and "1 dropped" in chat.describe(train, config)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.integers(1, 64), max_size=120))
+def test_packing_uses_each_sample_once_and_never_overfills(lengths):
+    lengths = np.array(lengths, dtype=np.int64)
+    bins = chat.best_fit_decreasing(lengths, 64)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(lengths[b].sum() <= 64 for b in bins)
+    assert len(bins) <= 11 / 9 * -(-lengths.sum() // 64) + max(6 / 9, sum(lengths > 32))
+    assert bins == chat.best_fit_decreasing(lengths, 64)
+
+
+def test_a_sample_above_the_capacity_is_an_error():
+    with pytest.raises(ValueError, match="above the capacity"):
+        chat.best_fit_decreasing(np.array([65]), 64)
+
+
+def test_packed_rows_restart_positions_and_keep_labels_apart(tokenizer, chat_file, tmp_path, monkeypatch):
+    train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
+    packed = chat.Packed(train, 96)
+    row = packed[0]
+    starts = np.flatnonzero(row["position_ids"] == 0)
+    assert len(starts) == len(packed.bins[0])
+    for start, index in zip(starts, packed.bins[0], strict=True):
+        part = slice(start, start + train.lengths[index])
+        assert (row["labels"][part] == train[index]["labels"]).all()
+        assert (row["input_ids"][part] == train[index]["input_ids"]).all()
+    everything = np.arange(len(packed))
+    assert packed.num_targets(everything) == train.num_targets(np.arange(len(train)))
+    assert packed.waste == pytest.approx(1 - train.lengths.sum() / (len(packed) * 96))
+
+
+def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
+    end = 0  # the id of what fills up, and a real target: no loss may be lost for that
+    rows = [
+        {"input_ids": np.array([5, 6, 7]), "labels": np.array([IGNORED, 7, end]), "position_ids": np.arange(3)},
+        {"input_ids": np.array([8]), "labels": np.array([end]), "position_ids": np.arange(1)},
+    ]
+    padded, packed = chat.collate_padded(rows), chat.collate_packed(rows)
+    for batch in (padded, packed):
+        assert batch["labels"].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
+    assert padded["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]] and "attention_mask" not in packed
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.integers(1, 700), batch=st.integers(1, 9), seed=st.integers(0, 5))
+def test_grouped_order_covers_each_epoch_once(size, batch, seed):
+    lengths = np.random.default_rng(seed).integers(1, 500, size)
+    order = chat.GroupedOrder(size, batch, seed, lengths=lengths)
+    for epoch in range(2):
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        assert sorted(np.concatenate([order.indices(s) for s in steps]).tolist()) == list(range(size))
+
+
+def test_grouped_order_pads_less():
+    lengths = np.random.default_rng(0).integers(1, 500, 1000)
+
+    def padding(order):
+        batches = [lengths[order.indices(step)] for step in range(order.steps_per_epoch)]
+        return sum(int((b.max() - b).sum()) for b in batches)
+
+    assert padding(chat.GroupedOrder(1000, 8, 0, lengths=lengths)) < 0.2 * padding(Order(1000, 8, 0))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file, tmp_path, monkeypatch, attention):
+    from transformers import AutoModelForCausalLM
+
+    train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
+    packed = chat.Packed(train, 96)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention).eval()
+    batch = chat.collate_packed([packed[0], packed[len(packed) - 1]])
+    with torch.no_grad():
+        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        for row, bin_ in enumerate([packed.bins[0], packed.bins[-1]]):
+            start = 0
+            for index in bin_:
+                ids = torch.from_numpy(train[index]["input_ids"])[None]
+                alone = model(input_ids=ids, use_cache=False).logits[0]
+                torch.testing.assert_close(together[row, start : start + len(alone)], alone, atol=1e-5, rtol=1e-5)
+                start += len(alone)

@@ -1,0 +1,131 @@
+"""Text to tokens: what is stored is what was written, and sequences tile it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from shared import corpus, data
+from shared.config import ConfigError
+from shared.options import CorpusConfig
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def documents(text_file):
+    return [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+
+
+def prepared(text_file, tokenizer, folder, monkeypatch, **options):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(folder))
+    return corpus.prepare(CorpusConfig(train_file=(str(text_file),), **options), tokenizer)
+
+
+def stream(folder, split):
+    meta = json.loads((folder / "meta.json").read_text())
+    files = sorted(folder.glob(f"{split}-*.bin"))
+    return np.concatenate([np.fromfile(f, dtype=meta["dtype"]) for f in files]), meta[split]
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("shard", [2**28, 100])
+def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc, shard):
+    monkeypatch.setattr(corpus, "SHARD_TOKENS", shard)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 500)
+    folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
+    held_out = data.is_validation(np.arange(len(documents)), 5.0)
+    assert 0 < held_out.sum() < 15
+    for split, chosen in (("train", ~held_out), ("validation", held_out)):
+        expected = [
+            [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            for text, keep in zip(documents, chosen, strict=True)
+            if keep
+        ]
+        tokens, facts = stream(folder, split)
+        assert tokens.dtype == np.uint16
+        assert tokens.tolist() == [token for document in expected for token in document]
+        assert np.load(folder / f"{split}-ends.npy").tolist() == np.cumsum([len(d) for d in expected]).tolist()
+        assert facts["bytes"] == sum(len(t.encode()) for t, keep in zip(documents, chosen, strict=True) if keep)
+        assert len(facts["shards"]) == -(-len(tokens) // shard)
+        windows = corpus.Tokens(folder, split, 16)
+        for index in (0, len(windows) - 1):
+            row = windows[index]
+            assert row["input_ids"].tolist() == tokens[index * 16 : index * 16 + 16].tolist()
+            assert row["labels"].tolist() == tokens[index * 16 + 1 : index * 16 + 17].tolist()
+        assert len(windows) == (len(tokens) - 1) // 16
+
+
+def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "book.txt"
+    path.write_text("the model reads a line of text " * 200)
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=10)
+    train, validation, stated = corpus.open_splits(folder, 16, 10)
+    whole, _ = stream(folder, "train")
+    assert train.num_tokens + validation.num_tokens == len(whole)
+    assert validation.num_tokens == pytest.approx(0.1 * len(whole), abs=1)
+    assert validation[0]["input_ids"].tolist() == whole[train.num_tokens :][:16].tolist()
+    assert "the last 10 % of the text" in stated
+
+
+def test_prepared_again_only_when_something_changed(text_file, tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "text.jsonl"
+    path.write_text(text_file.read_text())
+    first = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) == first
+    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=9) != first
+    with path.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) != first
+    assert not list((tmp_path / "cache/corpus").glob(".*"))
+
+
+def test_a_trained_tokenizer_has_an_end_and_a_padding_of_its_own(documents):
+    tokenizer = corpus.train_tokenizer(documents, 320)
+    assert len(tokenizer) <= 320
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    text = "a line, with é, 🙂 and\ttabs\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def make_stream(text_file, tokenizer, rank, world):
+    from shared import records
+
+    source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
+    loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
+    return corpus.Stream(source, tokenizer, 16, column="text", global_batch_size=4, validation_percent=5, **loading)
+
+
+def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer):
+    def rows(window):
+        return [tuple(r.tolist()) for batch in window.micro_batches for r in batch["input_ids"]]
+
+    whole = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(0, 40)]
+    halves = [make_stream(text_file, tokenizer, rank, 2).windows(0, 40) for rank in (0, 1)]
+    for one, first, second in zip(whole, *halves, strict=True):
+        assert sorted(one) == sorted(rows(first) + rows(second))
+    later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
+    assert later == whole[30:]
+    held_out = {tuple(r["input_ids"].tolist()) for r in make_stream(text_file, tokenizer, 0, 1).held_out(5)}
+    assert not held_out & {row for window in whole for row in window}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": null}\n', "text.jsonl:1: 'text' is null"),
+        ('{"body": "x"}\n', "no column 'text'"),
+        ('{"text": ""}\n', "no text"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, content, message):
+    path = tmp_path / "text.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    assert not list((tmp_path / "cache/corpus").iterdir())
