@@ -57,6 +57,8 @@ ENV HF_HOME=/cache/huggingface \
     HOME=/cache \
     USER=trainer \
     PYTHONUNBUFFERED=1
+# torch's launcher kills what has not stopped after 30 s: too short for the last checkpoint of a large model.
+ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290
 # All that is written, besides /tmp: the rest may be read-only (docker run --read-only --tmpfs /tmp).
 VOLUME ["/workspace/outputs", "/cache"]
 USER 1000:1000

@@ -110,7 +110,8 @@ def plain_loop(task: str, run_dir: Path, mixed_precision: str) -> list[dict]:
     optimizer = torch.optim.AdamW(parameters, lr=settings["learning_rate"], betas=betas, weight_decay=0.0, fused=True)
     autocast = torch.autocast(device.type, torch.bfloat16) if mixed_precision == "bf16" else contextlib.nullcontext()
 
-    intervals, tokens, total, since = [], 0, torch.zeros((), device=device), 0
+    intervals, tokens, since = [], 0, 0
+    total: Any = torch.zeros((), device=device)
     start = time.perf_counter()
     for number, micro_batches in enumerate(steps, 1):
         targets = sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)
@@ -128,7 +129,7 @@ def plain_loop(task: str, run_dir: Path, mixed_precision: str) -> list[dict]:
         optimizer.zero_grad()
         since += 1
         if number % settings["logging_steps"] == 0 or number == len(steps):
-            loss = total.item() / since  # waits for the device, as the template's logging does  # type: ignore[assignment]
+            loss = total.item() / since  # waits for the device, as the template's logging does
             now = time.perf_counter()
             intervals.append({"step": number, "loss": loss, "tokens_per_second": tokens / (now - start)})
             tokens, since, start = 0, 0, now

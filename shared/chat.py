@@ -245,6 +245,7 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
         validation=validation and validation.identity(),
         tokenizer=hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),  # type: ignore[attr-defined]
         template=str(tokenizer.chat_template),
+        special=[tokenizer.bos_token_id, tokenizer.eos_token_id],
         settings=[config.seq_length, config.loss_on, config.max_train_samples, config.validation_split_percentage],
     )
 
@@ -396,8 +397,11 @@ class Packed:
         return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
 
 
-def collate_packed(rows: list[Row]) -> Batch:
-    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64.
+def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
+    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64, or [1, all] if `flat`.
+
+    Flash attention kernels tell documents apart in a single row only, at no cost for its length; SDPA's mask grows
+    with the square of it.
 
     What fills a shorter row up is a document of its own, without targets. There is no attention mask: models tell
     documents apart by restarting positions only when none is given.
@@ -410,7 +414,8 @@ def collate_packed(rows: list[Row]) -> Batch:
         return np.concatenate([row[key], tail])
 
     return {
-        key: torch.from_numpy(np.stack([fill(row, key) for row in rows])) for key in ("input_ids", "labels", "position_ids")
+        key: torch.from_numpy(np.stack([fill(row, key) for row in rows])).reshape(1 if flat else len(rows), -1)
+        for key in ("input_ids", "labels", "position_ids")
     }
 
 

@@ -274,7 +274,10 @@ class Checkpointer:
         problems = [p for p, _ in reports if p]
         if not problems and rank == 0:
             try:
-                (temporary / STATE).write_text(json.dumps(dataclasses.asdict(state) | {"scalars": scalars}, indent=1))
+                content = dataclasses.asdict(state) | {"scalars": scalars}
+                if self.accelerator.scaler is not None:  # fp16's loss scale
+                    content["scaler"] = self.accelerator.scaler.state_dict()
+                (temporary / STATE).write_text(json.dumps(content, indent=1))
                 files = {name: fact for _, part in reports for name, fact in part.items()}
                 files |= {name: _hash(temporary / name) for name in (STATE, ".metadata")}
                 manifest = {"format": 1, "step": state.step, "files": dict(sorted(files.items()))}
@@ -282,8 +285,7 @@ class Checkpointer:
                 manifest |= {"versions": _versions(), "identity": self.identity}
                 (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 _commit(temporary, folder)
-                for old in checkpoints(self.run_dir)[: -self.keep]:
-                    shutil.rmtree(old)
+                self._prune(state.step)
             except OSError as error:
                 problems = [f"rank 0: {_cause(error)}"]
         outcome: list[Any] = [problems]
@@ -293,6 +295,13 @@ class Checkpointer:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{folder.name} could not be saved: {'; '.join(outcome[0])}")
         return folder
+
+    def _prune(self, step: int) -> None:
+        """Keep the newest ones up to `step`. Later ones are of a run that was taken back to an earlier checkpoint."""
+        own = checkpoints(self.run_dir)
+        ahead = [p for p in own if int(p.name.split("-")[1]) > step]
+        for old in ahead + [p for p in own if p not in ahead][: -self.keep]:
+            shutil.rmtree(old)
 
     def resume(self, named: Path | None = None) -> TrainState:
         """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls this.
@@ -318,6 +327,9 @@ class Checkpointer:
         folder: Path = outcome[0]
         content = json.loads((folder / STATE).read_text())
         self._load(folder, content.pop("scalars"))
+        scaler = content.pop("scaler", None)
+        if scaler and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(scaler)
         state = TrainState(**content)
         say(f"resumed from {folder} at step {state.step}")
         return state

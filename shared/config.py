@@ -13,7 +13,9 @@ import difflib
 import io
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,7 +45,12 @@ def clean_exit() -> Iterator[None]:
     try:
         yield
     except CleanExit as end:
-        if is_main_rank():
+        if not is_main_rank():
+            # Most errors are seen by all ranks and told by the main one; the launcher then ends this one right here.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+            print(f"error on rank {os.environ['RANK']}: {end}", file=sys.stderr, flush=True)
+        else:
             print(f"{'' if end.exit_code == 143 else 'error: '}{end}", file=sys.stderr, flush=True)
         if os.environ.get("SHOW_TRACEBACK"):  # for whoever changes the code rather than runs it
             traceback.print_exc()
@@ -87,7 +94,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
 def save(config: Any, path: Path) -> None:
     """Write every value of `config`, defaults included, as flat YAML. Call on one rank."""
-    path.write_text(yaml.safe_dump(flatten(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.safe_dump(flatten(config), sort_keys=False), encoding="utf-8")
 
 
 def replace(config: T, **changes: Any) -> T:
@@ -207,10 +214,10 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', error)})") from None
+        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
     if content is None:
         return
     if not isinstance(content, dict):

@@ -74,6 +74,7 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
         column=config.text_column,
         percent=config.validation_split_percentage,
         tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
+        end=tokenizer and tokenizer.eos_token_id,
     )
 
     def build(folder: Path) -> None:

@@ -11,7 +11,9 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shared.config import ConfigError, is_main_rank
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # stop the run after a checkpoint
 IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
 
 
@@ -60,7 +63,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         ConfigError: the cache cannot be written.
     """
     if is_main_rank() and not folder.exists():
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         try:
             temporary.mkdir(parents=True)
         except OSError as error:
@@ -71,8 +74,15 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+    start, told = time.monotonic(), False
     while not folder.exists():
         time.sleep(0.2)
+        if not told and time.monotonic() - start > 60:
+            told = True
+            rank = os.environ.get("RANK")
+            print(
+                f"rank {rank} waits for rank 0 to prepare {folder}, which must be on a file system that both see", flush=True
+            )
     return folder
 
 
@@ -219,6 +229,12 @@ class _Rows(Dataset):
         return {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
 
+def _ignore_stop_signals(_worker: int) -> None:
+    """They are the training process's business: a reading process that died of them would take the step with it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Loader:
     """Windows of micro-batches for one rank, from any optimizer step on.
 
@@ -267,6 +283,7 @@ class Loader:
                 num_workers=self.num_workers,
                 pin_memory=self.device.type == "cuda",
                 prefetch_factor=4 if self.num_workers else None,
+                worker_init_fn=_ignore_stop_signals,
             )
         )
         for step in range(start, stop):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
@@ -66,6 +67,10 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
         # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.mixed_precision_policy is not None:  # sums over ranks in fp32, as DDP's are
+        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
     if accelerator.num_processes != world_size:
         raise ConfigError(
             f"{world_size} processes were launched but Accelerate sees {accelerator.num_processes}: "

@@ -214,19 +214,20 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
 
 
 @torch.no_grad()
-def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size: int) -> None:
+def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size: int, rows: int = 1) -> None:
     """Check that documents packed in one row cannot see each other: change the first, the second must not notice.
 
-    Every rank calls this, since a sharded model's forward is a collective.
+    With as many rows as in training: some attention kernels look at the positions of a single row only. Every rank
+    calls this, since a sharded model's forward is a collective.
 
     Raises:
         ConfigError: the model ignores restarting `position_ids`, or its attention kernel does.
     """
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab_size, (1, 16), generator=generator).to(device)
+    tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
     other = tokens.clone()
     other[:, :8] = (tokens[:, :8] + 1) % vocab_size
-    position_ids = (torch.arange(16, device=device) % 8)[None]
+    position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
     training = model.training
     model.eval()
     first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))

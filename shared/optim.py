@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +28,8 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     decay_start = warmup
     if config.lr_scheduler_type == "wsd":
         decay_start = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
-    progress = min(1.0, max(0.0, (step - decay_start) / max(1, total_steps - decay_start)))
+    progress = (step - decay_start) / (total_steps - decay_start) if total_steps > decay_start else 0.0
+    progress = min(1.0, max(0.0, progress))
     shape = (1 + math.cos(math.pi * progress)) / 2 if config.lr_scheduler_type == "cosine" else 1 - progress
     return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
@@ -73,6 +75,8 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         "eps": config.adam_epsilon,
     }
     if config.optim == "adamw_8bit":
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            raise ConfigError("--optim adamw_8bit cannot work on weights that FSDP shards: use adamw")
         try:
             from bitsandbytes.optim import AdamW8bit
         except ImportError:

@@ -40,7 +40,7 @@ class BatchConfig:
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
         for name in ("max_steps", "num_train_epochs"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name} must be positive, not {getattr(self, name)}")
 
     def accumulation_steps(self, world_size: int) -> int:

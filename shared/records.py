@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import json
@@ -38,7 +39,9 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     """
     if config.dataset_name is not None:
         name, part = config.dataset_name, config.dataset_config_name
-        return Source(name, lambda: [name, part, "train"], lambda: load_hub(name, part, "train", streaming=streaming)), None
+        return Source(
+            name, lambda: [part, "train", *_hub_identity(name)], lambda: load_hub(name, part, "train", streaming=streaming)
+        ), None
     if config.is_demo:
         return demo, None
 
@@ -49,6 +52,18 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
 
     validation = from_files("validation_file", config.validation_file) if config.validation_file else None
     return from_files("train_file", config.train_file), validation
+
+
+def _hub_identity(name: str) -> list[Any]:
+    """The files of a folder, or the revision of a data set on the Hub (unknown, and so its name, when offline)."""
+    if Path(name).exists():
+        return [*find_files([name], flag="dataset_name")]
+    from huggingface_hub import HfApi
+
+    try:
+        return [name, HfApi().dataset_info(name, timeout=10).sha]
+    except Exception:  # offline, or it does not exist, which reading it will tell
+        return [name]
 
 
 def kind(value: Any) -> str:
@@ -103,9 +118,21 @@ def read_records(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             else:
                 yield str(path), {"text": path.read_text(encoding="utf-8-sig")}
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+            raise ConfigError(f"{path}: not UTF-8 text (byte {_first_bad_byte(path)})") from error
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
+def _first_bad_byte(path: Path) -> int:
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                decoder.decode(line)
+            except UnicodeDecodeError as error:
+                return place + error.start
+            place += len(line)
+    return place
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -122,7 +149,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     try:
         records = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({error})") from None
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):

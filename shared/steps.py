@@ -6,12 +6,14 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from shared.config import CleanExit
+from shared.data import STOP_SIGNALS
 
 
 class NonFiniteError(CleanExit):
@@ -70,18 +72,34 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float, 
     return norm
 
 
+def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
+    """Step all optimizers and clear the gradients.
+
+    The inner ones are driven directly: with fp16, Accelerate's wrappers would each update the loss scale, so that a
+    second optimizer's gradients were unscaled twice.
+    """
+    scaler = accelerator.scaler
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if scaler is None:
+            inner.step()
+        else:
+            scaler.step(inner)
+        inner.zero_grad()
+    if scaler is not None:
+        scaler.update()
+
+
 class StopSignal:
     """SIGTERM and SIGUSR1 on any rank stop all ranks after the same optimizer step.
 
     Make it before any reading process is started. Calling it is a collective: every rank asks once a step.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.received = 0
-        for number in self.SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
@@ -92,15 +110,12 @@ class StopSignal:
         if self.accelerator.num_processes > 1:
             flag = torch.tensor(self.received, device=self.accelerator.device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-            self.received = int(flag)
+            # A signal that arrives while the flag is read has set `received` meanwhile: it counts at the next step.
+            agreed = int(flag)
+            self.received = agreed or self.received
+            return bool(agreed)
         return bool(self.received)
 
     @property
     def name(self) -> str:
         return signal.Signals(self.received).name if self.received else "no signal"
-
-
-def ignore_stop_signals(_worker_id: int = 0) -> None:
-    """For reading processes: the signals are the training process's business. A `worker_init_fn`."""
-    for number in StopSignal.SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -12,6 +12,7 @@ DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,8 @@ class Config:
         if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
             raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
         self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
+        if self.init_lora_weights != "default" and self.adapter_name_or_path:
+            raise ConfigError("--adapter_name_or_path continues from that adapter: drop --init_lora_weights")
         if self.lora_r < 1:
             raise ConfigError(f"--lora_r must be at least 1, not {self.lora_r}")
 
@@ -110,7 +113,8 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     order: Order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
     if options.packing:
         samples = packed = chat.Packed(train, options.seq_length)
-        collate, order = chat.collate_packed, Order(len(packed), size, seed)
+        collate = partial(chat.collate_packed, flat=config.speed.attn_implementation.startswith("flash"))
+        order = Order(len(packed), size, seed)
         launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
         raise ConfigError(f"{len(samples)} training rows are fewer than one --global_batch_size of {size}")
@@ -151,13 +155,21 @@ def load_base(config: Config, accelerator: Accelerator) -> PreTrainedModel:
     return models.from_hub(AutoModelForCausalLM, config.model_name_or_path, **options)
 
 
+def trained_in_fp32(model: nn.Module) -> nn.Module:
+    """What is trained has fp32 weights, also `modules_to_save` of a 16-bit base: small updates would be rounded away."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
 def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Module:
     """The base with trainable adapters."""
     base = load_base(config, accelerator)
     models.require_fit(base, tokenizer, config.chat.seq_length)
     models.set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.adapter_name_or_path:
-        return models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True)
+        return trained_in_fp32(models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True))
     targets = config.lora_target_modules
     lora = LoraConfig(
         task_type="CAUSAL_LM",
@@ -171,7 +183,7 @@ def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Modul
         init_lora_weights=True if config.init_lora_weights == "default" else config.init_lora_weights,
     )
     try:
-        return get_peft_model(base, lora)
+        return trained_in_fp32(get_peft_model(base, lora))
     except ValueError as error:
         raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
 
@@ -238,12 +250,14 @@ def main(config: Config) -> None:
     optimizers = optim.build(model, config.optim)
     model, *optimizers = accelerator.prepare(model, *optimizers)
     if config.chat.packing:
-        models.require_packing_isolation(model, accelerator.device, len(tokenizer))
+        at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.per_device_train_batch_size
+        models.require_packing_isolation(model, accelerator.device, len(tokenizer), at_once)
 
     # Resume ------------------------------------------------------------------------------------------------------
     identity = {
         "data": held_out.meta["sha256"],
         "packing": config.chat.packing,
+        "seq_length": config.chat.seq_length,
         "global_batch_size": config.batch.global_batch_size,
         "seed": config.batch.seed,
     }
@@ -312,9 +326,7 @@ def main(config: Config) -> None:
                 accelerator.backward(loss * scale)
             step_loss += loss.detach() / window.num_targets
         grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        steps.update(accelerator, optimizers)
 
         state.advance(window)
         logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)

@@ -271,9 +271,7 @@ def main(config: Config) -> None:
                 accelerator.backward(loss * scale)
             step_loss += loss.detach() / window.num_targets
         grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        steps.update(accelerator, optimizers)
 
         state.advance(window)
         logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
