@@ -282,7 +282,7 @@ def _encode_all(
 
     form, rows = None, []
     counts: Counter[str] = Counter()
-    for where, record in tqdm(source.read(), desc=f"tokenising {source.name}", unit=" rows", leave=False):
+    for where, record in tqdm(source.read(), desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None):
         if limit is not None and counts["read"] == limit:
             break
         counts["read"] += 1

@@ -239,7 +239,7 @@ def write_shards(
 
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     writers = {split: _ShardWriter(folder, split, dtype) for split in ("train", "validation")}
-    progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False)
+    progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
     number = 0
     for source in (train, validation):
         if source is None:
