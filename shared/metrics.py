@@ -192,6 +192,7 @@ class Logger:
         """Draw the curves and end the tracker's run. Every rank calls this."""
         self.bar.close()
         self.draw()
+        self.accelerator.wait_for_everyone()  # end_training takes the process group down; others may still write
         self.accelerator.end_training()
 
     def draw(self) -> None:

@@ -56,7 +56,7 @@ class Config:
     batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=16, per_device_train_batch_size=2))
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-3))
     speed: SpeedConfig = field(default_factory=SpeedConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_steps=50))
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
