@@ -17,7 +17,7 @@ import pickle
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -30,11 +30,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from shared.config import CleanExit, ConfigError
 from shared.data import Window
-from shared.launch import say, strategy
+from shared.launch import on_main, say, strategy
+from shared.weights import WeightCopy, average_buffers, persistent_buffers
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
@@ -52,7 +52,7 @@ class TrainState:
     """What a run is besides tensors."""
 
     step: int = 0  # optimizer steps done
-    tokens: int = 0  # target tokens trained on
+    targets: int = 0  # target tokens (or images) trained on
     samples: int = 0  # samples trained on
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
@@ -60,7 +60,7 @@ class TrainState:
     def advance(self, window: Window) -> None:
         """Count an optimizer step."""
         self.step += 1
-        self.tokens += window.num_targets
+        self.targets += window.num_targets
         self.samples += window.num_samples
 
 
@@ -73,9 +73,7 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
     Raises:
         ConfigError: it cannot be written.
     """
-    chosen = [str(output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S"))]
-    broadcast_object_list(chosen)
-    folder = Path(chosen[0]).resolve()
+    folder = on_main(lambda: (output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")).resolve())
     probe = folder / f".write-test-{accelerator.process_index}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,6 +210,7 @@ class Checkpointer:
         run_dir: where `checkpoint-000120/` and its siblings go.
         keep: how many checkpoints stay.
         identity: facts that decide which samples a step means; resuming under others is refused.
+        copies: second sets of the model's weights that belong to the run (their moving average, the best ones).
     """
 
     def __init__(
@@ -223,7 +222,9 @@ class Checkpointer:
         *,
         keep: int,
         identity: dict[str, Any],
+        copies: Mapping[str, WeightCopy] | None = None,
     ) -> None:
+        self.copies = dict(copies or {})
         self.accelerator, self.run_dir, self.keep, self.identity = accelerator, run_dir, keep, identity
         self.model = accelerator.unwrap_model(model)
         self.optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
@@ -233,7 +234,9 @@ class Checkpointer:
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trainable parameters, persistent buffers and optimizers."""
         tensors: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in self.trainable.items()}
-        tensors |= {f"model.{name}": b for name, b in _persistent_buffers(self.model).items()}
+        tensors |= {f"model.{name}": b for name, b in persistent_buffers(self.model).items()}
+        for kind, copy in self.copies.items():
+            tensors |= {f"{kind}.{name}": value for name, value in copy.tensors.items()}
         scalars: dict[str, Any] = {}
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
@@ -260,6 +263,8 @@ class Checkpointer:
             with contextlib.suppress(OSError):  # reported below: writing into it fails
                 temporary.mkdir()
         self.accelerator.wait_for_everyone()
+        # One rank's buffers are written, so they are made one: BatchNorm statistics differ from rank to rank.
+        average_buffers(self.accelerator, [persistent_buffers(self.model), *(c.buffers for c in self.copies.values())])
         tensors, scalars = self._state()
         files: dict[str, Any] = {}
         problem = ""
@@ -313,18 +318,9 @@ class Checkpointer:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
             ConfigError: it was made with other data, seed or global batch size.
         """
-        outcome: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            try:
-                outcome = [self._choose(named)]
-            except CleanExit as error:
-                outcome = [error]
-        broadcast_object_list(outcome)
-        if isinstance(outcome[0], CleanExit):
-            raise outcome[0]
-        if outcome[0] is None:
+        folder = on_main(lambda: self._choose(named))
+        if folder is None:
             return TrainState()
-        folder: Path = outcome[0]
         content = json.loads((folder / STATE).read_text())
         self._load(folder, content.pop("scalars"))
         scaler = content.pop("scaler", None)
@@ -394,32 +390,6 @@ def _fill_state(optimizer: Any) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-
-
-def gather_weights(
-    accelerator: Accelerator, model: nn.Module, *, trainable_only: bool = False, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank calls this."""
-    model = accelerator.unwrap_model(model)
-    weights = {}
-    values: dict[str, torch.Tensor] = dict(model.named_parameters())
-    if trainable_only:
-        values = {name: p for name, p in values.items() if p.requires_grad}
-    for name, value in (values | _persistent_buffers(model)).items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if accelerator.is_main_process:
-            cast = dtype is not None and full.is_floating_point()
-            weights[name] = full.detach().to("cpu", dtype if cast else None)
-    return weights
 
 
 def _cause(error: BaseException) -> str:

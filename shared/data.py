@@ -6,15 +6,18 @@ batch, so a run resumes with a jump, on any number of processes, and sees the sa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
 import math
 import os
+import random
 import secrets
 import shutil
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shared.config import ConfigError, is_main_rank
+from shared.config import CleanExit, ConfigError, is_main_rank
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # stop the run after a checkpoint
 IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
@@ -140,16 +143,18 @@ def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Order:
-    """Which samples make up each global batch. The last batch of an epoch may be smaller; none is dropped."""
+    """Which samples make up each global batch. The last batch of an epoch may be smaller."""
 
     num_samples: int
     global_batch_size: int
     seed: int
     shuffle: bool = True
+    drop_last: bool = False  # leave the smaller batch out; which samples that are differs from epoch to epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.num_samples / self.global_batch_size)
+        whole, rest = divmod(self.num_samples, self.global_batch_size)
+        return whole + (rest > 0 and not self.drop_last)
 
     def indices(self, step: int) -> np.ndarray:
         """The samples of optimizer step `step`, counted from 0 over all epochs: [<= global_batch_size] int64."""
@@ -207,6 +212,15 @@ class Spread:
         return self.samples.num_targets(self.indices[indices])
 
 
+def seed_all(*key: int, devices: bool = True) -> None:
+    """Seed the generators of torch (the CPU's alone unless `devices`), Python and NumPy with a hash of `key`."""
+    words = np.random.SeedSequence(key).generate_state(2, np.uint32)
+    seed_torch = torch.manual_seed if devices else torch.default_generator.manual_seed  # which is 20 times faster
+    seed_torch(int(words[0]) << 32 | int(words[1]))
+    random.seed(int(words[0]))
+    np.random.seed(words[1])
+
+
 @dataclass
 class Window:
     """What one rank computes for one optimizer step."""
@@ -217,22 +231,48 @@ class Window:
 
 
 class _Rows(Dataset):
-    """Rows by index; -1 gives a row that has the shape of the first sample and no targets."""
+    """Transformed rows by (index, epoch); index -1 gives a row that has the shape of the first and no targets."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    def __init__(self, samples: Samples, transform: Callable[[Row], Row] | None, seed: int) -> None:
+        self.samples, self.transform, self.seed = samples, transform, seed
 
-    def __getitem__(self, index: int) -> Row:
-        if index >= 0:
-            return self.samples[index]
-        row = self.samples[0]
-        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+    def __getitem__(self, key: tuple[int, int]) -> Row:
+        index, epoch = key
+        row = self.samples[max(index, 0)]
+        if self.transform is not None:
+            seed_all(self.seed, epoch, max(index, 0), 1, devices=False)
+            row = self.transform(row)
+        return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Row] | CleanExit:
+        try:
+            return [self[key] for key in keys]
+        except CleanExit as error:  # raised by the training process: a reading one would wrap it into a traceback
+            return error
+
+
+@dataclass(frozen=True)
+class _Collate:
+    rows: Callable[[list[Row]], Batch]
+
+    def __call__(self, rows: list[Row] | CleanExit) -> Batch | CleanExit:
+        return rows if isinstance(rows, CleanExit) else self.rows(rows)
 
 
 def _ignore_stop_signals(_worker: int) -> None:
-    """They are the training process's business: a reading process that died of them would take the step with it."""
+    """They are the training process's business: a reading process that died of them would take the step with it.
+
+    It is ended through `_end_readers` instead.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_readers(loader: weakref.ref[DataLoader]) -> None:
+    """At exit, before multiprocessing waits for its children to die of a SIGTERM that they ignore."""
+    iterator: Any = getattr(loader(), "_iterator", None)
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 class Loader:
@@ -245,7 +285,9 @@ class Loader:
         per_device: rows of one micro-batch.
         rank, world_size: this rank's place among those that read different data.
         device: where the batches are put.
-        num_workers: reading processes; 0 for none.
+        num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes over one range.
+        transform: what is done to a row where it is read, augmentation for one. All it draws, from the generators of
+            torch, Python or NumPy, is a function of (order.seed, epoch, sample index).
     """
 
     def __init__(
@@ -259,38 +301,64 @@ class Loader:
         world_size: int,
         device: torch.device,
         num_workers: int = 0,
+        transform: Callable[[Row], Row] | None = None,
     ) -> None:
-        self.samples, self.collate, self.order = samples, collate, order
+        self.samples, self.collate, self.order, self.transform = samples, collate, order, transform
         self.per_device, self.rank, self.world_size = per_device, rank, world_size
         self.device, self.num_workers = device, num_workers
+        self._readers: dict[tuple[int, int], DataLoader] = {}  # of the latest range
 
     @property
     def steps_per_epoch(self) -> int | None:
         return self.order.steps_per_epoch
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
-        """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there."""
+        """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there.
 
-        def sampler() -> Iterator[list[int]]:
-            for step in range(start, stop):
-                yield from self._split(self.order.indices(step)).tolist()
-
-        batches = iter(
-            DataLoader(
-                _Rows(self.samples),
-                batch_sampler=sampler(),
-                collate_fn=self.collate,
-                num_workers=self.num_workers,
-                pin_memory=self.device.type == "cuda",
-                prefetch_factor=4 if self.num_workers else None,
-                worker_init_fn=_ignore_stop_signals,
-            )
-        )
+        Raises:
+            CleanExit: that reading a sample raised.
+        """
+        if (start, stop) not in self._readers:
+            self._readers = {(start, stop): self._reader(start, stop)}
+        batches = iter(self._readers[start, stop])
         for step in range(start, stop):
             indices = self.order.indices(step)
             rows = [next(batches) for _ in self._split(indices)]
+            for batch in rows:
+                if isinstance(batch, CleanExit):
+                    raise batch
             rows = [{k: v.to(self.device, non_blocking=True) for k, v in row.items()} for row in rows]
             yield Window(rows, self.samples.num_targets(indices), len(indices))
 
+    def _reader(self, start: int, stop: int) -> DataLoader:
+        keys = _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device))
+        reader = DataLoader(
+            _Rows(self.samples, self.transform, self.order.seed),
+            batch_sampler=keys,
+            collate_fn=_Collate(self.collate),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.device.type == "cuda",
+            prefetch_factor=4 if self.num_workers else None,
+            worker_init_fn=_ignore_stop_signals,
+        )
+        atexit.register(_end_readers, weakref.ref(reader))
+        return reader
+
     def _split(self, indices: np.ndarray) -> np.ndarray:
         return micro_batches(indices, self.rank, self.world_size, self.per_device)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """(index, epoch) of each row of each micro-batch of a range of steps."""
+
+    order: Order
+    steps: range
+    share: tuple[int, int, int]  # of micro_batches: rank, world size, rows at once
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in self.steps:
+            epoch = step // self.order.steps_per_epoch
+            for indices in micro_batches(self.order.indices(step), *self.share):
+                yield [(int(index), epoch) for index in indices]

@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
 
 from shared import config as configs
-from shared.config import ConfigError
+from shared.config import CleanExit, ConfigError
+from shared.data import seed_all
 from shared.options import BatchConfig
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 def run(main: Callable[[C], None], config: C) -> None:
@@ -93,6 +93,24 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
     return accelerator
 
 
+def on_main(function: Callable[[], T]) -> T:
+    """Call `function` on the main rank alone and give every rank its result, or its `CleanExit`. Every rank calls this.
+
+    For what must be decided once: a look at the file system, say, which ranks could see differently. Not for minutes
+    of work, in which the waiting ranks' collective would time out (see `data.build_once`).
+    """
+    outcome: list[Any] = [None]
+    if configs.is_main_rank():
+        try:
+            outcome = [function()]
+        except CleanExit as error:
+            outcome = [error]
+    broadcast_object_list(outcome)
+    if isinstance(outcome[0], CleanExit):
+        raise outcome[0]
+    return outcome[0]
+
+
 def say(text: str) -> None:
     """Print one line on the main rank, above a progress bar if there is one."""
     if configs.is_main_rank():
@@ -132,10 +150,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     Nothing random is carried from step to step, so a resumed run needs no saved generator state to continue bit
     for bit, and evaluation, sampling or a library that draws in between changes nothing. Every rank calls this.
     """
-    words = np.random.SeedSequence((seed, step, rank)).generate_state(2, np.uint32)
-    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
-    random.seed(int(words[0]))
-    np.random.seed(words[1])
+    seed_all(seed, step, rank)
 
 
 def _has_accelerator_device() -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -68,7 +69,8 @@ class Logger:
         total_steps: length of the progress bar.
         settings: the flat config, stored in the tracker.
         template: names the tracker's project.
-        flops_per_token: for MFU; None where it has no meaning.
+        unit: what the throughput counts: tokens, or images.
+        flops: floating-point operations of forward and backward for one `unit`, for MFU; None where unknown.
     """
 
     def __init__(
@@ -81,10 +83,11 @@ class Logger:
         settings: dict[str, Any],
         *,
         template: str,
-        flops_per_token: float | None = None,
+        unit: str = "tokens",
+        flops: float | None = None,
     ) -> None:
         self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
-        self.flops_per_token, self.total_steps = flops_per_token, total_steps
+        self.unit, self.flops, self.total_steps = unit, flops, total_steps
         self.tracker = tracker_name(config.report_to)
         self.main = accelerator.is_main_process
         self.file = run_dir / "metrics.jsonl"
@@ -148,21 +151,21 @@ class Logger:
         sums = self.accelerator.reduce(sums, "sum").tolist()
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
+        processed = sums[1] / seconds
         values = {
             "loss": sums[0] / self.steps,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm.item(),
-            "trained_tokens_per_second": self.targets / seconds,
-            "processed_tokens_per_second": sums[1] / seconds,
+            f"trained_{self.unit}_per_second": self.targets / seconds,
+            f"processed_{self.unit}_per_second": processed,
             "data_wait_share": self.waited / seconds,
             "peak_memory_gb": peak_memory() / 1e9,
-            "tokens": self.state.tokens,
+            self.unit: self.state.targets,
         }
         peak = peak_flops(self.accelerator.device)
-        if peak and self.flops_per_token:
-            achieved = self.flops_per_token * values["processed_tokens_per_second"] / self.accelerator.num_processes
-            values["mfu"] = achieved / peak
-        progress = f"loss {values['loss']:.3f}, {values['processed_tokens_per_second']:,.0f} tok/s"
+        if peak and self.flops:
+            values["mfu"] = self.flops * processed / self.accelerator.num_processes / peak
+        progress = f"loss {values['loss']:.3f}, {processed:,.0f} {self.unit}/s"
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
             say(f"step {self.state.step}/{self.total_steps}: {progress}")
@@ -187,6 +190,19 @@ class Logger:
         """Show a table of texts in W&B; other trackers have none. The main rank acts."""
         if self.main and self.tracker == "wandb":
             self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=rows, step=None)
+
+    def log_picture(self, name: str, file: Path) -> None:
+        """Show a picture in the tracker, where it takes pictures. The main rank acts."""
+        if not (self.main and self.tracker in ("wandb", "tensorboard")):
+            return
+        from PIL import Image
+
+        picture = Image.open(file).convert("RGB")
+        if self.tracker == "wandb":
+            self.accelerator.get_tracker("wandb").log_images({name: [picture]}, step=None)
+        else:
+            array = np.asarray(picture).transpose(2, 0, 1)[None]
+            self.accelerator.get_tracker("tensorboard").log_images({name: array}, step=self.state.step)
 
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
@@ -272,30 +288,29 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Loss, learning rate and throughput over steps, from a metrics.jsonl."""
+    """Loss, accuracy if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
     from matplotlib.figure import Figure
 
     if not metrics.exists():
         return
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for panel, title, keys in (
-        (panels[0], "loss", {"loss": "training", "eval_loss": "validation"}),
-        (panels[1], "learning rate", {"learning_rate": None}),
-        (
-            panels[2],
-            "tokens per second",
-            {"processed_tokens_per_second": "processed", "trained_tokens_per_second": "trained"},
-        ),
-    ):
-        for key, label in keys.items():
+    keys = {key for row in rows for key in row}
+    unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
+    titles: dict[str, dict[str, str | None]] = {"loss": {"loss": "training", "eval_loss": "validation"}}
+    if "eval_accuracy" in keys:
+        titles["validation accuracy"] = {"eval_accuracy": None}
+    titles["learning rate"] = {"learning_rate": None}
+    titles[f"{unit} per second"] = {f"processed_{unit}_per_second": "processed", f"trained_{unit}_per_second": "trained"}
+    figure = Figure(figsize=(4 * len(titles), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(titles))
+    for panel, (title, labels) in zip(panels, titles.items(), strict=True):
+        for key, label in labels.items():
             points = [(row["step"], row[key]) for row in rows if key in row]
             if points:
                 panel.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None, markersize=3)
         panel.set(title=title, xlabel="optimizer step")
         panel.grid(alpha=0.3)
-        if len(keys) > 1 and panel.lines:
+        if len(labels) > 1 and panel.lines:
             panel.legend()
     temporary = picture.with_name(".curves.png")
     figure.savefig(temporary, dpi=120)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from shared.config import ConfigError
 
@@ -95,9 +96,9 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
 
 
-def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], base: str | None = None) -> str:
-    """A model card: what it was trained on and how, with its results."""
-    front = {"library_name": "peft" if base else "transformers", **({"base_model": base} if base else {})}
+def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], **front: str) -> str:
+    """A model card: what it was trained on and how, with its results; `front` is its metadata for the Hub."""
+    front = {"library_name": "transformers", **front}
     lines = [
         "---",
         *(f"{k}: {v}" for k, v in front.items()),
@@ -162,6 +163,9 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
     """
     if setting == "none":
         return
+    if hasattr(model, "timm_model") and setting == "full":
+        model.timm_model.set_grad_checkpointing(True)  # type: ignore[operator, union-attr]
+        return
     every = 1 if setting == "full" else int(setting)
 
     def recompute(function, *args):
@@ -194,6 +198,32 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trainable, all) parameters; packed 4-bit weights count by their unpacked number."""
     counts = [(_numel(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+
+
+def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
+    """Run `inputs` forward and backward once, freeze what takes no part in it, and return the FLOPs.
+
+    A parameter without a gradient (a mask token that only pretraining used, say) would make DDP wait for it. Call it
+    before the model is prepared, compiled or checkpointed.
+
+    Raises:
+        ConfigError: the model cannot take these inputs.
+    """
+    training = model.training
+    model.eval()
+    with FlopCounterMode(display=False) as counter:
+        try:
+            logits = model(**inputs).logits
+        except (ValueError, RuntimeError, IndexError) as error:
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
+            raise ConfigError(f"{type(model).__name__} cannot take {shapes}: {str(error).splitlines()[0]}") from None
+        logits.sum().backward()
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.requires_grad_(False)
+        parameter.grad = None
+    model.train(training)
+    return float(counter.get_total_flops())
 
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:

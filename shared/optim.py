@@ -35,25 +35,69 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step: int, total_steps: int) -> float:
-    """Give all parameter groups the rate of `step`, and return it."""
+    """Give all parameter groups the rate of `step`, scaled by their layer's factor, and return it unscaled."""
     rate = learning_rate(config, step, total_steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_scale", 1.0)
     return rate
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters as (hidden matrices, embeddings and output heads, norms, biases and other vectors)."""
+    """Trainable parameters as (hidden matrices, embeddings and output heads, norms, biases and other vectors).
+
+    Convolutions count as matrices; class tokens and position embeddings of vision models, which are added to every
+    sample alike ([1, positions, width]) or to attention scores, as vectors.
+    """
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     embeddings |= set(head.parameters()) if head is not None else set()
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = {p: name for name, p in model.named_parameters() if p.requires_grad}
+
+    def is_vector(p: nn.Parameter) -> bool:
+        return p.ndim < 2 or (p.ndim == 3 and p.shape[0] == 1) or trainable[p].endswith("position_bias_table")
+
     return (
-        [p for p in trainable if p.ndim >= 2 and p not in embeddings],
+        [p for p in trainable if p not in embeddings and not is_vector(p)],
         [p for p in trainable if p in embeddings],
-        [p for p in trainable if p.ndim < 2 and p not in embeddings],
+        [p for p in trainable if p not in embeddings and is_vector(p)],
     )
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
+    """The factor on each parameter's learning rate: 1 for the head, `decay` for the last block, and so on down.
+
+    Blocks are the entries of lists of equal modules, and of such lists inside those (stages of blocks); what stands
+    between two blocks goes with the one before it (BEiT, arXiv 2106.08254; ELECTRA, arXiv 2003.10555).
+    """
+    lists = {
+        name: len({type(block) for block in module}) == 1
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+
+    def block_of(name: str) -> str | None:
+        parts, found = name.split("."), []
+        for i, part in enumerate(parts):
+            if part.isdecimal() and lists.get(".".join(parts[:i])):
+                found.append(".".join(parts[: i + 1]))
+        return found[min(1, len(found) - 1)] if found else None
+
+    inside = {name: block_of(name) for name, _ in model.named_parameters()}
+    seen: list[str] = []
+    depth = {}
+    for name, parameter in model.named_parameters():
+        block = inside[name]
+        # A stage's own parameters (its downsampling) come before its blocks and are not a block.
+        is_stage = block is not None and any(b is not None and b.startswith(f"{block}.") for b in inside.values())
+        if block is not None and not is_stage and block not in seen:
+            seen.append(block)
+        depth[parameter] = len(seen)
+    last = max((i for i, block in enumerate(inside.values()) if block is not None), default=-1)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if i > last and "norm" not in name:  # the head
+            depth[parameter] = len(seen) + 1
+    return {parameter: decay ** (len(seen) + 1 - d) for parameter, d in depth.items()}
 
 
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
@@ -67,8 +111,16 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     matrices, embeddings, vectors = split_parameters(model)
     if not matrices + embeddings + vectors:
         raise ConfigError("no parameter of the model is trainable")
-    decayed = {"params": matrices, "weight_decay": config.weight_decay}
-    plain = {"params": embeddings + vectors, "weight_decay": 0.0}
+    scales = layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
+
+    def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+        by_scale: dict[float, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_scale.setdefault(scales.get(parameter, 1.0), []).append(parameter)
+        return [{"params": ps, "weight_decay": weight_decay, "lr_scale": scale} for scale, ps in by_scale.items()]
+
+    plain = groups(embeddings + vectors, 0.0)
+    everything = groups(matrices, config.weight_decay) + plain
     adam: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -81,17 +133,18 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
             from bitsandbytes.optim import AdamW8bit
         except ImportError:
             raise ConfigError("--optim adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
-        return [AdamW8bit([g for g in (decayed, plain) if g["params"]], **adam)]
+        return [AdamW8bit(everything, **adam)]
+    if config.optim == "sgd":
+        return [torch.optim.SGD(everything, lr=config.learning_rate, momentum=config.sgd_momentum, nesterov=True)]
     if config.optim == "muon" and any(p.ndim == 2 for p in matrices):
         # Matched to AdamW's update size (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
         muon = torch.optim.Muon(
-            [p for p in matrices if p.ndim == 2],
+            groups([p for p in matrices if p.ndim == 2], config.weight_decay),
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
             momentum=config.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        groups = [{**decayed, "params": [p for p in matrices if p.ndim > 2]}, plain]
-        groups = [g for g in groups if g["params"]]
-        return [muon, *([torch.optim.AdamW(groups, fused=True, **adam)] if groups else [])]
-    return [torch.optim.AdamW([g for g in (decayed, plain) if g["params"]], fused=True, **adam)]
+        rest = groups([p for p in matrices if p.ndim > 2], config.weight_decay) + plain
+        return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
+    return [torch.optim.AdamW(everything, fused=True, **adam)]

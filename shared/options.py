@@ -19,11 +19,11 @@ class BatchConfig:
     """Batch and budget."""
 
     global_batch_size: int = 16
-    """Sequences in one optimizer step, over all devices and accumulated micro-batches."""
+    """Samples in one optimizer step, over all devices and accumulated micro-batches."""
     per_device_train_batch_size: int = 2
-    """Sequences in one forward and backward of one device; accumulation follows from it and is printed."""
+    """Samples in one forward and backward of one device; accumulation follows from it and is printed."""
     per_device_eval_batch_size: int = 8
-    """Sequences in one forward of one device in evaluation."""
+    """Samples in one forward of one device in evaluation."""
     max_steps: int | None = None
     """Optimizer steps to train; at most one of max_steps and num_train_epochs is given."""
     num_train_epochs: float | None = None
@@ -31,7 +31,7 @@ class BatchConfig:
     dataloader_num_workers: int = 0
     """Worker processes of each rank that read samples; 0 reads in the training process."""
     seed: int = 0
-    """Decides initial weights, order of samples and dropout."""
+    """Decides initial weights, order of samples, augmentation and dropout."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size"):
@@ -76,8 +76,9 @@ class BatchConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    optim: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
-    """adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes."""
+    optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
+    """adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes. sgd:
+    with Nesterov momentum."""
     learning_rate: float = 3e-4
     """Peak learning rate, of AdamW's parameters and (scaled to the same update size) of Muon's."""
     weight_decay: float = 0.1
@@ -90,6 +91,8 @@ class OptimConfig:
     """Added to the root of the second moment."""
     muon_momentum: float = 0.95
     """Momentum of Muon."""
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; 0 turns clipping off."""
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -100,6 +103,8 @@ class OptimConfig:
     """Share of the run in which wsd decays."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a share of the peak."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each block to the one before it; 1: the same rate everywhere."""
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
@@ -107,9 +112,13 @@ class OptimConfig:
         for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
+        if self.optim == "sgd" and not 0 < self.sgd_momentum < 1:
+            raise ConfigError(f"--sgd_momentum is between 0 and 1, not {self.sgd_momentum}")
         for name in ("weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} must not be negative")
+        if not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"--layer_decay is a factor above 0 and at most 1, not {self.layer_decay}")
 
 
 @dataclass(frozen=True)
@@ -239,3 +248,42 @@ class ChatConfig(DataConfig):
         super().__post_init__()
         if self.seq_length < 8:
             raise ConfigError(f"--seq_length must be at least 8, not {self.seq_length}")
+
+
+@dataclass(frozen=True)
+class ImageConfig(DataConfig):
+    """Images."""
+
+    train_dir: Path | None = None
+    """Folder of class folders, or one with such folders in train/ and val/ (or validation/)."""
+    validation_dir: Path | None = None
+    """Folder of class folders to validate on (default: a part of each class is held out)."""
+    train_file: tuple[str, ...] = ()
+    """CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder."""
+    validation_split_percentage: float = 15.0
+    """Per cent of each class held out to validate on, where no validation data is named."""
+    validation_split_name: str | None = None
+    """Split of dataset_name to validate on (default: validation, val or valid, if it has one)."""
+    image_column: str | None = None
+    """Column of the image (default: image, img, image_path, path, file_name or file)."""
+    label_column: str | None = None
+    """Column of the label (default: label, labels, class, fine_label or target)."""
+    skip_bad_images: bool = False
+    """Leave images out that cannot be read, and count them; otherwise the first one ends the run before it starts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_dir and (self.train_file or self.dataset_name):
+            raise ConfigError("--train_dir and --train_file or --dataset_name both name the training data: keep one")
+        if self.validation_dir and not self.train_dir:
+            raise ConfigError("--validation_dir needs --train_dir")
+        if self.validation_split_name and not self.dataset_name:
+            raise ConfigError("--validation_split_name needs --dataset_name")
+        for flag in ("train_dir", "validation_dir"):
+            folder = getattr(self, flag)
+            if folder and not folder.is_dir():
+                raise ConfigError(f"--{flag} {folder}: no such folder")
+
+    @property
+    def is_demo(self) -> bool:
+        return super().is_demo and self.train_dir is None

@@ -95,6 +95,7 @@ from shared import chat, checkpoint, launch, metrics, optim, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
+from shared.weights import gather_weights
 
 
 def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple[Loader, Loader, chat.Conversations, str]:
@@ -206,7 +207,7 @@ def save_final(
     config: Config, accelerator: Accelerator, model: nn.Module, tokenizer, run_dir: Path, initial, card: str
 ) -> None:
     """Write final/ (adapter, tokenizer, card) and, if asked, merged/. Every rank calls this."""
-    weights = checkpoint.gather_weights(accelerator, model, trainable_only=True)
+    weights = gather_weights(accelerator, model, trainable_only=True)
     if not accelerator.is_main_process:
         return
     peft_model = accelerator.unwrap_model(model)
@@ -291,7 +292,7 @@ def main(config: Config) -> None:
         total_steps,
         settings,
         template="lora_finetune",
-        flops_per_token=flops_per_token,
+        flops=flops_per_token,
     )
 
     def evaluate_and_log(*, generate: bool = False) -> dict[str, float]:
@@ -344,7 +345,9 @@ def main(config: Config) -> None:
     values = evaluate_and_log(generate=True)
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
     card = models.card(
-        f"{run_dir.name}: LoRA adapter", about_data, before | values, settings, base=config.model_name_or_path
+        *(f"{run_dir.name}: LoRA adapter", about_data, before | values, settings),
+        library_name="peft",
+        base_model=config.model_name_or_path,
     )
     save_final(config, accelerator, model, tokenizer, run_dir, initial, card)
     logger.close()

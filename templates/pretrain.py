@@ -81,6 +81,7 @@ from shared import checkpoint, corpus, launch, metrics, optim, records, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
+from shared.weights import gather_weights
 
 
 @dataclass
@@ -244,7 +245,7 @@ def main(config: Config) -> None:
     # Train -------------------------------------------------------------------------------------------------------
     settings = configs.flatten(config)
     logger = metrics.Logger(
-        accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain", flops_per_token=flops_per_token
+        accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain", flops=flops_per_token
     )
 
     def evaluate_and_log() -> dict[str, float]:
@@ -288,7 +289,7 @@ def main(config: Config) -> None:
 
     # Finish ------------------------------------------------------------------------------------------------------
     values = evaluate_and_log()
-    weights = checkpoint.gather_weights(accelerator, model, dtype=getattr(torch, config.final_dtype))
+    weights = gather_weights(accelerator, model, dtype=getattr(torch, config.final_dtype))
     if accelerator.is_main_process:
         with checkpoint.whole_folder(run_dir / "final") as folder:
             unwrapped = accelerator.unwrap_model(model)

@@ -48,11 +48,11 @@ def train(model, optimizers, first, last):
 def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name):
     model, optimizers, saver = make(tmp_path / "run", optim_name=optim_name)
     train(model, optimizers, 1, 3)
-    saver.save(TrainState(step=3, tokens=7, notes={"before": {"eval_loss": 1.5}}))
+    saver.save(TrainState(step=3, targets=7, notes={"before": {"eval_loss": 1.5}}))
     expected = train(model, optimizers, 3, 6)
     model, optimizers, saver = make(tmp_path / "run", optim_name=optim_name)
     state = saver.resume()
-    assert (state.step, state.tokens, state.notes) == (3, 7, {"before": {"eval_loss": 1.5}})
+    assert (state.step, state.targets, state.notes) == (3, 7, {"before": {"eval_loss": 1.5}})
     assert train(model, optimizers, 3, 6) == expected
 
 
@@ -74,9 +74,9 @@ def test_prunes_to_the_limit_and_never_below_one(tmp_path):
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1, tokens=1))
-    saver.save(TrainState(step=1, tokens=2))
-    assert saver.resume().tokens == 2
+    saver.save(TrainState(step=1, targets=1))
+    saver.save(TrainState(step=1, targets=2))
+    assert saver.resume().targets == 2
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
 
 

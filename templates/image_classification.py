@@ -1,0 +1,366 @@
+"""Classify images: fine-tune a pretrained model, train only its head, or train from scratch.
+
+    accelerate launch templates/image_classification.py                         # offline demo, any machine
+    accelerate launch templates/image_classification.py --train_dir photos/ --model_name_or_path microsoft/resnet-50
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/image_classification.py --dataset_name ORG/NAME
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/image_classification.py --train_dir ...
+    docker run --gpus all IMAGE accelerate launch templates/image_classification.py
+
+The recipes are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of torchvision's references.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from shared import config as configs
+from shared.config import ConfigError
+from shared.options import BatchConfig, CheckpointConfig, ImageConfig, LogConfig, OptimConfig, SpeedConfig
+
+DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
+DEMO_IMAGE_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train an image classifier."""
+
+    model_name_or_path: str | None = None
+    """Model on the Hub or in a folder to fine-tune (timm's, too, where timm is installed)."""
+    config_name: str | None = None
+    """Architecture on the Hub or in a folder, with random weights (default: a ResNet of 0.3M parameters)."""
+    config_overrides: str | None = None
+    """Changes to that architecture: depths=[2,2,2,2],layer_type=basic."""
+    freeze_backbone: bool = False
+    """Train the head alone (linear probing)."""
+    sync_batchnorm: bool = False
+    """Let BatchNorm see the images of all ranks, not those of each."""
+    image_size: int | None = None
+    """Height and width in pixels (default: the model's own, else 224; 32 for the demo)."""
+    crop_pct: float | None = None
+    """Share of the image that evaluation crops (default: the model's own, else 0.875; 1 for the demo)."""
+    crop_min_scale: float = 0.35
+    """Training crops hold at least this share of the image's area; 0.08 for long training on large data."""
+    horizontal_flip: float | None = None
+    """Probability of a mirrored training image (default: 0.5; 0 for the demo, whose digits would become others)."""
+    auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
+    """RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)."""
+    random_erasing: float = 0.0
+    """Probability of a rectangle wiped out (arXiv 1708.04896)."""
+    mixup_alpha: float = 0.0
+    """Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for ViTs."""
+    cutmix_alpha: float = 0.0
+    """Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets one of the two."""
+    label_smoothing: float = 0.1
+    """Share of each target spread over all classes."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: weigh each image inversely to how often its class occurs."""
+    ema_decay: float = 0.0
+    """Evaluate and save the moving average of the weights, with this decay a step (0.9999 for long runs); 0: off."""
+    eval_steps: int | None = None
+    """Optimizer steps between evaluations (default: an epoch); one is always made at the end."""
+    metric_for_best_model: Literal["accuracy", "macro_f1", "loss", "none"] = "accuracy"
+    """final/ holds the weights of the evaluation that was best by this; none: those of the last step."""
+    early_stopping_patience: int = 0
+    """Stop after this many evaluations without a better one; 0: never."""
+    channels_last: bool = False
+    """Keep images and filters in NHWC order, which convolutions like in bf16 on GPUs and in fp32 on CPUs."""
+    export_onnx: bool = False
+    """Also write final/model.onnx."""
+    images: ImageConfig = field(default_factory=ImageConfig)
+    batch: BatchConfig = field(
+        default_factory=lambda: BatchConfig(
+            global_batch_size=64,
+            per_device_train_batch_size=64,
+            per_device_eval_batch_size=64,
+            dataloader_num_workers=2,
+        )
+    )
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(learning_rate=1e-3, weight_decay=0.05, adam_beta2=0.999, warmup_ratio=0.05)
+    )
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.config_name and self.model_name_or_path:
+            raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
+        if self.model_name_or_path and self.config_overrides:
+            raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
+        if self.freeze_backbone and not self.model_name_or_path:
+            raise ConfigError("--freeze_backbone needs a trained backbone: give --model_name_or_path")
+        self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
+        if (self.mixup_alpha or self.cutmix_alpha) and self.batch.per_device_train_batch_size % 2:
+            raise ConfigError("mixup and CutMix work on pairs: --per_device_train_batch_size must be even")
+        for name, above, most in (("crop_min_scale", 0, 1), ("crop_pct", 0, 1), ("image_size", 7, 4096)):
+            value = getattr(self, name)
+            if value is not None and not above < value <= most:
+                raise ConfigError(f"--{name} must be above {above} and at most {most}, not {value}")
+        for name in ("horizontal_flip", "random_erasing", "label_smoothing", "ema_decay"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
+        for name in ("mixup_alpha", "cutmix_alpha", "early_stopping_patience"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} must not be negative")
+        if self.early_stopping_patience and self.metric_for_best_model == "none":
+            raise ConfigError("--early_stopping_patience needs a --metric_for_best_model")
+        if self.eval_steps is not None and self.eval_steps < 1:
+            raise ConfigError(f"--eval_steps must be at least 1, not {self.eval_steps}")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+    CONFIG = configs.parse_or_exit(Config)
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+from torchvision.transforms import v2
+from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
+
+from shared import checkpoint, classifier, images, launch, metrics, optim, steps
+from shared import model as models
+from shared.checkpoint import Checkpointer
+from shared.classifier import ToModel
+from shared.data import IGNORED, Loader, Order, Row
+from shared.images import ImageData
+from shared.report import Predictions, scores
+from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+
+
+def train_row(row: Row, transform: v2.Compose, mixup_alpha: float, cutmix_alpha: float) -> Row:
+    """An augmented image, uint8 [3, size, size]. All that is drawn here depends on (seed, epoch, sample) alone."""
+    row = {"pixel_values": transform(row["image"]), "labels": row["labels"]}
+    return {**row, "mix": classifier.draw_mix(mixup_alpha, cutmix_alpha)} if mixup_alpha or cutmix_alpha else row
+
+
+def eval_row(row: Row, processor: Any) -> Row:
+    """The image as final/'s own processor prepares it, still uint8: normalising is done on the device."""
+    made = processor(row["image"], do_rescale=False, do_normalize=False, return_tensors="pt")
+    return {"pixel_values": made["pixel_values"][0], "labels": row["labels"]}
+
+
+def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, accelerator: Accelerator):
+    """(training windows, validation windows) of uint8 images."""
+    size, flip = processor.crop_size["height"], config.horizontal_flip
+    if flip is None:
+        flip = 0.0 if config.images.is_demo else 0.5
+    augment = {"none": [], "randaugment": [v2.RandAugment()], "trivialaugment": [v2.TrivialAugmentWide()]}
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(size, scale=(config.crop_min_scale, 1.0), interpolation=processor.resample),
+            v2.RandomHorizontalFlip(flip),
+            *augment[config.auto_augment],
+            v2.PILToTensor(),
+            v2.RandomErasing(config.random_erasing, value=[round(255 * mean) for mean in processor.image_mean]),
+        ]
+    )
+    data.train.at_least = math.ceil(size / math.sqrt(0.75 * config.crop_min_scale))  # no crop is smaller than `size`
+    batch = config.batch
+    if len(data.train) < batch.global_batch_size:
+        raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size")
+    # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
+    drop_last = classifier.has_batch_norm(model)
+    order = Order(len(data.train), batch.global_batch_size, batch.seed, drop_last=drop_last)
+    at_once = batch.per_device_eval_batch_size * accelerator.num_processes
+    loading: dict[str, Any] = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    loading |= {"device": accelerator.device, "num_workers": batch.dataloader_num_workers}
+    mixed = partial(train_row, transform=transform, mixup_alpha=config.mixup_alpha, cutmix_alpha=config.cutmix_alpha)
+    prepared = partial(eval_row, processor=processor)
+    eval_order = Order(len(data.validation), at_once, 0, shuffle=False)
+    sizes = batch.per_device_train_batch_size, batch.per_device_eval_batch_size
+    return (
+        Loader(data.train, default_collate, order, per_device=sizes[0], transform=mixed, **loading),
+        Loader(data.validation, default_collate, eval_order, per_device=sizes[1], transform=prepared, **loading),
+    )
+
+
+def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tuple[nn.Module, tuple[str, ...]]:
+    """(the model with fp32 weights, the classes in the order of its scores)."""
+    attention = config.speed.attn_implementation
+    options = {} if attention == "sdpa" else {"attn_implementation": attention}  # which is the default where it exists
+    if config.model_name_or_path:
+        model, classes = classifier.load_pretrained(config.model_name_or_path, classes, **options)
+        if config.freeze_backbone:
+            classifier.freeze_backbone(model)
+        return model, classes
+    architecture: Any = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
+    if config.config_name:
+        architecture = models.from_hub(AutoConfig, config.config_name)
+    if hasattr(architecture, "image_size"):
+        architecture.image_size = image_size
+    models.override(architecture, config.config_overrides)
+    architecture.id2label, architecture.label2id = classifier.label_names(classes).values()
+    return AutoModelForImageClassification.from_config(architecture, dtype=torch.float32, **options), classes
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, to_model: ToModel, classes) -> Predictions:
+    """What the model says of the validation images, each counted once on any world size."""
+    average_buffers(accelerator, [persistent_buffers(model)])  # BatchNorm's statistics
+    model.eval()
+    batches = []
+    for window in loader.windows(0, loader.order.steps_per_epoch):
+        (batch,) = window.micro_batches
+        batches.append(scores(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
+    classifier.training_mode(model)
+    return Predictions.gather(accelerator, batches, loader.order.num_samples, classes)
+
+
+def main(config: Config) -> None:
+    # Setup -------------------------------------------------------------------------------------------------------
+    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
+    accumulation = config.batch.accumulation_steps(accelerator.num_processes)
+    stop = steps.StopSignal(accelerator)
+    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "image_classification")
+
+    # Data --------------------------------------------------------------------------------------------------------
+    data = images.prepare(config.images)
+    default_size, crop_pct = (DEMO_IMAGE_SIZE, config.crop_pct or 1.0) if config.images.is_demo else (224, config.crop_pct)
+    processor = classifier.image_processor(config.model_name_or_path, config.image_size, crop_pct, default_size)
+    to_model = ToModel(processor, accelerator.device, channels_last=config.channels_last)
+    image_size = processor.crop_size["height"]
+
+    # Model and optimizer -----------------------------------------------------------------------------------------
+    model, classes = build_model(config, data.classes, image_size)
+    data = data.numbered_as(classes)
+    model.to(accelerator.device).to(memory_format=to_model.memory_format)
+    blank = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=accelerator.device)
+    flops = models.measure(model, {"pixel_values": to_model(blank)})
+    models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    train_loader, eval_loader = build_loaders(config, data, processor, model, accelerator)
+    steps_per_epoch = train_loader.order.steps_per_epoch
+    default_steps = DEMO_EPOCHS * steps_per_epoch if config.images.is_demo else None
+    total_steps = config.batch.total_steps(steps_per_epoch, default=default_steps)
+    eval_steps = config.eval_steps or steps_per_epoch
+    if config.sync_batchnorm:
+        model = classifier.synchronise_batch_norm(model, accelerator.device)
+    advice = classifier.batch_norm_advice(model, config.batch, accelerator.num_processes)
+    trainable, total = models.count_parameters(model)
+    if config.speed.torch_compile and accelerator.distributed_type == DistributedType.FSDP:
+        models.compile_blocks(model)  # which FSDP gathers one by one
+    elif config.speed.torch_compile:
+        model.compile()
+    optimizers = optim.build(model, config.optim)
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    classifier.training_mode(model)
+    class_weights = data.class_weights().to(accelerator.device) if config.class_weights == "balanced" else None
+    ema = WeightCopy(accelerator, model) if config.ema_decay else None
+    best = WeightCopy(accelerator, model) if config.metric_for_best_model != "none" else None
+
+    # Resume ------------------------------------------------------------------------------------------------------
+    identity = {"data": data.identity, "global_batch_size": config.batch.global_batch_size, "seed": config.batch.seed}
+    copies = {name: copy for name, copy in (("ema", ema), ("best", best)) if copy is not None}
+    keep = config.checkpoint.save_total_limit
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=keep, identity=identity, copies=copies)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    if (state.step >= total_steps or state.notes.get("stopped_early")) and (run_dir / "final").exists():
+        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        return
+    if accelerator.is_main_process:
+        configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
+    launch.summary(
+        "image_classification",
+        {
+            "run on": launch.strategy(accelerator),
+            "data": data.about,
+            "model": f"{type(accelerator.unwrap_model(model)).__name__}, {trainable:,} of {total:,} parameters trained",
+            "images": f"{image_size} x {image_size} pixels",
+            "batch": launch.batch_line(config.batch, accelerator, accumulation, "images"),
+            "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.1f} epochs",
+            "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
+            "output": run_dir,
+        },
+    )
+    if advice:
+        launch.say(advice)
+
+    # Train -------------------------------------------------------------------------------------------------------
+    settings = configs.flatten(config)
+    logger = metrics.Logger(
+        *(accelerator, config.log, run_dir, state, total_steps, settings),
+        template="image_classification",
+        unit="images",
+        flops=flops,
+    )
+
+    def evaluate_and_log() -> None:
+        with ema.swapped_in() if ema else contextlib.nullcontext():
+            values = evaluate(accelerator, model, eval_loader, to_model, classes).summary()
+            score = values.get(f"eval_{config.metric_for_best_model}", 0.0)
+            score = -score if config.metric_for_best_model == "loss" else score
+            if best is not None and score > state.notes.get("best_score", -math.inf):
+                best.take()
+                state.notes |= {"best_score": score, "best_step": state.step}
+        logger.log(values)
+        launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
+
+    for window in logger.waiting(train_loader.windows(state.step, total_steps)):
+        launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
+        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+        scale = steps.loss_scale(accelerator, window.num_targets)
+        step_loss = torch.zeros((), device=accelerator.device)
+        for i, batch in enumerate(window.micro_batches):
+            with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
+                pixels, targets = to_model(batch["pixel_values"]), batch["labels"]
+                if "mix" in batch:
+                    pixels, targets = classifier.mix(pixels, targets, batch["mix"], len(classes))
+                logits = model(pixel_values=pixels).logits.float()
+                losses = F.cross_entropy(
+                    logits, targets, weight=class_weights, label_smoothing=config.label_smoothing, reduction="none"
+                )
+                loss = (losses * (batch["labels"] != IGNORED)).sum()
+                accelerator.backward(loss * scale)
+            step_loss += loss.detach() / window.num_targets
+        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
+        steps.update(accelerator, optimizers)
+        if ema:
+            ema.average_in(min(config.ema_decay, (1 + state.step) / (10 + state.step)))
+
+        state.advance(window)
+        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
+        stopping, last = stop(), state.step == total_steps
+        with logger.pause():
+            if state.step % eval_steps == 0 or last:
+                evaluate_and_log()
+                waited = state.step - state.notes.get("best_step", state.step)
+                if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
+                    last = state.notes["stopped_early"] = True
+                    launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
+            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
+                saver.save(state)
+        if stopping and not last:
+            logger.close()
+            raise steps.Stopped(stop, run_dir, state.step)
+        if last:
+            break
+
+    # Finish ------------------------------------------------------------------------------------------------------
+    chosen = best or ema
+    with chosen.swapped_in() if chosen else contextlib.nullcontext():
+        predictions = evaluate(accelerator, model, eval_loader, to_model, classes)
+        weights = gather_weights(accelerator, model)
+    values = predictions.summary()
+    which = f"step {state.notes['best_step']}" if best else "the last step"
+    launch.say(f"best by {config.metric_for_best_model}: {which}" if best else "weights of the last step")
+    if accelerator.is_main_process:
+        for picture in predictions.write(run_dir, data.validation):
+            logger.log_picture(picture.stem, picture)
+        with checkpoint.whole_folder(run_dir / "final") as folder:
+            accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+            processor.save_pretrained(folder)
+            card = models.card("Image classifier", data.about, values, settings, pipeline_tag="image-classification")
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            if config.export_onnx:
+                launch.say(classifier.export_onnx(folder, image_size))
+    logger.close()
+    launch.say(f"{values['eval_accuracy']:.2%} of {len(data.validation):,} validation images are classified right")
+    launch.say(f"model in {run_dir}/final; confusion_matrix.png, mistakes.png, evaluation.json and curves.png beside it")
+
+
+if __name__ == "__main__":
+    launch.run(main, CONFIG)
