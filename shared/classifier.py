@@ -97,12 +97,12 @@ def training_mode(model: nn.Module) -> None:
 # Preprocessing ---------------------------------------------------------------------------------------------------------
 
 
-def image_processor(name: str | None, image_size: int | None, crop_pct: float | None, default_size: int) -> Any:
+def image_processor(name: str | None, image_size: int | None, crop_pct: float | None) -> Any:
     """What evaluation, and whoever loads final/, does to an image: resize the short side, crop the centre, normalise.
 
     Args:
         name: model whose own sizes, mean, deviation and interpolation are taken; None or one without: ImageNet's.
-        image_size: height and width in pixels; None: the model's, else `default_size`.
+        image_size: height and width in pixels; None: the model's, else 224.
         crop_pct: share of the resized image that the crop keeps; None: the model's, else 0.875.
     """
     own: Any = None
@@ -112,7 +112,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         except ConfigError:
             say(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
-    own_size, own_pct = default_size, 0.875
+    own_size, own_pct = 224, 0.875
     if hasattr(own, "data_config"):  # timm
         timm = own.data_config
         mean, std, own_size, own_pct = list(timm["mean"]), list(timm["std"]), timm["input_size"][-1], timm["crop_pct"]
@@ -120,7 +120,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     elif own is not None:
         mean, std, resample = list(own.image_mean or mean), list(own.image_std or std), own.resample or resample
         edges = dict(own.size)
-        resized = edges.get("shortest_edge") or edges.get("height") or default_size
+        resized = edges.get("shortest_edge") or edges.get("height") or own_size
         if getattr(own, "do_center_crop", None):
             own_size = dict(own.crop_size)["height"]
             own_pct = own_size / resized

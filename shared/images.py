@@ -203,7 +203,8 @@ def prepare(config: ImageConfig) -> ImageData:
         found.append(_rows_of(config, table) if table else _listed(config) if config.train_file else _in_folders(config))
         return _fingerprint(found[0])
 
-    if config.is_demo:
+    is_demo = config.is_demo
+    if is_demo:
         folder = data.build_once(data.cache_dir() / "images" / "sklearn-digits-1", demo.digits)
         config = ImageConfig(train_dir=folder, validation_split_percentage=config.validation_split_percentage)
     key = on_main(look)
@@ -211,6 +212,8 @@ def prepare(config: ImageConfig) -> ImageData:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     source = table or _Files(np.load(folder / "paths.npy", mmap_mode="r"))
     labels = np.load(folder / "labels.npy", mmap_mode="r")
+    if is_demo:
+        meta["name"] = "scikit-learn's handwritten digits"
     return _split(config, source, labels, meta)
 
 

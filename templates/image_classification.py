@@ -20,7 +20,9 @@ from shared.config import ConfigError
 from shared.options import BatchConfig, CheckpointConfig, ImageConfig, LogConfig, OptimConfig, SpeedConfig
 
 DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
-DEMO_IMAGE_SIZE = 32
+# What is None in the config: for the demo's digits, which fill their pictures and have a right way round; for others.
+DEMO = {"image_size": 32, "crop_pct": 1.0, "crop_min_scale": 0.6, "horizontal_flip": 0.0}
+USUAL = {"crop_min_scale": 0.35, "horizontal_flip": 0.5}
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,13 @@ class Config:
     sync_batchnorm: bool = False
     """Let BatchNorm see the images of all ranks, not those of each."""
     image_size: int | None = None
-    """Height and width in pixels (default: the model's own, else 224; 32 for the demo)."""
+    """Height and width in pixels (default: the model's own, else 224)."""
     crop_pct: float | None = None
-    """Share of the image that evaluation crops (default: the model's own, else 0.875; 1 for the demo)."""
-    crop_min_scale: float = 0.35
-    """Training crops hold at least this share of the image's area; 0.08 for long training on large data."""
+    """Share of the image that evaluation crops (default: the model's own, else 0.875)."""
+    crop_min_scale: float | None = None
+    """Least share of the image's area in a training crop (default: 0.35; 0.08 is usual for long training)."""
     horizontal_flip: float | None = None
-    """Probability of a mirrored training image (default: 0.5; 0 for the demo, whose digits would become others)."""
+    """Probability of a mirrored training image (default: 0.5)."""
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
     """RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)."""
     random_erasing: float = 0.0
@@ -146,19 +148,18 @@ def eval_row(row: Row, processor: Any) -> Row:
 
 def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, accelerator: Accelerator):
     """(training windows, validation windows) of uint8 images."""
-    size, flip = processor.crop_size["height"], config.horizontal_flip
-    if flip is None:
-        flip = 0.0 if config.images.is_demo else 0.5
+    size = processor.crop_size["height"]
     augment = {"none": [], "randaugment": [v2.RandAugment()], "trivialaugment": [v2.TrivialAugmentWide()]}
     transform = v2.Compose(
         [
             v2.RandomResizedCrop(size, scale=(config.crop_min_scale, 1.0), interpolation=processor.resample),
-            v2.RandomHorizontalFlip(flip),
+            v2.RandomHorizontalFlip(config.horizontal_flip),
             *augment[config.auto_augment],
             v2.PILToTensor(),
             v2.RandomErasing(config.random_erasing, value=[round(255 * mean) for mean in processor.image_mean]),
         ]
     )
+    assert config.crop_min_scale is not None
     data.train.at_least = math.ceil(size / math.sqrt(0.75 * config.crop_min_scale))  # no crop is smaller than `size`
     batch = config.batch
     if len(data.train) < batch.global_batch_size:
@@ -213,6 +214,8 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, to_mode
 
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
+    defaults = {k: v for k, v in (DEMO if config.images.is_demo else USUAL).items() if getattr(config, k) is None}
+    config = configs.replace(config, **defaults)
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
     accumulation = config.batch.accumulation_steps(accelerator.num_processes)
     stop = steps.StopSignal(accelerator)
@@ -220,8 +223,7 @@ def main(config: Config) -> None:
 
     # Data --------------------------------------------------------------------------------------------------------
     data = images.prepare(config.images)
-    default_size, crop_pct = (DEMO_IMAGE_SIZE, config.crop_pct or 1.0) if config.images.is_demo else (224, config.crop_pct)
-    processor = classifier.image_processor(config.model_name_or_path, config.image_size, crop_pct, default_size)
+    processor = classifier.image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     to_model = ToModel(processor, accelerator.device, channels_last=config.channels_last)
     image_size = processor.crop_size["height"]
 
