@@ -24,11 +24,18 @@ from shared.options import BatchConfig
 # Heads -----------------------------------------------------------------------------------------------------------------
 
 
+HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "head_dist", "score", "fc")
+
+
 def head(model: Any) -> list[nn.Module]:
-    """The modules that turn features into scores: what is outside the backbone."""
+    """The modules that turn features into scores. Raises ConfigError where they have none of the usual names."""
     if hasattr(model, "timm_model"):
-        return [model.timm_model.get_classifier()]
-    return [module for name, module in model.named_children() if name != model.base_model_prefix]
+        found = model.timm_model.get_classifier()
+        return list(found) if isinstance(found, tuple) else [found]
+    heads = [module for name, module in model.named_children() if name in HEADS]
+    if not heads:
+        raise ConfigError(f"{type(model).__name__} has no head named {', '.join(HEADS[:-1])} or {HEADS[-1]}")
+    return heads
 
 
 def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tuple[nn.Module, tuple[str, ...]]:
@@ -40,14 +47,16 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
     Raises:
         ConfigError: it cannot be loaded, or weights of its backbone are missing.
     """
-    known = models.from_hub(AutoConfig, name).id2label
+    config = models.from_hub(AutoConfig, name)
+    known = config.id2label
     keeps_head = set(known.values()) == set(classes) and len(known) == len(classes)
     if keeps_head:
         classes = tuple(known[number] for number in range(len(classes)))
+    name_classes(config, classes)
     model, info = models.from_hub(
         AutoModelForImageClassification,
         name,
-        **label_names(classes),
+        config=config,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
         use_safetensors=True,
@@ -70,9 +79,25 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
     return model, classes
 
 
-def label_names(classes: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a model's config that name its classes."""
-    return {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+def name_classes(config: Any, classes: tuple[str, ...]) -> None:
+    """Put the names of the classes, and so their number, into a model's config."""
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in config.id2label.items()}
+    if hasattr(config, "label_names"):  # timm's own, which would win when the config is saved
+        config.label_names = list(classes)
+
+
+def make_shardable(model: Any) -> None:
+    """Give Accelerate's FSDP2 what it asks of a model and image models lack: no input embeddings, names of blocks."""
+    # Patch embeddings are in blocks already, or none are known.
+    model.get_input_embeddings = lambda: None
+    if not {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ()):
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+        model._no_split_modules = sorted({type(b).__name__ for blocks in lists if _alike(blocks) for b in blocks})
+
+
+def _alike(modules: Any) -> bool:
+    return len({type(module) for module in modules}) == 1 and any(True for module in modules for _ in module.parameters())
 
 
 def freeze_backbone(model: nn.Module) -> None:
@@ -126,6 +151,10 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             own_pct = own_size / resized
         else:
             own_size, own_pct = resized, getattr(own, "crop_pct", None) or own_pct
+    unusual = [k for k in ("do_flip_channel_order", "rescale_offset", "include_top") if getattr(own, k, None)]
+    unusual += ["do_normalize: false"] if getattr(own, "do_normalize", None) is False else []
+    if unusual:
+        say(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
     size, share = image_size or own_size, crop_pct or own_pct
     return BitImageProcessor(
         size={"shortest_edge": round(size / share)},
@@ -162,10 +191,16 @@ def synchronise_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     PyTorch's own, which has no CPU kernel; to rehearse on CPU, the same sums through autograd's collectives.
     """
     if device.type != "cpu":
+        if hasattr(model, "timm_model"):  # whose BatchNorm layers hold activations, which PyTorch's converter drops
+            from timm.layers import convert_sync_batchnorm
+
+            return convert_sync_batchnorm(model)
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
+        if type(module) is nn.BatchNorm2d and module.affine and module.track_running_stats:
             module.__class__ = _SyncBatchNormOnCPU
+        elif isinstance(module, _BatchNorm):
+            raise ConfigError(f"--sync_batchnorm cannot be rehearsed on CPU with this model's {type(module).__name__}")
     return model
 
 
@@ -298,8 +333,6 @@ def export_onnx(folder: Path, image_size: int) -> str:
                     verbose=False,
                 )
             return f"model.onnx takes {size}"
-        except ImportError:
-            raise ConfigError("--export_onnx needs onnxscript: pip install onnx onnxscript") from None
         except Exception as error:  # the exporter's own types are not public
             problem = str(error).splitlines()[0]
     return f"warning: model.onnx could not be written ({problem}); everything else in final/ is complete"

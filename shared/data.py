@@ -341,6 +341,7 @@ class Loader:
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if self.num_workers else None,
             worker_init_fn=_ignore_stop_signals,
+            generator=torch.Generator(),  # leave the global one alone
         )
         atexit.register(_end_readers, weakref.ref(reader))
         return reader

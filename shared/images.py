@@ -75,7 +75,7 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
     except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
         empty = not (source.stat().st_size if isinstance(source, Path) and source.is_file() else len(bytes(source)))
         unknown = isinstance(error, Image.UnidentifiedImageError)
-        reason = "the file is empty" if empty else "not an image" if unknown else str(error).splitlines()[0][:100]
+        reason = "the file is empty" if empty else "not an image" if unknown else (str(error).splitlines() or [""])[0][:100]
         raise BadImage(reason or type(error).__name__) from None
 
 
@@ -83,13 +83,19 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
 
 
 class _Files:
-    """Images in files; the paths are one array, which reading processes share instead of copying."""
+    """Images in files.
 
-    def __init__(self, paths: np.ndarray) -> None:
-        self.paths = paths
+    Args:
+        text: uint8, all paths one after the other: an array, which reading processes share instead of copying.
+        ends: [n] int64, where each path ends in it.
+    """
+
+    def __init__(self, text: np.ndarray, ends: np.ndarray) -> None:
+        self.text, self.ends = text, ends
 
     def __getitem__(self, index: int) -> Path:
-        return Path(os.fsdecode(bytes(self.paths[index])))
+        start = self.ends[index - 1] if index else 0
+        return Path(os.fsdecode(self.text[start : self.ends[index]].tobytes()))
 
     def where(self, index: int) -> str:
         return str(self[index])
@@ -100,6 +106,7 @@ class _Table:
 
     def __init__(self, name: str, parts: dict[str, Any], column: str) -> None:
         self.name, self.parts, self.column = name, parts, column
+        self.pictures = {split: part.select_columns([column]) for split, part in parts.items()}
 
     def _find(self, index: int) -> tuple[str, int]:
         for split, part in self.parts.items():
@@ -110,7 +117,7 @@ class _Table:
 
     def __getitem__(self, index: int) -> Path | bytes:
         split, row = self._find(index)
-        value = self.parts[split][row][self.column]
+        value = self.pictures[split][row][self.column]
         if value is None or (value["bytes"] is None and value["path"] is None):
             raise BadImage("no image")
         return value["bytes"] if value["bytes"] is not None else Path(value["path"])
@@ -210,7 +217,10 @@ def prepare(config: ImageConfig) -> ImageData:
     key = on_main(look)
     folder = data.build_once(data.cache_dir() / "images" / key, lambda into: _write(found[0], table, into))
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    source = table or _Files(np.load(folder / "paths.npy", mmap_mode="r"))
+    source = table or _Files(np.load(folder / "paths.npy", mmap_mode="r"), np.load(folder / "ends.npy", mmap_mode="r"))
+    # What failed once, for want of a permission or a decoder, may be readable now.
+    look_again = _Look(source)
+    meta["bad"] = on_main(lambda: [(number, why) for number, _ in meta["bad"] if (why := look_again[number])])
     labels = np.load(folder / "labels.npy", mmap_mode="r")
     if is_demo:
         meta["name"] = "scikit-learn's handwritten digits"
@@ -225,18 +235,23 @@ def _write(found: _Found, table: _Table | None, into: Path) -> None:
     source: _Files | _Table
     if table is None:
         assert found.paths is not None
-        paths = np.array([os.fsencode(path) for path in found.paths])
-        np.save(into / "paths.npy", paths)
-        source = _Files(paths)
+        encoded = [os.fsencode(path) for path in found.paths]
+        text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
+        np.save(into / "paths.npy", text)
+        np.save(into / "ends.npy", ends)
+        source = _Files(text, ends)
     else:
         source = table
     meta: dict[str, Any] = {"name": found.name, "about": found.about, "classes": names, "held_out_from": found.held_out_from}
     meta["bad"] = _look_at_all(source, len(labels))
-    # What is learned from, wherever it is kept: labels, and the contents' sizes for files.
-    sizes = [os.path.getsize(p) if os.path.isfile(p) else -1 for p in found.paths or []]
-    names_only = [os.path.basename(p) for p in found.paths or []]
-    content = json.dumps([found.labels, sizes, names_only, found.held_out_from, len(labels), meta["bad"]])
-    meta["identity"] = hashlib.sha256(content.encode()).hexdigest()
+    # What is learned from, wherever and whenever it was put: labels, and files' names and sizes.
+    digest = hashlib.sha256(f"{found.held_out_from} {len(labels)}".encode())
+    for number, label in enumerate(found.labels):
+        path = found.paths[number] if found.paths else ""
+        size = os.path.getsize(path) if os.path.isfile(path) else -1
+        digest.update(f"{label} {os.path.basename(path)} {size}\n".encode(errors="surrogateescape"))
+    meta["identity"] = digest.hexdigest()
     (into / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -259,12 +274,13 @@ def _look_at_all(source: _Files | _Table, count: int) -> list[tuple[int, str]]:
     say(f"reading {count:,} images once, to find those that are damaged")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = cores if count > 5000 else 0
-    loader: DataLoader = (
-        DataLoader(
-            _Look(source), sampler=range(count), batch_size=64, num_workers=workers, collate_fn=list, prefetch_factor=4
-        )
-        if workers
-        else DataLoader(_Look(source), sampler=range(count), batch_size=64, collate_fn=list)
+    loader: DataLoader = DataLoader(
+        _Look(source),
+        sampler=range(count),
+        batch_size=64,
+        num_workers=workers,
+        collate_fn=list,
+        generator=torch.Generator(),  # a run that finds the images looked at already must draw the same initial weights
     )
     quiet = not (is_main_rank() and sys.stderr.isatty())
     reasons: list[str] = []
@@ -316,7 +332,7 @@ def _split(config: ImageConfig, source: _Files | _Table, labels: np.ndarray, met
     if bad:
         about += f"; {len(bad):,} that cannot be read are left out"
     split = hashlib.sha256(validation.tobytes()).hexdigest()
-    identity = data.fingerprint(content=meta["identity"], split=split)
+    identity = data.fingerprint(content=meta["identity"], split=split, bad=sorted(bad))
     return ImageData(Images(source, train), Images(source, validation), tuple(names), identity, about)
 
 
@@ -363,7 +379,12 @@ def _in_folders(config: ImageConfig) -> _Found:
     assert root is not None
     train, validation = root, config.validation_dir
     inside = {path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    if "train" in inside and inside <= {"train", "test", *VALIDATION}:
+    others = inside - {"train", "test", *VALIDATION}
+    if others and "train" in inside and inside & set(VALIDATION):
+        raise ConfigError(
+            f"{root}: holds train/ and a validation folder, but {min(others)}/ too: name train/ with --train_dir"
+        )
+    if "train" in inside and not others:
         train = root / "train"
         validation = validation or next((root / name for name in VALIDATION if name in inside), None)
     labels, paths = _class_folders(train, training=True)
@@ -401,6 +422,8 @@ def _listed(config: ImageConfig) -> _Found:
     held_out_from = None
     for flag in ("train_file", "validation_file"):
         for file in records.find_files(getattr(config, flag), flag=flag) if getattr(config, flag) else []:
+            if file.suffix.lower() in SUFFIXES:
+                raise ConfigError(f"--{flag} {file}: a picture, not a list of pictures; folders of them go with --train_dir")
             if flag == "validation_file" and held_out_from is None:
                 held_out_from = len(paths)
             for where, record in records.read_records([file]):
@@ -408,7 +431,7 @@ def _listed(config: ImageConfig) -> _Found:
                 label = record[_column(record, config.label_column, LABEL_COLUMNS, "label_column", where)]
                 if not isinstance(image, str) or not image:
                     raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
-                if isinstance(label, bool | float | list | dict) or label in (None, ""):
+                if not isinstance(label, str | int) or label == "":
                     raise ConfigError(f"{where}: the label is {records.kind(label)}, expected a name or a number")
                 paths.append(os.path.join(file.parent, image))
                 labels.append(str(label))
@@ -438,8 +461,7 @@ def _open_table(config: ImageConfig) -> _Table:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"--dataset_name {name}: {first_line}") from None
 
-    on_main(lambda: load() and None)
-    splits = load()
+    splits = load()  # on every rank: the library lets one download and the others wait, however long that takes
     if "train" not in splits:
         raise ConfigError(f"--dataset_name {name}: no split 'train' (has: {', '.join(splits)})")
     held_out = config.validation_split_name or next((split for split in VALIDATION if split in splits), None)
@@ -461,6 +483,8 @@ def _rows_of(config: ImageConfig, table: _Table) -> _Found:
         for row, value in enumerate(part[column]):
             if value is None or value == -1:  # -1: what test sets without labels have
                 raise ConfigError(f"{table.name}:{split}: row {row}: no label")
+            if not isinstance(value, str | int):
+                raise ConfigError(f"{table.name}:{split}: row {row}: the label is {records.kind(value)}, expected one class")
             labels.append(str(to_name(value)))
     splits = list(table.parts)
     held_out_from = len(table.parts["train"]) if len(splits) > 1 else None

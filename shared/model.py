@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -163,8 +164,13 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
     """
     if setting == "none":
         return
+    if any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules()):
+        raise ConfigError("--gradient_checkpointing would count each batch twice in the statistics of BatchNorm")
     if hasattr(model, "timm_model") and setting == "full":
-        model.timm_model.set_grad_checkpointing(True)  # type: ignore[operator, union-attr]
+        try:
+            model.timm_model.set_grad_checkpointing(True)  # type: ignore[operator, union-attr]
+        except (AssertionError, AttributeError):
+            raise ConfigError("this timm model does not support --gradient_checkpointing") from None
         return
     every = 1 if setting == "full" else int(setting)
 

@@ -78,7 +78,7 @@ class OptimConfig:
 
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
     """adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes. sgd:
-    with Nesterov momentum."""
+    with Nesterov momentum; its --weight_decay is usually 1e-4 and less."""
     learning_rate: float = 3e-4
     """Peak learning rate, of AdamW's parameters and (scaled to the same update size) of Muon's."""
     weight_decay: float = 0.1
@@ -128,7 +128,7 @@ class SpeedConfig:
     gradient_checkpointing: str = "none"
     """none, full, or N: recompute the activations of every N-th block in the backward pass to save memory."""
     torch_compile: bool = False
-    """Compile each block with torch.compile; needs a C compiler, and pays off from some minutes of training on."""
+    """torch.compile each block (image models whole); needs a C compiler, pays off from some minutes of training on."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
     """Attention kernel; flash_attention_* need their own packages."""
 

@@ -22,11 +22,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def _reshard(model: nn.Module) -> None:
+    """Drop weights that FSDP2 has gathered, perhaps in 16 bits, for a forward and not let go of yet."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gather_weights(
     accelerator: Accelerator, model: nn.Module, *, trainable_only: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
     """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank calls this."""
     model = accelerator.unwrap_model(model)
+    _reshard(model)
     weights = {}
     values: dict[str, torch.Tensor] = dict(model.named_parameters())
     if trainable_only:
@@ -35,7 +43,8 @@ def gather_weights(
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if accelerator.is_main_process:
             cast = dtype is not None and full.is_floating_point()
-            weights[name] = full.detach().to("cpu", dtype if cast else None).contiguous()
+            copy = full.detach().to("cpu", dtype if cast else None, copy=True)  # training may go on meanwhile
+            weights[name] = copy.contiguous()
     return weights
 
 
@@ -106,6 +115,4 @@ class WeightCopy:
             kept = theirs.clone()
             theirs.copy_(mine)
             mine.copy_(kept)
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # or a forward would go on with the gathered weights of the one before
+        _reshard(self.model)  # or a forward would go on with the gathered weights of the one before

@@ -10,6 +10,7 @@ The recipes are those of "ResNet strikes back" (Wightman et al., arXiv 2110.0047
 """
 
 import contextlib
+import importlib.util
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,6 +110,8 @@ class Config:
                 raise ConfigError(f"--{name} must not be negative")
         if self.early_stopping_patience and self.metric_for_best_model == "none":
             raise ConfigError("--early_stopping_patience needs a --metric_for_best_model")
+        if self.export_onnx and not importlib.util.find_spec("onnxscript"):
+            raise ConfigError("--export_onnx needs onnxscript: pip install onnxscript")
         if self.eval_steps is not None and self.eval_steps < 1:
             raise ConfigError(f"--eval_steps must be at least 1, not {self.eval_steps}")
 
@@ -132,6 +135,14 @@ from shared.data import IGNORED, Loader, Order, Row
 from shared.images import ImageData
 from shared.report import Predictions, scores
 from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+
+
+def with_defaults(config: Config) -> Config:
+    """The config with values for what was left open."""
+    values: dict[str, Any] = USUAL
+    if config.images.is_demo:
+        values = {k: v for k, v in DEMO.items() if k in USUAL or not config.model_name_or_path}
+    return configs.replace(config, **{k: v for k, v in values.items() if getattr(config, k) is None})
 
 
 def train_row(row: Row, transform: v2.Compose, mixup_alpha: float, cutmix_alpha: float) -> Row:
@@ -195,7 +206,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
     if hasattr(architecture, "image_size"):
         architecture.image_size = image_size
     models.override(architecture, config.config_overrides)
-    architecture.id2label, architecture.label2id = classifier.label_names(classes).values()
+    classifier.name_classes(architecture, classes)
     return AutoModelForImageClassification.from_config(architecture, dtype=torch.float32, **options), classes
 
 
@@ -214,11 +225,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, to_mode
 
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
-    defaults = {k: v for k, v in (DEMO if config.images.is_demo else USUAL).items() if getattr(config, k) is None}
-    config = configs.replace(config, **defaults)
+    config = with_defaults(config)
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
     accumulation = config.batch.accumulation_steps(accelerator.num_processes)
-    stop = steps.StopSignal(accelerator)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded and config.channels_last:
+        raise ConfigError("--channels_last does not work with FSDP, which shards contiguous weights only")
     run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "image_classification")
 
     # Data --------------------------------------------------------------------------------------------------------
@@ -230,20 +242,22 @@ def main(config: Config) -> None:
     # Model and optimizer -----------------------------------------------------------------------------------------
     model, classes = build_model(config, data.classes, image_size)
     data = data.numbered_as(classes)
-    model.to(accelerator.device).to(memory_format=to_model.memory_format)
-    blank = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=accelerator.device)
-    flops = models.measure(model, {"pixel_values": to_model(blank)})
+    if not sharded:  # then it may not fit
+        model.to(accelerator.device).to(memory_format=to_model.memory_format)
+    with accelerator.autocast():
+        flops = models.measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size).to(model.device)})
     models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     train_loader, eval_loader = build_loaders(config, data, processor, model, accelerator)
     steps_per_epoch = train_loader.order.steps_per_epoch
     default_steps = DEMO_EPOCHS * steps_per_epoch if config.images.is_demo else None
     total_steps = config.batch.total_steps(steps_per_epoch, default=default_steps)
     eval_steps = config.eval_steps or steps_per_epoch
+    classifier.make_shardable(model)
     if config.sync_batchnorm:
         model = classifier.synchronise_batch_norm(model, accelerator.device)
     advice = classifier.batch_norm_advice(model, config.batch, accelerator.num_processes)
     trainable, total = models.count_parameters(model)
-    if config.speed.torch_compile and accelerator.distributed_type == DistributedType.FSDP:
+    if config.speed.torch_compile and sharded:
         models.compile_blocks(model)  # which FSDP gathers one by one
     elif config.speed.torch_compile:
         model.compile()
@@ -255,12 +269,21 @@ def main(config: Config) -> None:
     best = WeightCopy(accelerator, model) if config.metric_for_best_model != "none" else None
 
     # Resume ------------------------------------------------------------------------------------------------------
-    identity = {"data": data.identity, "global_batch_size": config.batch.global_batch_size, "seed": config.batch.seed}
+    identity = {
+        "data": data.identity,
+        "global_batch_size": config.batch.global_batch_size,
+        "seed": config.batch.seed,
+        "metric_for_best_model": config.metric_for_best_model,
+        "ema": ema is not None,
+    }
     copies = {name: copy for name, copy in (("ema", ema), ("best", best)) if copy is not None}
     keep = config.checkpoint.save_total_limit
     saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=keep, identity=identity, copies=copies)
     state = saver.resume(config.checkpoint.resume_from_checkpoint)
-    if (state.step >= total_steps or state.notes.get("stopped_early")) and (run_dir / "final").exists():
+    limits = [total_steps, config.early_stopping_patience]
+    if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
+        state.notes["stopped_early"], total_steps = limits, state.step
+    if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
     if accelerator.is_main_process:
@@ -295,12 +318,20 @@ def main(config: Config) -> None:
             values = evaluate(accelerator, model, eval_loader, to_model, classes).summary()
             score = values.get(f"eval_{config.metric_for_best_model}", 0.0)
             score = -score if config.metric_for_best_model == "loss" else score
-            if best is not None and score > state.notes.get("best_score", -math.inf):
+            if best is not None and ("best_step" not in state.notes or score > state.notes["best_score"]):
                 best.take()
-                state.notes |= {"best_score": score, "best_step": state.step}
+                state.notes |= {"best_score": -math.inf if math.isnan(score) else score, "best_step": state.step}
+        waited = state.step - state.notes.get("best_step", state.step)
+        if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
+            state.notes["stopped_early"] = limits
+            launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
         logger.log(values)
         launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
 
+    stop = steps.StopSignal(accelerator)
+    if state.notes.pop("evaluation_due", False):
+        evaluate_and_log()
+        total_steps = state.step if "stopped_early" in state.notes else total_steps
     for window in logger.waiting(train_loader.windows(state.step, total_steps)):
         launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
         learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
@@ -328,14 +359,14 @@ def main(config: Config) -> None:
         stopping, last = stop(), state.step == total_steps
         with logger.pause():
             if state.step % eval_steps == 0 or last:
-                evaluate_and_log()
-                waited = state.step - state.notes.get("best_step", state.step)
-                if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
-                    last = state.notes["stopped_early"] = True
-                    launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
+                if stopping:  # there may be no time for it now
+                    state.notes["evaluation_due"] = True
+                else:
+                    evaluate_and_log()
+                last = last or "stopped_early" in state.notes
             if state.step % config.checkpoint.save_steps == 0 or last or stopping:
                 saver.save(state)
-        if stopping and not last:
+        if stopping:
             logger.close()
             raise steps.Stopped(stop, run_dir, state.step)
         if last:
@@ -347,8 +378,7 @@ def main(config: Config) -> None:
         predictions = evaluate(accelerator, model, eval_loader, to_model, classes)
         weights = gather_weights(accelerator, model)
     values = predictions.summary()
-    which = f"step {state.notes['best_step']}" if best else "the last step"
-    launch.say(f"best by {config.metric_for_best_model}: {which}" if best else "weights of the last step")
+    launch.say(f"best by {config.metric_for_best_model}: step {state.notes['best_step']}" if best else "weights of the end")
     if accelerator.is_main_process:
         for picture in predictions.write(run_dir, data.validation):
             logger.log_picture(picture.stem, picture)

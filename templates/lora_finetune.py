@@ -232,7 +232,6 @@ def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
     accumulation = config.batch.accumulation_steps(accelerator.num_processes)
-    stop = steps.StopSignal(accelerator)
     run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "lora_finetune")
 
     # Data --------------------------------------------------------------------------------------------------------
@@ -313,6 +312,7 @@ def main(config: Config) -> None:
             logger.log_table("generations", ["step", "prompt", "reference", "output"], [[str(state.step), *r] for r in rows])
         return values
 
+    stop = steps.StopSignal(accelerator)
     if state.step == 0:
         with logger.pause():
             state.notes["before"] = evaluate_and_log(generate=True)

@@ -193,7 +193,6 @@ def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
     accumulation = config.batch.accumulation_steps(accelerator.num_processes)
-    stop = steps.StopSignal(accelerator)
 
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
@@ -258,6 +257,7 @@ def main(config: Config) -> None:
         launch.say("  " + repr(config.sample_prompt + text))
         return values
 
+    stop = steps.StopSignal(accelerator)
     if state.step == 0:
         with logger.pause():
             evaluate_and_log()

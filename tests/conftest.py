@@ -83,6 +83,49 @@ def tiny_model(tmp_path_factory) -> Path:
     return folder
 
 
+def paint(path: Path, kind: int, number: int, size: tuple[int, int]) -> None:
+    """A picture whose class shows in where it is bright, with noise."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng((kind, number))
+    pixels = rng.integers(0, 90, (size[1], size[0], 3))
+    height = size[1] // 3
+    pixels[kind * height : (kind + 1) * height, :, kind] += 150
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory) -> Path:
+    """53 training and 17 validation pictures of 3 classes: multiples of nothing, of many sizes."""
+    folder = tmp_path_factory.mktemp("images")
+    names = ("cat", "dog", "owl")
+    for split, count in (("train", 53), ("val", 17)):
+        for number in range(count):
+            size = (20 + 7 * number % 23, 18 + 5 * number % 19)
+            paint(folder / split / names[number % 3] / f"{number}.png", number % 3, 1000 * count + number, size)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def architectures(tmp_path_factory) -> Path:
+    """Folders of tiny architectures: convnext and vit (LayerNorm), resnet (BatchNorm), timm (a ResNet of timm's)."""
+    from transformers import ConvNextConfig, ResNetConfig, TimmWrapperConfig, ViTConfig
+
+    folder = tmp_path_factory.mktemp("architectures")
+    attention = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+    configs = {
+        "convnext": ConvNextConfig(num_stages=2, hidden_sizes=[16, 32], depths=[1, 2], patch_size=2),
+        "vit": ViTConfig(**attention, image_size=16, patch_size=4, hidden_dropout_prob=0.1),
+        "resnet": ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"),
+        "timm": TimmWrapperConfig(architecture="resnet10t"),
+    }
+    for name, config in configs.items():
+        config.save_pretrained(folder / name)
+    return folder
+
+
 @dataclass
 class Run:
     """What a run left behind."""

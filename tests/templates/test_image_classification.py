@@ -1,0 +1,396 @@
+"""image_classification.py, launched for real."""
+
+import json
+import math
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForImageClassification, pipeline
+
+from shared import optim
+from shared.config import ConfigError
+from tests.conftest import Run, paint, run, run_and_kill, run_here
+
+AUGMENTED = (
+    *("--auto_augment", "randaugment", "--random_erasing", 0.3, "--mixup_alpha", 0.3, "--cutmix_alpha", 1.0),
+    *("--crop_min_scale", 0.5),
+)
+
+
+@pytest.fixture(scope="module")
+def base(image_folder, architectures):
+    """Flags of a tiny run with every augmentation, whose epochs end in a ragged global batch."""
+    return (
+        *("--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16, *AUGMENTED),
+        *("--learning_rate", 3e-3, "--global_batch_size", 8, "--per_device_eval_batch_size", 4, "--ema_decay", 0.7),
+        *("--max_steps", 12, "--eval_steps", 6, "--save_steps", 6, "--save_total_limit", 5, "--dataloader_num_workers", 0),
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process(base, tmp_path_factory):
+    return run("image_classification", tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8)
+
+
+def evaluation(folder) -> dict:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def assert_same_learning(a, b, tolerance=1e-5):
+    assert a.losses.keys() == b.losses.keys()
+    for step, loss in a.losses.items():
+        assert b.losses[step] == pytest.approx(loss, rel=tolerance), step
+    assert b.last("eval_loss") == pytest.approx(a.last("eval_loss"), rel=tolerance)
+    for name, value in a.weights().items():
+        # AdamW divides by the root of tiny second moments, which magnifies the rounding of a sum's order.
+        torch.testing.assert_close(b.weights()[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("processes", "per_device", "config", "strategy"),
+    [
+        (1, 2, None, "1 process on cpu, fp32"),
+        (2, 4, "ddp", "DDP x 2 on cpu, fp32"),
+        (2, 2, "ddp", "DDP x 2 on cpu, fp32"),
+        (2, 2, "fsdp2", "FSDP2 x 2 on cpu, fp32"),
+        (4, 2, "ddp", "DDP x 4 on cpu, fp32"),
+    ],
+)
+def test_learns_the_same_however_launched(one_process, base, tmp_path, processes, per_device, config, strategy):
+    flags = (*base, "--per_device_train_batch_size", per_device)
+    other = run("image_classification", tmp_path, *flags, processes=processes, config=config)
+    assert (other.manifest(12)["world_size"], other.manifest(12)["strategy"]) == (processes, strategy)
+    assert_same_learning(one_process, other)
+    assert evaluation(other.folder)["images"] == 17  # on any number of processes, of which it is no multiple
+    ours, theirs = evaluation(other.folder), evaluation(one_process.folder)
+    assert ours["classes"] == theirs["classes"] and ours["accuracy"] == theirs["accuracy"]
+
+
+def test_an_epoch_of_this_set_ends_in_a_ragged_batch(one_process):
+    """What the tests above rely on."""
+    counts = [row["images"] for row in one_process.rows if "images" in row]
+    assert set(np.diff([0, *counts]).tolist()) == {8, 5}
+
+
+@pytest.mark.parametrize("architecture", ["vit", "resnet", "timm"])
+def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
+    """Under FSDP2, as under DDP: the moving average and the best weights, too."""
+    flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
+    flags = (*flags, "--config_overrides", "hidden_dropout_prob=0.0") if architecture == "vit" else flags
+    sharded = run("image_classification", tmp_path / "fsdp2", *flags, processes=2, config="fsdp2")
+    ddp = run("image_classification", tmp_path / "ddp", *flags, processes=2)
+    assert sharded.manifest(12)["strategy"] == "FSDP2 x 2 on cpu, fp32"
+    assert_same_learning(ddp, sharded, tolerance=1e-4)
+
+
+def test_synchronised_batchnorm_learns_the_same_on_two_processes(base, architectures, tmp_path):
+    flags = (*base, "--config_name", architectures / "resnet")
+    one = run("image_classification", tmp_path / "one", *flags, "--per_device_train_batch_size", 8)
+    two = (*flags, "--per_device_train_batch_size", 4)
+    synchronised = run("image_classification", tmp_path / "two", *two, "--sync_batchnorm", processes=2)
+    assert_same_learning(one, synchronised, tolerance=1e-4)
+    statistics = [name for name in one.weights() if name.endswith("running_var")]
+    assert statistics
+    apart = run("image_classification", tmp_path / "apart", *two, processes=2)
+    assert "BatchNorm takes its statistics from 4 images" in apart.output and "--sync_batchnorm" in apart.output
+    assert apart.losses[12] != pytest.approx(one.losses[12], rel=1e-4)
+
+
+def test_equals_a_plain_loop(architectures, tmp_path):
+    """A hand-written loop with none of shared/; all images in each batch, so order plays no part."""
+    names = ("cat", "dog", "owl")
+    pictures = [(number % 3, tmp_path / "data/train" / names[number % 3] / f"{number:02}.png") for number in range(21)]
+    held_out = [(number % 3, tmp_path / "data/val" / names[number % 3] / f"{number:02}.png") for number in range(7)]
+    for number, (kind, path) in enumerate(pictures + held_out):
+        paint(path, kind, number, (24, 24))
+    steps, peak, warmup = 6, 3e-3, 2
+    theirs = run(
+        *("image_classification", tmp_path / "run", "--train_dir", tmp_path / "data", "--image_size", 16),
+        *("--model_name_or_path", _saved_model(architectures / "convnext", tmp_path / "model")),
+        *("--crop_min_scale", 1, "--horizontal_flip", 0, "--crop_pct", 1, "--label_smoothing", 0.1),
+        *("--learning_rate", peak, "--weight_decay", 0.1, "--warmup_ratio", warmup / steps, "--max_steps", steps),
+        *("--max_grad_norm", 0.5, "--global_batch_size", 21, "--per_device_train_batch_size", 21),
+        *("--class_weights", "balanced", "--metric_for_best_model", "none", "--dataloader_num_workers", 0),
+    )
+
+    def load(chosen):
+        mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+        images = [np.asarray(Image.open(path).resize((16, 16), Image.Resampling.BICUBIC)) for _, path in chosen]
+        pixels = torch.tensor(np.stack(images)).float() / 255
+        return ((pixels - mean) / std).permute(0, 3, 1, 2), torch.tensor([kind for kind, _ in chosen])
+
+    pixels, labels = load(pictures)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}]
+    groups += [{"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.999), eps=1e-8)
+    for step in range(steps):
+        rate = peak * (step + 1) / warmup
+        if step >= warmup:
+            rate = peak * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        logits = model(pixel_values=pixels).logits
+        loss = F.cross_entropy(logits, labels, label_smoothing=0.1)  # 7 images of each class: balanced weights are 1
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert theirs.losses[step + 1] == pytest.approx(loss.item(), rel=1e-5)
+    weights = theirs.weights()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=2e-5)
+
+
+def _saved_model(architecture, folder, classes=("cat", "dog", "owl"), seed=0):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(architecture)
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in config.id2label.items()}
+    torch.manual_seed(seed)
+    AutoModelForImageClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_killed_in_mid_epoch_continues_bit_for_bit(base, architectures, tmp_path):
+    """SIGKILL with augmentation, mixing, dropout, moving average, best weights and reading processes all on."""
+    flags = (*base, "--config_name", architectures / "vit", "--per_device_train_batch_size", 4)
+    flags = (*flags, "--dataloader_num_workers", 2, "--eval_steps", 4)
+    whole = run("image_classification", tmp_path / "whole", *flags)
+    killed = run_and_kill("image_classification", tmp_path / "killed", *flags, at_line="step 9/12")
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed/final").exists()
+    again = run("image_classification", tmp_path / "killed", *flags)
+    assert "resumed from" in again.output and "at step 6" in again.output  # 7 steps are an epoch
+    assert again.losses == whole.losses
+    ours, theirs = again.weights(), whole.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert evaluation(tmp_path / "killed") == evaluation(tmp_path / "whole")
+    assert "is finished" in run("image_classification", tmp_path / "killed", *flags).output
+
+
+def test_stopped_on_two_processes_continues_bit_for_bit(base, architectures, tmp_path):
+    """With BatchNorm, whose statistics are each rank's own between evaluations."""
+    flags = (*base, "--config_name", architectures / "resnet", "--per_device_train_batch_size", 4)
+    whole = run("image_classification", tmp_path / "whole", *flags, processes=2)
+    stopping = {"at_line": "step 4/12", "number": signal.SIGTERM, "processes": 2}
+    stopped = run_and_kill("image_classification", tmp_path / "stopped", *flags, **stopping)
+    assert stopped.returncode != 0 and "stopped by SIGTERM at step" in stopped.output
+    again = run("image_classification", tmp_path / "stopped", *flags, processes=2)
+    assert again.losses == whole.losses
+    for name, value in whole.weights().items():
+        if "running" in name:  # averaged once more on the way: equal to rounding
+            torch.testing.assert_close(again.weights()[name], value, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(again.weights()[name], value), name
+
+
+@pytest.mark.parametrize("architecture", ["convnext", "resnet", "timm"])
+def test_final_gives_the_same_answers_in_a_pipeline(image_folder, architectures, base, tmp_path, architecture):
+    flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 8, "--image_size", 32)
+    run_here("image_classification", *flags, "--output_dir", tmp_path)
+    classify = pipeline("image-classification", model=str(tmp_path / "final"), device="cpu")
+    report = evaluation(tmp_path)
+    paths = sorted((image_folder / "val").glob("*/*.png"))
+    answers = {str(path): classify(str(path))[0] for path in paths}
+    right = [answers[str(path)]["label"] == path.parent.name for path in paths]
+    assert sum(right) / len(paths) == report["accuracy"]
+    for mistake in report["mistakes"]:
+        assert answers[mistake["image"]]["label"] == mistake["predicted"]
+        assert answers[mistake["image"]]["score"] == pytest.approx(mistake["confidence"], abs=1e-3)
+    assert classify.model.config.label2id == {"cat": 0, "dog": 1, "owl": 2}
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"confusion_matrix.png", "evaluation.json", "curves.png", "final", "config.yaml", "metrics.jsonl"} <= files
+
+
+def test_onnx_gives_the_same_logits(architectures, base, tmp_path):
+    import onnxruntime
+
+    run_here("image_classification", *base, "--output_dir", tmp_path, *("--per_device_train_batch_size", 8, "--export_onnx"))
+    session = onnxruntime.InferenceSession(tmp_path / "final/model.onnx")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "final")
+    for batch in (1, 5):
+        images = torch.randn(batch, 3, 16, 16)
+        (logits,) = session.run(None, {"pixel_values": images.numpy()})
+        torch.testing.assert_close(torch.tensor(logits), model(pixel_values=images).logits.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--channels_last",),
+        ("--torch_compile",),
+        ("--dataloader_num_workers", "2"),
+        ("--gradient_checkpointing", "full", "--config_name", "vit"),
+    ],
+    ids=lambda e: e[0].strip("-"),
+)
+def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, architectures, tmp_path, extra):
+    flags, reference = (*base, "--per_device_train_batch_size", 8), one_process
+    if "vit" in extra:
+        flags, extra = (*flags, "--config_name", architectures / "vit"), extra[:2]
+        run_here("image_classification", *flags, "--output_dir", tmp_path / "reference")
+        reference = Run(tmp_path / "reference", 0, "")
+    run_here("image_classification", *flags, "--output_dir", tmp_path / "run", *extra)
+    assert_same_learning(reference, Run(tmp_path / "run", 0, ""), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_other_optimizers_and_layer_decay_learn_and_resume(base, architectures, tmp_path, optimizer):
+    flags = (*base, "--per_device_train_batch_size", 8, "--optim", optimizer, "--layer_decay", 0.7)
+    flags = (*flags, "--learning_rate", 0.05 if optimizer == "sgd" else 5e-3, "--max_steps", 24, "--save_steps", 12)
+    flags = (*flags, "--config_name", architectures / "vit")
+    run_here("image_classification", *flags, "--output_dir", tmp_path / "whole")
+    losses = list(Run(tmp_path / "whole", 0, "").losses.values())
+    evaluations = [row["eval_loss"] for row in Run(tmp_path / "whole", 0, "").rows if "eval_loss" in row]
+    assert evaluations[-1] < evaluations[0]
+    start = ("--resume_from_checkpoint", tmp_path / "whole/checkpoint-000012")
+    run_here("image_classification", *flags, "--output_dir", tmp_path / "resumed", *start)
+    assert list(Run(tmp_path / "resumed", 0, "").losses.values()) == losses[12:]
+
+
+def test_linear_probing_changes_the_head_alone(base, architectures, tmp_path):
+    """The head is new, since the classes differ; weights and statistics of the backbone stay what they were."""
+    model = _saved_model(architectures / "resnet", tmp_path / "model", classes=("x", "y", "z"))
+    before = AutoModelForImageClassification.from_pretrained(model).state_dict()
+    flags = [flag for flag in base if flag not in ("--config_name", architectures / "convnext")]
+    flags += ["--model_name_or_path", model, "--freeze_backbone", "--per_device_train_batch_size", 4]
+    run = run_here_and_read(tmp_path / "run", flags)
+    after = run.weights()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "classifier.1.weight",
+        "classifier.1.bias",
+    }
+    saved = FileSystemReader(tmp_path / "run/checkpoint-000012").read_metadata().state_dict_metadata
+    assert {name for name in saved if name.startswith("optimizer") and name.endswith("exp_avg")} == {
+        "optimizer.classifier.1.weight.exp_avg",
+        "optimizer.classifier.1.bias.exp_avg",
+    }
+    assert not [name for name in saved if "convolution" in name]
+
+
+def run_here_and_read(folder, flags) -> Run:
+    run_here("image_classification", *flags, "--output_dir", folder)
+    return Run(folder, 0, "")
+
+
+def test_a_model_with_these_classes_keeps_its_head_and_its_order(base, architectures, tmp_path, capsys):
+    """A finished model, trained no further in effect, scores as it did."""
+    flags = (*base, "--per_device_train_batch_size", 8, "--max_steps", 40, "--learning_rate", 5e-3)
+    first = run_here_and_read(tmp_path / "first", flags)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "first/final")
+    order = [2, 0, 1]  # as somebody else might have numbered them
+    model.config.id2label = {new: ("cat", "dog", "owl")[old] for new, old in enumerate(order)}
+    model.config.label2id = {name: number for number, name in model.config.id2label.items()}
+    with torch.no_grad():
+        model.classifier.weight.copy_(model.classifier.weight[order].clone())
+        model.classifier.bias.copy_(model.classifier.bias[order].clone())
+    model.save_pretrained(tmp_path / "renumbered")
+    shutil.copy(tmp_path / "first/final/preprocessor_config.json", tmp_path / "renumbered")
+    flags = [flag for flag in base if flag not in ("--config_name", architectures / "convnext")]
+    flags += ["--model_name_or_path", tmp_path / "renumbered", "--per_device_train_batch_size", 8]
+    flags += ["--max_steps", 1, "--learning_rate", 1e-12, "--ema_decay", 0]
+    second = run_here_and_read(tmp_path / "second", flags)
+    assert "its head is kept" in capsys.readouterr().err
+    assert evaluation(second.folder)["classes"] == evaluation(first.folder)["classes"]
+    assert json.loads((second.folder / "final/config.json").read_text())["id2label"] == {"0": "owl", "1": "cat", "2": "dog"}
+
+
+def test_final_is_the_best_and_training_stops_early(base, tmp_path):
+    """A learning rate that ruins the model: the best evaluation is an early one."""
+    flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--max_grad_norm", 0, "--eval_steps", 2)
+    flags = (*flags, "--max_steps", 60, "--learning_rate", 0.3, "--early_stopping_patience", 3, "--warmup_ratio", 0.2)
+    flags = (*flags, "--metric_for_best_model", "loss")
+    folder = tmp_path / "run"
+    done = run_here_and_read(folder, flags)
+    evaluations = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row}
+    ends = run_here_and_read(tmp_path / "ends", (*flags, "--metric_for_best_model", "none", "--early_stopping_patience", 0))
+    assert not torch.equal(ends.weights()["classifier.weight"], done.weights()["classifier.weight"])
+    best = min(evaluations, key=evaluations.get)
+    last = max(evaluations)
+    assert last == best + 6 < 60
+    assert evaluation(folder)["loss"] == pytest.approx(evaluations[best], rel=1e-5)
+    state = json.loads((folder / f"checkpoint-{last:06d}/trainer_state.json").read_text())
+    assert state["notes"]["best_step"] == best and state["notes"]["stopped_early"]
+    before = (folder / "metrics.jsonl").read_bytes()
+    run_here("image_classification", *flags, "--output_dir", folder)  # says that it is finished
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_every_rank_skips_the_same_damaged_images(base, image_folder, tmp_path):
+    folder = shutil.copytree(image_folder, tmp_path / "images")
+    (folder / "train/cat/0.png").write_bytes(b"")
+    (folder / "train/dog/1.png").write_bytes((folder / "train/dog/1.png").read_bytes()[:300])
+    (folder / "val/owl/2.png").write_text("not a picture")
+    flags = (*base, "--per_device_train_batch_size", 4, "--train_dir", folder)
+    refused = run("image_classification", tmp_path / "refused", *flags, processes=2, check=False)
+    assert refused.returncode != 0
+    assert f"error: {folder}/train/cat/0.png: the file is empty, and 2 more cannot be read" in refused.output
+    done = run("image_classification", tmp_path / "run", *flags, "--skip_bad_images", processes=2)
+    assert "skipped 3 of 70 images" in done.output
+    assert evaluation(tmp_path / "run")["images"] == 16
+    counts = [row["images"] for row in done.rows if "images" in row]
+    assert counts[6] == 51  # an epoch
+
+
+def test_an_image_that_vanishes_later_ends_the_run_with_its_path(base, image_folder, tmp_path):
+    folder = shutil.copytree(image_folder, tmp_path / "images")
+    flags = (*base, "--per_device_train_batch_size", 8, "--train_dir", folder, "--dataloader_num_workers", 2)
+    run_here("image_classification", *flags, "--output_dir", tmp_path / "first", "--max_steps", 1)
+    path = folder / "train/dog/1.png"
+    times = path.stat().st_mtime_ns
+    content = path.read_bytes()
+    path.write_bytes(bytes(len(content)))  # as large and as old as before: the look at start-up does not see it
+    import os
+
+    os.utime(path, ns=(times, times))
+    with pytest.raises(ConfigError, match=r"dog/1\.png: not an image"):
+        run_here("image_classification", *flags, "--output_dir", tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--train_dir", "/nowhere"), "--train_dir /nowhere: no such folder"),
+        (("--per_device_train_batch_size", "1"), "must be even"),
+        (("--global_batch_size", "64", "--per_device_train_batch_size", "64"), "53 training images are fewer"),
+        (("--config_overrides", "depth=[1]"), "depths"),
+        (("--freeze_backbone",), "--model_name_or_path"),
+        (("--image_size", "4"), "--image_size must be above 7"),
+        (("--crop_min_scale", "1.5"), "--crop_min_scale must be above 0"),
+        (("--gradient_checkpointing", "full"), "does not support --gradient_checkpointing"),
+        (("--early_stopping_patience", "2", "--metric_for_best_model", "none"), "--metric_for_best_model"),
+    ],
+)
+def test_bad_input_is_one_config_error(base, tmp_path, flags, message):
+    with pytest.raises(ConfigError) as caught:
+        run_here("image_classification", *base, "--per_device_train_batch_size", 2, "--output_dir", tmp_path, *flags)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_layer_decay_reaches_the_optimizer(architectures):
+    from transformers import AutoConfig
+
+    from shared.options import OptimConfig
+
+    model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(architectures / "vit"))
+    (optimizer,) = optim.build(model, OptimConfig(layer_decay=0.5))
+    optim.set_learning_rate([optimizer], OptimConfig(learning_rate=1.0, warmup_ratio=0.0), 0, 10)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[id(model.classifier.weight)] == 1.0
+    assert rates[id(model.vit.embeddings.cls_token)] == 0.5**4
+
+
+def test_the_demo_learns_digits_with_no_argument(tmp_path):
+    done = run("image_classification", tmp_path, "--max_steps", 70, "--dataloader_num_workers", 0)
+    assert "scikit-learn's handwritten digits: 1,528 images of 10 classes; validation: 269" in done.output
+    assert evaluation(tmp_path)["accuracy"] > 0.9
