@@ -382,7 +382,7 @@ def _in_folders(config: ImageConfig) -> _Found:
     others = inside - {"train", "test", *VALIDATION}
     if others and "train" in inside and inside & set(VALIDATION):
         raise ConfigError(
-            f"{root}: holds train/ and a validation folder, but {min(others)}/ too: name train/ with --train_dir"
+            f"{root}: holds train/ and a validation folder, but {min(others)}/ too; give train/ as --train_dir"
         )
     if "train" in inside and not others:
         train = root / "train"

@@ -287,3 +287,41 @@ class ImageConfig(DataConfig):
     @property
     def is_demo(self) -> bool:
         return super().is_demo and self.train_dir is None
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """Augmentation and regularisation of images."""
+
+    crop_min_scale: float | None = None
+    """Least share of the image's area in a training crop (default: 0.35; 0.08 is usual for long training)."""
+    horizontal_flip: float | None = None
+    """Probability of a mirrored training image (default: 0.5)."""
+    auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
+    """RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)."""
+    random_erasing: float = 0.0
+    """Probability of a rectangle wiped out (arXiv 1708.04896)."""
+    mixup_alpha: float = 0.0
+    """Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for ViTs."""
+    cutmix_alpha: float = 0.0
+    """Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets one of the two."""
+    label_smoothing: float = 0.1
+    """Share of each target spread over all classes."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: weigh each image inversely to how often its class occurs."""
+    ema_decay: float = 0.0
+    """Evaluate and save the moving average of the weights, with this decay a step (0.9999 for long runs); 0: off."""
+
+    def __post_init__(self) -> None:
+        if self.crop_min_scale is not None and not 0 < self.crop_min_scale <= 1:
+            raise ConfigError(f"--crop_min_scale must be above 0 and at most 1, not {self.crop_min_scale}")
+        for name in ("horizontal_flip", "random_erasing", "label_smoothing", "ema_decay"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
+        for name in ("mixup_alpha", "cutmix_alpha"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} must not be negative")
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup_alpha > 0 or self.cutmix_alpha > 0

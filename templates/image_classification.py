@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from shared import config as configs
 from shared.config import ConfigError
-from shared.options import BatchConfig, CheckpointConfig, ImageConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.options import BatchConfig, CheckpointConfig, ImageConfig, LogConfig, OptimConfig, RecipeConfig, SpeedConfig
 
 DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
 # What is None in the config: for the demo's digits, which fill their pictures and have a right way round; for others.
@@ -44,24 +44,6 @@ class Config:
     """Height and width in pixels (default: the model's own, else 224)."""
     crop_pct: float | None = None
     """Share of the image that evaluation crops (default: the model's own, else 0.875)."""
-    crop_min_scale: float | None = None
-    """Least share of the image's area in a training crop (default: 0.35; 0.08 is usual for long training)."""
-    horizontal_flip: float | None = None
-    """Probability of a mirrored training image (default: 0.5)."""
-    auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
-    """RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)."""
-    random_erasing: float = 0.0
-    """Probability of a rectangle wiped out (arXiv 1708.04896)."""
-    mixup_alpha: float = 0.0
-    """Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for ViTs."""
-    cutmix_alpha: float = 0.0
-    """Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets one of the two."""
-    label_smoothing: float = 0.1
-    """Share of each target spread over all classes."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: weigh each image inversely to how often its class occurs."""
-    ema_decay: float = 0.0
-    """Evaluate and save the moving average of the weights, with this decay a step (0.9999 for long runs); 0: off."""
     eval_steps: int | None = None
     """Optimizer steps between evaluations (default: an epoch); one is always made at the end."""
     metric_for_best_model: Literal["accuracy", "macro_f1", "loss", "none"] = "accuracy"
@@ -73,6 +55,7 @@ class Config:
     export_onnx: bool = False
     """Also write final/model.onnx."""
     images: ImageConfig = field(default_factory=ImageConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
     batch: BatchConfig = field(
         default_factory=lambda: BatchConfig(
             global_batch_size=64,
@@ -96,24 +79,18 @@ class Config:
         if self.freeze_backbone and not self.model_name_or_path:
             raise ConfigError("--freeze_backbone needs a trained backbone: give --model_name_or_path")
         self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
-        if (self.mixup_alpha or self.cutmix_alpha) and self.batch.per_device_train_batch_size % 2:
+        if self.recipe.mixes and self.batch.per_device_train_batch_size % 2:
             raise ConfigError("mixup and CutMix work on pairs: --per_device_train_batch_size must be even")
-        for name, above, most in (("crop_min_scale", 0, 1), ("crop_pct", 0, 1), ("image_size", 7, 4096)):
-            value = getattr(self, name)
-            if value is not None and not above < value <= most:
-                raise ConfigError(f"--{name} must be above {above} and at most {most}, not {value}")
-        for name in ("horizontal_flip", "random_erasing", "label_smoothing", "ema_decay"):
-            if not 0 <= (getattr(self, name) or 0) <= 1:
-                raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
-        for name in ("mixup_alpha", "cutmix_alpha", "early_stopping_patience"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name} must not be negative")
+        if self.image_size is not None and not 8 <= self.image_size <= 4096:
+            raise ConfigError(f"--image_size is between 8 and 4096 pixels, not {self.image_size}")
+        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
+            raise ConfigError(f"--crop_pct is a share of at most 1, not {self.crop_pct}")
+        if self.early_stopping_patience < 0 or (self.eval_steps is not None and self.eval_steps < 1):
+            raise ConfigError("--early_stopping_patience must not be negative, and --eval_steps at least 1")
         if self.early_stopping_patience and self.metric_for_best_model == "none":
             raise ConfigError("--early_stopping_patience needs a --metric_for_best_model")
         if self.export_onnx and not importlib.util.find_spec("onnxscript"):
             raise ConfigError("--export_onnx needs onnxscript: pip install onnxscript")
-        if self.eval_steps is not None and self.eval_steps < 1:
-            raise ConfigError(f"--eval_steps must be at least 1, not {self.eval_steps}")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
@@ -142,13 +119,14 @@ def with_defaults(config: Config) -> Config:
     values: dict[str, Any] = USUAL
     if config.images.is_demo:
         values = {k: v for k, v in DEMO.items() if k in USUAL or not config.model_name_or_path}
-    return configs.replace(config, **{k: v for k, v in values.items() if getattr(config, k) is None})
+    given = configs.flatten(config)
+    return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
 
-def train_row(row: Row, transform: v2.Compose, mixup_alpha: float, cutmix_alpha: float) -> Row:
+def train_row(row: Row, transform: v2.Compose, recipe: RecipeConfig) -> Row:
     """An augmented image, uint8 [3, size, size]. All that is drawn here depends on (seed, epoch, sample) alone."""
     row = {"pixel_values": transform(row["image"]), "labels": row["labels"]}
-    return {**row, "mix": classifier.draw_mix(mixup_alpha, cutmix_alpha)} if mixup_alpha or cutmix_alpha else row
+    return {**row, "mix": classifier.draw_mix(recipe.mixup_alpha, recipe.cutmix_alpha)} if recipe.mixes else row
 
 
 def eval_row(row: Row, processor: Any) -> Row:
@@ -163,15 +141,15 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     augment = {"none": [], "randaugment": [v2.RandAugment()], "trivialaugment": [v2.TrivialAugmentWide()]}
     transform = v2.Compose(
         [
-            v2.RandomResizedCrop(size, scale=(config.crop_min_scale, 1.0), interpolation=processor.resample),
-            v2.RandomHorizontalFlip(config.horizontal_flip),
-            *augment[config.auto_augment],
+            v2.RandomResizedCrop(size, scale=(config.recipe.crop_min_scale, 1.0), interpolation=processor.resample),
+            v2.RandomHorizontalFlip(config.recipe.horizontal_flip),
+            *augment[config.recipe.auto_augment],
             v2.PILToTensor(),
-            v2.RandomErasing(config.random_erasing, value=[round(255 * mean) for mean in processor.image_mean]),
+            v2.RandomErasing(config.recipe.random_erasing, value=[round(255 * mean) for mean in processor.image_mean]),
         ]
     )
-    assert config.crop_min_scale is not None
-    data.train.at_least = math.ceil(size / math.sqrt(0.75 * config.crop_min_scale))  # no crop is smaller than `size`
+    assert config.recipe.crop_min_scale is not None
+    data.train.at_least = math.ceil(size / math.sqrt(0.75 * config.recipe.crop_min_scale))  # no crop is smaller than `size`
     batch = config.batch
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size")
@@ -181,7 +159,7 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     at_once = batch.per_device_eval_batch_size * accelerator.num_processes
     loading: dict[str, Any] = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     loading |= {"device": accelerator.device, "num_workers": batch.dataloader_num_workers}
-    mixed = partial(train_row, transform=transform, mixup_alpha=config.mixup_alpha, cutmix_alpha=config.cutmix_alpha)
+    mixed = partial(train_row, transform=transform, recipe=config.recipe)
     prepared = partial(eval_row, processor=processor)
     eval_order = Order(len(data.validation), at_once, 0, shuffle=False)
     sizes = batch.per_device_train_batch_size, batch.per_device_eval_batch_size
@@ -242,10 +220,10 @@ def main(config: Config) -> None:
     # Model and optimizer -----------------------------------------------------------------------------------------
     model, classes = build_model(config, data.classes, image_size)
     data = data.numbered_as(classes)
-    if not sharded:  # then it may not fit
-        model.to(accelerator.device).to(memory_format=to_model.memory_format)
+    device = torch.device("cpu") if sharded else accelerator.device  # on which it may not fit whole
+    model.to(device).to(memory_format=to_model.memory_format)
     with accelerator.autocast():
-        flops = models.measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size).to(model.device)})
+        flops = models.measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)})
     models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     train_loader, eval_loader = build_loaders(config, data, processor, model, accelerator)
     steps_per_epoch = train_loader.order.steps_per_epoch
@@ -264,8 +242,8 @@ def main(config: Config) -> None:
     optimizers = optim.build(model, config.optim)
     model, *optimizers = accelerator.prepare(model, *optimizers)
     classifier.training_mode(model)
-    class_weights = data.class_weights().to(accelerator.device) if config.class_weights == "balanced" else None
-    ema = WeightCopy(accelerator, model) if config.ema_decay else None
+    class_weights = data.class_weights().to(accelerator.device) if config.recipe.class_weights == "balanced" else None
+    ema = WeightCopy(accelerator, model) if config.recipe.ema_decay else None
     best = WeightCopy(accelerator, model) if config.metric_for_best_model != "none" else None
 
     # Resume ------------------------------------------------------------------------------------------------------
@@ -344,7 +322,7 @@ def main(config: Config) -> None:
                     pixels, targets = classifier.mix(pixels, targets, batch["mix"], len(classes))
                 logits = model(pixel_values=pixels).logits.float()
                 losses = F.cross_entropy(
-                    logits, targets, weight=class_weights, label_smoothing=config.label_smoothing, reduction="none"
+                    logits, targets, weight=class_weights, label_smoothing=config.recipe.label_smoothing, reduction="none"
                 )
                 loss = (losses * (batch["labels"] != IGNORED)).sum()
                 accelerator.backward(loss * scale)
@@ -352,7 +330,7 @@ def main(config: Config) -> None:
         grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
         steps.update(accelerator, optimizers)
         if ema:
-            ema.average_in(min(config.ema_decay, (1 + state.step) / (10 + state.step)))
+            ema.average_in(min(config.recipe.ema_decay, (1 + state.step) / (10 + state.step)))
 
         state.advance(window)
         logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)

@@ -29,7 +29,7 @@ def test_every_flag_the_readme_names_exists():
     from tests.conftest import load_template
 
     known = {"config", "help"}
-    for template in ("pretrain", "lora_finetune"):
+    for template in ("pretrain", "lora_finetune", "image_classification"):
         known |= {name for name, _, _ in configs.fields(load_template(template).Config)}
     launcher = {"config_file", "num_processes", "mixed_precision", "gpus", "rm"}
     flags = set(re.findall(r"(?<![\w-])--([a-z][\w]*)", (ROOT / "README.md").read_text()))
@@ -39,6 +39,7 @@ def test_every_flag_the_readme_names_exists():
 def test_templates_and_shared_depend_one_way():
     for path in (ROOT / "shared").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) templates", path.read_text(), re.M), path
+        assert not re.search(r"^\s*(from|import) torchvision", path.read_text(), re.M), path
         if "peft" in path.read_text():
             assert (
                 not re.search(r"^\s*(from|import) (peft|bitsandbytes)\b", path.read_text(), re.M) or path.name == "optim.py"
