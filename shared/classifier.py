@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from shared import model as models
-from shared.config import ConfigError
+from shared.config import ConfigError, first_line
 from shared.data import IGNORED
 from shared.launch import say
 from shared.options import BatchConfig
@@ -143,7 +144,11 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         mean, std, own_size, own_pct = list(timm["mean"]), list(timm["std"]), timm["input_size"][-1], timm["crop_pct"]
         resample = Image.Resampling[timm["interpolation"].upper()]
     elif own is not None:
-        mean, std, resample = list(own.image_mean or mean), list(own.image_std or std), own.resample or resample
+        mean, std, resample = (
+            list(own.image_mean or mean),
+            list(own.image_std or std),
+            own.resample if own.resample is not None else resample,
+        )
         edges = dict(own.size)
         resized = edges.get("shortest_edge") or edges.get("height") or own_size
         if getattr(own, "do_center_crop", None):
@@ -151,6 +156,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             own_pct = own_size / resized
         else:
             own_size, own_pct = resized, getattr(own, "crop_pct", None) or own_pct
+            if resized >= 384 and hasattr(own, "crop_pct"):  # ConvNeXt's, which then does not crop
+                own_pct = 1.0
     unusual = [k for k in ("do_flip_channel_order", "rescale_offset", "include_top") if getattr(own, k, None)]
     unusual += ["do_normalize: false"] if getattr(own, "do_normalize", None) is False else []
     if unusual:
@@ -334,5 +341,7 @@ def export_onnx(folder: Path, image_size: int) -> str:
                 )
             return f"model.onnx takes {size}"
         except Exception as error:  # the exporter's own types are not public
-            problem = str(error).splitlines()[0]
+            while error.__cause__ is not None:
+                error = error.__cause__  # type: ignore[assignment]
+            problem = re.sub(r"\x1b\[[0-9;]*m", "", first_line(error))
     return f"warning: model.onnx could not be written ({problem}); everything else in final/ is complete"

@@ -39,6 +39,11 @@ class ConfigError(CleanExit):
     exit_code = 2
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 @contextlib.contextmanager
 def clean_exit() -> Iterator[None]:
     """Turn a `CleanExit` into one line on the console and its exit code."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import json
 import math
@@ -17,9 +18,10 @@ import secrets
 import shutil
 import signal
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -259,20 +261,26 @@ class _Collate:
         return rows if isinstance(rows, CleanExit) else self.rows(rows)
 
 
-def _ignore_stop_signals(_worker: int) -> None:
-    """They are the training process's business: a reading process that died of them would take the step with it.
+class _Ending:
+    """Whether the training process is at its end, seen by the reading ones."""
 
-    It is ended through `_end_readers` instead.
-    """
+    def __init__(self) -> None:
+        self.flag = RawValue(ctypes.c_bool, False)
+        atexit.register(self.begin)  # runs before multiprocessing ends its children with SIGTERM and waits for them
+
+    def begin(self) -> None:
+        self.flag.value = True
+
+
+def _ignore_stop_signals(_worker: int, *, ending: Any) -> None:
+    """They are the training process's business: a reading process that died of them would take the step with it."""
+
+    def handle(_number: int, _frame: object) -> None:
+        if ending.value:
+            os._exit(0)
+
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _end_readers(loader: weakref.ref[DataLoader]) -> None:
-    """At exit, before multiprocessing waits for its children to die of a SIGTERM that they ignore."""
-    iterator: Any = getattr(loader(), "_iterator", None)
-    if hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
+        signal.signal(number, handle)
 
 
 class Loader:
@@ -332,7 +340,7 @@ class Loader:
 
     def _reader(self, start: int, stop: int) -> DataLoader:
         keys = _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device))
-        reader = DataLoader(
+        return DataLoader(
             _Rows(self.samples, self.transform, self.order.seed),
             batch_sampler=keys,
             collate_fn=_Collate(self.collate),
@@ -340,11 +348,9 @@ class Loader:
             persistent_workers=self.num_workers > 0,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if self.num_workers else None,
-            worker_init_fn=_ignore_stop_signals,
+            worker_init_fn=partial(_ignore_stop_signals, ending=_Ending().flag),
             generator=torch.Generator(),  # leave the global one alone
         )
-        atexit.register(_end_readers, weakref.ref(reader))
-        return reader
 
     def _split(self, indices: np.ndarray) -> np.ndarray:
         return micro_batches(indices, self.rank, self.world_size, self.per_device)

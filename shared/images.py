@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from shared import data, demo, records
-from shared.config import ConfigError, is_main_rank
+from shared.config import ConfigError, first_line, is_main_rank
 from shared.data import Row
 from shared.launch import on_main, say
 from shared.options import ImageConfig
@@ -75,8 +75,8 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
     except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
         empty = not (source.stat().st_size if isinstance(source, Path) and source.is_file() else len(bytes(source)))
         unknown = isinstance(error, Image.UnidentifiedImageError)
-        reason = "the file is empty" if empty else "not an image" if unknown else (str(error).splitlines() or [""])[0][:100]
-        raise BadImage(reason or type(error).__name__) from None
+        reason = "the file is empty" if empty else "not an image" if unknown else first_line(error)[:100]
+        raise BadImage(reason) from None
 
 
 # Where images come from ------------------------------------------------------------------------------------------------
@@ -215,12 +215,17 @@ def prepare(config: ImageConfig) -> ImageData:
         folder = data.build_once(data.cache_dir() / "images" / "sklearn-digits-1", demo.digits)
         config = ImageConfig(train_dir=folder, validation_split_percentage=config.validation_split_percentage)
     key = on_main(look)
-    folder = data.build_once(data.cache_dir() / "images" / key, lambda into: _write(found[0], table, into))
+    folder = data.cache_dir() / "images" / key
+    looked_before = folder.exists()
+    data.build_once(folder, lambda into: _write(found[0], table, into))
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     source = table or _Files(np.load(folder / "paths.npy", mmap_mode="r"), np.load(folder / "ends.npy", mmap_mode="r"))
-    # What failed once, for want of a permission or a decoder, may be readable now.
-    look_again = _Look(source)
-    meta["bad"] = on_main(lambda: [(number, why) for number, _ in meta["bad"] if (why := look_again[number])])
+
+    def still_bad() -> list[tuple[int, str]]:  # what failed once, for want of a permission or a decoder, may be readable now
+        again = _Look(source)
+        return [(number, why) for number, before in meta["bad"] if (why := again[number] if looked_before else before)]
+
+    meta["bad"] = on_main(still_bad)
     labels = np.load(folder / "labels.npy", mmap_mode="r")
     if is_demo:
         meta["name"] = "scikit-learn's handwritten digits"
@@ -458,8 +463,7 @@ def _open_table(config: ImageConfig) -> _Table:
         try:
             return datasets.load_dataset(name, config.dataset_config_name)
         except Exception as error:  # datasets raises a wide range of types for what the user typed
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"--dataset_name {name}: {first_line}") from None
+            raise ConfigError(f"--dataset_name {name}: {first_line(error)}") from None
 
     splits = load()  # on every rank: the library lets one download and the others wait, however long that takes
     if "train" not in splits:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from shared.config import ConfigError
+from shared.config import ConfigError, first_line
 
 
 def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options: Any) -> Any:
@@ -28,8 +28,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     try:
         return auto_class.from_pretrained(*arguments, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise ConfigError(f"{name}: {lines[0]}") from None
+        raise ConfigError(f"{name}: {first_line(error)}") from None
 
 
 def override(config: Any, changes: str | None) -> None:
@@ -222,7 +221,7 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
             logits = model(**inputs).logits
         except (ValueError, RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
-            raise ConfigError(f"{type(model).__name__} cannot take {shapes}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{type(model).__name__} cannot take {shapes}: {first_line(error)}") from None
         logits.sum().backward()
     for parameter in model.parameters():
         if parameter.grad is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.config import ConfigError
+from shared.config import ConfigError, first_line
 
 if TYPE_CHECKING:
     from shared.options import DataConfig
@@ -206,7 +206,6 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
     try:
         dataset = datasets.load_dataset(name, config_name, split=split, streaming=streaming)
     except Exception as error:  # datasets raises a wide range of types for what the user typed
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--dataset_name {name} (split {split}): {first_line}") from None
+        raise ConfigError(f"--dataset_name {name} (split {split}): {first_line(error)}") from None
     for number, record in enumerate(dataset):
         yield f"{name}:{split}: row {number}", record  # type: ignore[misc]

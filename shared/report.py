@@ -171,4 +171,5 @@ class Predictions:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 18 else name[:17] + "…"
+    """At most 18 characters, and no $, which would begin a formula in a picture."""
+    return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

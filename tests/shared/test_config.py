@@ -662,7 +662,7 @@ def test_help_lists_every_flag_with_unit_and_default_without_importing_torch(nam
     default = configs.flatten(config_class())["learning_rate"]
     assert f"(default: {default})" in text
     assert "Optimizer steps between checkpoints; one is always written at the end. (default:" in text
-    assert "Sequences in one forward and backward of one device" in text
+    assert "Samples in one forward and backward of one device" in text
     assert str(getattr(templates, name).__doc__).strip().splitlines()[0] in text
 
 

@@ -1,7 +1,11 @@
 """shared/data.py: the order of samples is a function of (seed, epoch, step), whoever reads which slice of it."""
 
 import math
+import multiprocessing
 import os
+import random
+import subprocess
+import sys
 import threading
 from collections import Counter
 
@@ -12,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared import data
+from shared.checkpoint import CheckpointError
 from shared.config import ConfigError
 from shared.data import IGNORED, Loader, Order, micro_batches, permute
+from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
 KEYS = st.tuples(st.integers(0, 2**32), st.integers(0, 1000))
@@ -23,6 +29,15 @@ KEYS = st.tuples(st.integers(0, 2**32), st.integers(0, 1000))
 def main_rank(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def end_readers():
+    """Ends the reading processes of a test whose exception keeps them: see the test of what they do to an exit."""
+    yield
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
 
 
 # The permutation -----------------------------------------------------------------------------------------------------
@@ -147,6 +162,25 @@ def test_every_way_to_launch_computes_the_same_samples_in_a_step(batch, num, ste
             assert seen == expected
 
 
+@settings(deadline=None, max_examples=40)
+@given(num_samples=st.integers(1, 200), size=st.integers(1, 40), epoch=st.integers(0, 3))
+def test_without_the_smaller_batch_all_are_whole_and_nothing_repeats(num_samples, size, epoch):
+    order, whole = (Order(num_samples, size, 1, drop_last=drop) for drop in (True, False))
+    assert order.steps_per_epoch == num_samples // size
+    steps = [order.indices(epoch * order.steps_per_epoch + s) for s in range(order.steps_per_epoch)]
+    assert [len(s) for s in steps] == [size] * len(steps)
+    assert len({int(i) for s in steps for i in s}) == size * len(steps)
+    for step, indices in enumerate(steps):  # the same batches as with it
+        assert np.array_equal(indices, whole.indices(epoch * whole.steps_per_epoch + step))
+
+
+def test_which_samples_are_left_out_differs_from_epoch_to_epoch():
+    order = Order(10, 4, 0, drop_last=True)
+    left_out = [set(range(10)) - {int(i) for s in (2 * e, 2 * e + 1) for i in order.indices(s)} for e in range(40)]
+    assert {len(out) for out in left_out} == {2}
+    assert set().union(*left_out) == set(range(10))
+
+
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +269,189 @@ def test_a_row_that_fills_a_ragged_batch_up_has_shape_but_no_targets():
     assert batch["input_ids"].shape == batch["labels"].shape == (4, 3)
     assert (batch["labels"][1:] == IGNORED).all()
     assert last.num_samples == 1
+
+
+# Transforms ----------------------------------------------------------------------------------------------------------
+
+
+def test_seeding_reaches_all_three_generators_and_depends_on_the_whole_key():
+    def draw(*key, **options):
+        data.seed_all(*key, **options)
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]
+    drawn = [draw(*key) for key in keys]
+    for generator in range(3):
+        assert len({values[generator] for values in drawn}) == len(keys)
+    assert [draw(*key) for key in keys] == drawn
+    assert [draw(*key, devices=False) for key in keys] == drawn
+
+
+def noisy(row):
+    """A random transform: what it adds is drawn from each of the three generators."""
+    noise = [torch.rand(2).sum().item(), random.random(), np.random.rand()]
+    return {**row, "noise": np.array(noise), "index": np.array(row["input_ids"][0])}
+
+
+def collate_noisy(rows):
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in ("labels", "noise", "index")}
+
+
+def noise_of(start, stop, *, world_size=1, per_device=2, num_workers=0, num=22, seed=5, drop_last=False):
+    """{(step, sample): what was drawn} over all ranks; each sample is in a step once."""
+    found = {}
+    for rank in range(world_size):
+        order = Order(num, 8, seed=seed, drop_last=drop_last)
+        options = {"per_device": per_device, "rank": rank, "world_size": world_size, "num_workers": num_workers}
+        subject = Loader(Numbers(num), collate_noisy, order, device=CPU, transform=noisy, **options)
+        for step, window in zip(range(start, stop), subject.windows(start, stop), strict=True):
+            for batch in window.micro_batches:
+                for index, noise in zip(batch["index"].tolist(), batch["noise"].tolist(), strict=True):
+                    known = found.setdefault((step, index), noise)
+                    assert noise == known  # a row that fills up is sample 0's
+    return {key: found[key] for key in found if key[1] in Order(num, 8, seed, drop_last=drop_last).indices(key[0])}
+
+
+def test_what_a_transform_draws_differs_between_samples_epochs_and_seeds():
+    found = noise_of(0, 6)  # two epochs of three steps
+    assert len(found) == 44
+    for generator in range(3):
+        assert len({noise[generator] for noise in found.values()}) == 44
+    other = noise_of(0, 6, seed=6)
+    assert not {tuple(noise) for noise in found.values()} & {tuple(noise) for noise in other.values()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_device", "num_workers"), [(1, 8, 0), (2, 4, 0), (4, 1, 0), (4, 2, 0), (1, 2, 2), (2, 2, 2)]
+)
+def test_what_a_transform_draws_does_not_depend_on_the_launch(world_size, per_device, num_workers):
+    options = {"world_size": world_size, "per_device": per_device, "num_workers": num_workers}
+    assert noise_of(0, 6, **options) == noise_of(0, 6)
+
+
+@settings(deadline=None, max_examples=8)
+@given(start=st.integers(0, 9), steps=st.integers(1, 4), world=st.sampled_from([1, 2, 4]), drop=st.booleans())
+def test_what_a_transform_draws_does_not_depend_on_the_step_of_a_resumption(start, steps, world, drop):
+    whole = noise_of(0, 13, drop_last=drop)
+    part = noise_of(start, start + steps, world_size=world, drop_last=drop)
+    assert part == {key: noise for key, noise in whole.items() if start <= key[0] < start + steps}
+
+
+def test_draws_in_between_change_nothing():
+    subject = Loader(
+        Numbers(22), collate_noisy, Order(22, 8, 5), per_device=2, rank=0, world_size=1, device=CPU, transform=noisy
+    )
+    windows = []
+    for window in subject.windows(0, 3):
+        torch.manual_seed(len(windows))
+        random.seed(7)
+        np.random.seed(7)
+        windows.append([batch["noise"].tolist() for batch in window.micro_batches])
+    again = [[batch["noise"].tolist() for batch in w.micro_batches] for w in subject.windows(0, 3)]
+    assert windows == again
+
+
+def test_readers_stay_for_all_passes_over_one_range():
+    class Process(Numbers):
+        def __getitem__(self, index):
+            return {**super().__getitem__(index), "input_ids": np.full(3, os.getpid())}
+
+    subject = loader(num=16, num_workers=1)
+    subject.samples = Process(16)
+    passes = [{int(b["input_ids"][0, 0]) for w in subject.windows(0, 2) for b in w.micro_batches} for _ in range(3)]
+    assert passes[0] == passes[1] == passes[2]
+    assert len(passes[0]) == 1
+    assert passes[0] != {os.getpid()}
+    assert [plain(w) for w in subject.windows(0, 1)] != []
+    assert list(subject._readers) == [(0, 1)]  # those of the range before are let go
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+class Damaged(Numbers):
+    """Sample 5 cannot be read."""
+
+    def __init__(self, count, error):
+        super().__init__(count)
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise self.error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("error", [ConfigError("a.png: the file is empty"), CheckpointError("gone")])
+def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(num_workers, error, end_readers):
+    subject = loader(num=8, size=2, num_workers=num_workers)
+    subject.samples = Damaged(8, error)
+    subject.order = Order(8, 2, 0, shuffle=False)
+    windows = subject.windows(0, 4)
+    assert [next(windows).num_samples for _ in range(2)] == [2, 2]
+    with pytest.raises(type(error)) as raised:
+        next(windows)
+    assert type(raised.value) is type(error)
+    assert str(raised.value) == str(error)
+    assert raised.value.exit_code == error.exit_code
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_a_transform_arrives_too(num_workers, end_readers):
+    def fail(row):
+        raise ConfigError("cannot augment")
+
+    subject = loader(num_workers=num_workers)
+    subject.transform = fail
+    with pytest.raises(ConfigError, match=r"^cannot augment$"):
+        next(subject.windows(0, 1))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_nobody_foresaw_keeps_its_type(num_workers, end_readers):
+    subject = loader(num=8, size=2, num_workers=num_workers)
+    subject.samples = Damaged(8, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        list(subject.windows(0, 4))
+
+
+ENDS = """
+import gc
+import numpy as np, torch
+from shared.config import ConfigError
+from shared.data import Loader, Order
+
+class Damaged:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        raise ConfigError("damaged")
+
+def train():
+    order, cpu = Order(8, 2, 0), torch.device("cpu")
+    windows = Loader(Damaged(), list, order, per_device=2, rank=0, world_size=1, device=cpu, num_workers=1).windows(0, 4)
+    try:
+        next(windows)
+    except ConfigError as error:
+        kept = error  # a cycle: error, its traceback, this frame
+        print(error, flush=True)
+
+train()
+gc.collect()
+"""
+
+
+def test_a_program_that_caught_an_error_of_a_reading_process_can_end():
+    process = subprocess.Popen([sys.executable, "-c", ENDS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate(timeout=40)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()  # the reading process sees that and ends, within seconds
+        pytest.fail("the program waits at its end for a reading process that nobody told to end")
+    assert (output, process.returncode) == ("damaged\n", 0)
 
 
 # The validation split ------------------------------------------------------------------------------------------------

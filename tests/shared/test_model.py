@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from shared import chat, model
@@ -297,6 +299,75 @@ def test_a_pissa_adapter_becomes_an_ordinary_one_of_twice_the_rank():
     assert weights["x.lora_A.default.weight"] is a
 
 
+# Measured ------------------------------------------------------------------------------------------------------------
+
+
+class Scored(nn.Module):
+    """Modules one after the other, as a model that returns logits, with dropout and a parameter that is not used."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.layers = nn.Sequential(*modules, nn.Dropout(0.5))
+        self.mask_token = nn.Parameter(torch.ones(3))
+
+    def forward(self, pixel_values):
+        return SimpleNamespace(logits=self.layers(pixel_values))
+
+
+def test_measuring_counts_forward_and_both_backward_products_of_a_matrix():
+    # 2 multiply-adds each: forward, gradient of the weight; the input needs none.
+    assert model.measure(Scored(nn.Linear(5, 7, bias=False)), {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7)
+    two = Scored(nn.Linear(5, 7), nn.Linear(7, 2))
+    assert model.measure(two, {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7) + 3 * (2 * 3 * 7 * 2)
+
+
+def test_measuring_counts_the_filters_of_a_convolution():
+    subject = Scored(nn.Conv2d(3, 4, kernel_size=3, stride=2, padding=1, bias=False))
+    forward = 2 * 4 * 4 * (4 * 3 * 3 * 3) * 2  # batch, positions, filters, multiply and add
+    assert model.measure(subject, {"pixel_values": torch.zeros(2, 3, 8, 8)}) == 2 * forward
+
+
+def test_measuring_freezes_what_takes_no_part_and_leaves_no_gradient():
+    subject = Scored(nn.Linear(5, 7), nn.BatchNorm1d(7))
+    subject.layers[0].bias.requires_grad_(False)
+    before = copy.deepcopy(subject.state_dict())
+    for training in (True, False):
+        subject.train(training)
+        model.measure(subject, {"pixel_values": torch.randn(3, 5)})
+        assert subject.training is subject.layers[2].training is training
+        trained = {name for name, p in subject.named_parameters() if p.requires_grad}
+        assert trained == {"layers.0.weight", "layers.1.weight", "layers.1.bias"}
+        assert all(p.grad is None for p in subject.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in subject.state_dict().items())
+
+
+def test_a_frozen_backbone_costs_no_backward():
+    subject = Scored(nn.Linear(5, 7), nn.Linear(7, 2))
+    subject.layers[0].requires_grad_(False)
+    flops = model.measure(subject, {"pixel_values": torch.zeros(3, 5)})
+    assert flops == 2 * 3 * 5 * 7 + 2 * (2 * 3 * 7 * 2)
+
+
+def test_images_of_a_size_that_a_model_cannot_take_are_refused_with_the_shape():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    subject = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes))
+    model.measure(subject, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+    with pytest.raises(ConfigError) as error:
+        model.measure(subject, {"pixel_values": torch.zeros(1, 3, 40, 40)})
+    assert str(error.value).startswith("ViTForImageClassification cannot take pixel_values (1, 3, 40, 40): ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_fails_without_a_word_is_named():
+    def fail(_):
+        raise ValueError
+
+    subject = Scored(nn.Linear(5, 7))
+    subject.layers[0].forward = fail
+    with pytest.raises(ConfigError, match=r"Scored cannot take pixel_values \(1, 5\)"):
+        model.measure(subject, {"pixel_values": torch.zeros(1, 5)})
+
+
 # What a user typed ---------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +437,9 @@ def test_safetensors_weights_are_loaded_equal(tmp_path):
 
 
 def test_a_card_names_base_results_and_settings():
-    text = model.card("T", "D", {"eval_loss": 1.25}, {"seed": 3, "run_name": None}, base="org/base")
+    text = model.card(
+        "T", "D", {"eval_loss": 1.25}, {"seed": 3, "run_name": None}, library_name="peft", base_model="org/base"
+    )
     assert text.startswith("---\nlibrary_name: peft\nbase_model: org/base\n---\n\n# T\n")
     assert "| eval_loss | 1.2500 |" in text
     assert "seed: 3" in text

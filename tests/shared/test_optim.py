@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForImageClassification,
+    ConvNextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    SwinConfig,
+    ViTConfig,
+)
 
 from shared import optim
 from shared.config import ConfigError
@@ -263,3 +273,151 @@ def test_set_learning_rate_reaches_every_group_of_every_optimizer():
     assert sum(len(o.param_groups) for o in optimizers) == 3
     assert optim.set_learning_rate(optimizers, config, 25, 100) == 0.75
     assert [g["lr"] for o in optimizers for g in o.param_groups] == [0.75] * 3
+
+
+def test_set_learning_rate_keeps_the_factors_of_the_layers():
+    config = OptimConfig(learning_rate=1.0, lr_scheduler_type="linear", warmup_ratio=0.0, layer_decay=0.5)
+    model = tiny_llama()
+    optimizers = optim.build(model, config)
+    assert optim.set_learning_rate(optimizers, config, 25, 100) == 0.75
+    rates = {name: group["lr"] for o in optimizers for group in o.param_groups for name in named(model, group["params"])}
+    assert rates["lm_head.weight"] == 0.75
+    assert rates["model.layers.1.mlp.up_proj.weight"] == rates["model.norm.weight"] == 0.75 / 2
+    assert rates["model.layers.0.input_layernorm.weight"] == 0.75 / 4
+    assert rates["model.embed_tokens.weight"] == 0.75 / 8
+    assert optim.set_learning_rate(optimizers, config, 50, 100) == 0.5  # not of what was set before
+    assert {g["lr"] for o in optimizers for g in o.param_groups} == {0.5, 0.25, 0.125, 0.0625}
+
+
+# Factors of the layers -----------------------------------------------------------------------------------------------
+
+
+def tiny_vision(name):
+    if name == "timm":
+        pytest.importorskip("timm")
+        from transformers import TimmWrapperConfig
+
+        config = TimmWrapperConfig(architecture="resnet10t", num_labels=3)
+    elif name == "vit":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+        config = ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes)
+    elif name == "swin":
+        sizes = {"embed_dim": 8, "depths": [2, 1], "num_heads": [1, 2], "num_labels": 3}
+        config = SwinConfig(image_size=32, patch_size=4, window_size=4, **sizes)
+    elif name == "convnext":
+        config = ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[2, 1], num_labels=3)
+    else:
+        layer_type = name.split("-")[1]
+        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type=layer_type, num_labels=3)
+    return AutoModelForImageClassification.from_config(config)
+
+
+# Beginnings of names, from the lowest factor to the head; a name belongs to the longest that fits.
+DEPTHS = {
+    "llama": ["model.embed_tokens", "model.layers.0", "model.layers.1 model.norm", "lm_head"],
+    "vit": ["vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layers.2 vit.layernorm", "classifier"],
+    "swin": [
+        "swin.embeddings",
+        "swin.encoder.layers.0.blocks.0",
+        "swin.encoder.layers.0.blocks.1 swin.encoder.layers.0.downsample",
+        "swin.encoder.layers.1.blocks.0 swin.layernorm",
+        "classifier",
+    ],
+    "convnext": [
+        "convnext.embeddings",
+        "convnext.encoder.stages.0.layers.0",
+        "convnext.encoder.stages.0.layers.1 convnext.encoder.stages.1.downsampling_layer",
+        "convnext.encoder.stages.1.layers.0 convnext.layernorm",
+        "classifier",
+    ],
+    "resnet-basic": [
+        "resnet.embedder",
+        "resnet.encoder.stages.0.layers.0",
+        "resnet.encoder.stages.0.layers.1",
+        "resnet.encoder.stages.1.layers.0",
+        "classifier",
+    ],
+    "timm": [
+        "timm_model.conv1 timm_model.bn1",
+        *(f"timm_model.layer{number}.0" for number in range(1, 5)),
+        "timm_model.fc",
+    ],
+}
+DEPTHS["resnet-bottleneck"] = DEPTHS["resnet-basic"]
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+@pytest.mark.parametrize("decay", [0.5, 1.0])
+def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(name, decay):
+    model = tiny_llama() if name == "llama" else tiny_vision(name)
+    scales = optim.layer_scales(model, decay)
+    assert set(scales) == set(model.parameters())
+    starts = {start: depth for depth, group in enumerate(DEPTHS[name]) for start in group.split()}
+    for key, parameter in model.named_parameters():
+        (depth,) = [d for start, d in starts.items() if key.startswith(f"{start}.")]
+        assert scales[parameter] == decay ** (len(DEPTHS[name]) - 1 - depth), key
+    assert min(scales.values()) == decay ** (len(DEPTHS[name]) - 1)
+    assert max(scales.values()) == 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_factors_and_decay_groups_go_together(kind):
+    model = tiny_vision("vit")
+    optimizers = optim.build(model, OptimConfig(optim=kind, layer_decay=0.5, weight_decay=0.3))
+    scales = optim.layer_scales(model, 0.5)
+    held = [(p, group) for o in optimizers for group in o.param_groups for p in group["params"]]
+    assert sorted(id(p) for p, _ in held) == sorted(id(p) for p in model.parameters())
+    assert all(group["lr_scale"] == scales[p] for p, group in held)
+    plain = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3)))
+    assert groups_by_decay(model, optimizers) == plain
+
+
+def test_class_tokens_position_embeddings_and_biases_do_not_decay():
+    model = tiny_vision("vit")
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
+    everything = {name for name, _ in model.named_parameters()}
+    spared = {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}
+    spared |= {name for name in everything if name.endswith(".bias") or "layernorm" in name}
+    assert decay == {0.0: spared, 0.3: everything - spared}
+    assert {"vit.embeddings.patch_embeddings.projection.weight", "classifier.weight"} <= decay[0.3]
+
+
+def test_position_biases_of_swin_and_scales_of_convnext_do_not_decay_and_filters_do():
+    model = tiny_vision("swin")
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
+    tables = {name for name, _ in model.named_parameters() if name.endswith("position_bias_table")}
+    assert len(tables) == 3
+    assert tables <= decay[0.0]
+    model = tiny_vision("convnext")
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
+    assert decay[0.3] == {name for name, p in model.named_parameters() if p.ndim > 1}
+    assert "convnext.encoder.stages.0.layers.0.dwconv.weight" in decay[0.3]
+    assert "convnext.encoder.stages.0.layers.0.layer_scale_parameter" in decay[0.0]
+
+
+# SGD -----------------------------------------------------------------------------------------------------------------
+
+
+def test_sgd_is_nesterovs_by_hand():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    config = OptimConfig(optim="sgd", learning_rate=0.5, sgd_momentum=0.75, weight_decay=0.125)
+    (optimizer,) = optim.build(model, config)
+    assert type(optimizer) is torch.optim.SGD
+    expected = {name: p.detach().double() for name, p in model.named_parameters()}
+    speed = {}
+    for step in range(4):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape)
+            gradient = p.grad.double() + (0.125 if name == "weight" else 0.0) * expected[name]
+            speed[name] = 0.75 * speed[name] + gradient if step else gradient
+            expected[name] = expected[name] - 0.5 * (gradient + 0.75 * speed[name])
+        optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach().double(), expected[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_a_momentum_that_nesterov_cannot_have_is_refused(momentum):
+    with pytest.raises(ConfigError, match="--sgd_momentum is between 0 and 1"):
+        OptimConfig(optim="sgd", sgd_momentum=momentum)

@@ -1,0 +1,525 @@
+"""shared/classifier.py: heads, BatchNorm, preprocessing, mixed images and export, on tiny models made here."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForImageClassification,
+    BitImageProcessor,
+    ConvNextConfig,
+    ConvNextImageProcessor,
+    ResNetConfig,
+    SwinConfig,
+    ViTConfig,
+    ViTImageProcessor,
+)
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from shared import classifier
+from shared.classifier import ToModel, draw_mix, image_processor, load_pretrained, mix
+from shared.config import ConfigError
+from shared.data import IGNORED
+from shared.options import BatchConfig
+
+CLASSES = ("ant", "bee", "cow")
+
+
+def architecture(name, classes=CLASSES):
+    if name == "timm":
+        pytest.importorskip("timm")
+        from transformers import TimmWrapperConfig
+
+        config = TimmWrapperConfig(architecture="resnet10t", num_labels=len(classes))
+        classifier.name_classes(config, classes)
+        return config
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+    if name == "vit":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+        return ViTConfig(image_size=32, patch_size=8, **sizes, **labels)
+    if name == "swin":
+        sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}
+        return SwinConfig(image_size=32, patch_size=4, window_size=4, **sizes, **labels)
+    if name == "convnext":
+        return ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], **labels)
+    return ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **labels)
+
+
+def make(name, classes=CLASSES):
+    torch.manual_seed(0)
+    return AutoModelForImageClassification.from_config(architecture(name, classes))
+
+
+NAMES = ("resnet", "vit", "convnext", "swin", "timm")
+
+
+# Heads ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_head_is_what_turns_features_into_scores(name):
+    model = make(name)
+    own = {id(p) for module in classifier.head(model) for p in module.parameters()}
+    found = {key: tuple(p.shape) for key, p in model.named_parameters() if id(p) in own}
+    prefix, width = {"resnet": ("classifier.1", 16), "timm": ("timm_model.fc", 512)}.get(name, ("classifier", 16))
+    assert found == {f"{prefix}.weight": (3, width), f"{prefix}.bias": (3,)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """saved(name): the folder of a model with random weights, and its weights."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            model = make(name)
+            model.save_pretrained(folder)
+            made[name] = folder, {key: value.clone() for key, value in model.state_dict().items()}
+        return made[name]
+
+    return get
+
+
+def head_names(model):
+    own = {id(p) for module in classifier.head(model) for p in module.parameters()}
+    return {key for key, p in model.named_parameters() if id(p) in own}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_labels_in_any_order_keep_the_head_and_the_models_order(name, saved, capsys):
+    folder, weights = saved(name)
+    model, classes = load_pretrained(str(folder), ("cow", "ant", "bee"))
+    assert classes == CLASSES
+    assert model.config.id2label == dict(enumerate(CLASSES))
+    assert model.config.label2id == {"ant": 0, "bee": 1, "cow": 2}
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, weights[key]), key
+    assert "its head is kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("classes", [("x", "y", "z"), ("ant", "bee", "dog"), ("p", "q", "r", "s", "t")])
+def test_other_labels_get_a_new_head_on_the_same_backbone(name, classes, saved, capsys):
+    folder, weights = saved(name)
+    torch.manual_seed(1)
+    model, found = load_pretrained(str(folder), classes)
+    assert found == classes
+    assert model.config.id2label == dict(enumerate(classes))
+    of_head = head_names(model)
+    assert len(of_head) == 2
+    for key, value in model.state_dict().items():
+        if key not in of_head:
+            assert torch.equal(value, weights[key]), key
+        elif key.endswith("bias"):
+            assert value.shape == (len(classes),)
+            assert not value.any()
+        else:
+            assert value.shape == (len(classes), weights[key].shape[1])
+            assert value.std().item() == pytest.approx(0.02, rel=0.5)
+            assert value.shape != weights[key].shape or not torch.equal(value, weights[key])
+    assert model(pixel_values=torch.zeros(1, 3, 32, 32)).logits.shape == (1, len(classes))
+    assert f"a new head for {len(classes)} classes" in capsys.readouterr().err
+
+
+def test_weights_are_loaded_as_fp32_whatever_they_were_saved_as(tmp_path):
+    make("vit").bfloat16().save_pretrained(tmp_path)
+    model, _ = load_pretrained(str(tmp_path), CLASSES)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_a_backbone_with_missing_weights_is_refused_by_name(tmp_path, damage):
+    make("resnet").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    key = "resnet.embedder.embedder.convolution.weight"
+    if damage == "missing":
+        del weights[key]
+    else:
+        weights[key] = torch.zeros(5, 3, 7, 7)
+    save_file(weights, file, metadata={"format": "pt"})
+    for classes in (CLASSES, ("x", "y")):
+        with pytest.raises(ConfigError) as error:
+            load_pretrained(str(tmp_path), classes)
+        expected = f"{tmp_path}: 1 weights of the backbone are missing or of another shape: {key}"
+        assert str(error.value) == expected
+
+
+def test_what_is_no_model_is_one_line(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_pretrained(str(tmp_path / "none"), CLASSES)
+    assert "\n" not in str(error.value)
+
+
+# Freezing ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frozen_backbone_rests_and_its_statistics_do_not_move(name):
+    model = make(name)
+    classifier.freeze_backbone(model)
+    assert {key for key, p in model.named_parameters() if p.requires_grad} == head_names(model)
+    classifier.training_mode(model)
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    model(pixel_values=torch.randn(4, 3, 32, 32)).logits.sum().backward()
+    assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
+    assert model.training
+    assert all(module.training for module in classifier.head(model))
+    backbone = getattr(model, model.base_model_prefix)
+    resting = [module for module in backbone.modules() if not module.training]
+    assert len(resting) > 5
+    assert not any(p.requires_grad for module in resting for p in module.parameters())
+    assert not any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    assert not classifier.has_batch_norm(model)
+
+
+def test_training_mode_of_a_trained_model_is_train():
+    model = make("resnet").eval()
+    classifier.training_mode(model)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_model_without_a_head_cannot_be_probed():
+    model = make("resnet", classes=CLASSES)
+    model.classifier = nn.Identity()
+    with pytest.raises(ConfigError, match="ResNetForImageClassification has no head that could be trained alone"):
+        classifier.freeze_backbone(model)
+    del model.classifier
+    with pytest.raises(ConfigError, match="ResNetForImageClassification has no head named classifier, "):
+        classifier.freeze_backbone(model)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+# BatchNorm -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_norm_is_found_where_it_is(name):
+    assert classifier.has_batch_norm(make(name)) is (name in ("resnet", "timm"))
+
+
+def batch(global_batch_size, per_device):
+    return BatchConfig(global_batch_size=global_batch_size, per_device_train_batch_size=per_device)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "quiet"),
+    [((64, 32), 2, True), ((64, 16), 4, False), ((16, 16), 1, True), ((16, 8), 2, False), ((1024, 32), 32, True)],
+)
+def test_advice_is_given_when_batch_norm_sees_few_images(sizes, world_size, quiet):
+    model = make("resnet")
+    advice = classifier.batch_norm_advice(model, batch(*sizes), world_size)
+    if quiet:
+        assert advice is None
+    else:
+        start = f"warning: BatchNorm takes its statistics from {sizes[1]} images at a time, not from the global batch of"
+        assert advice.startswith(f"{start} {sizes[0]};")
+        assert "Better: --sync_batchnorm, or a larger --per_device_train_batch_size" in advice
+    assert classifier.batch_norm_advice(make("vit"), batch(*sizes), world_size) is None
+
+
+def test_advice_counts_the_images_of_all_ranks_once_they_are_synchronised():
+    model = classifier.synchronise_batch_norm(make("resnet"), torch.device("cpu"))
+    assert classifier.batch_norm_advice(model, batch(64, 16), 2) is None
+    advice = classifier.batch_norm_advice(model, batch(64, 8), 2)
+    assert "from 16 images at a time" in advice
+    assert "--sync_batchnorm" not in advice
+    assert "--sync_batchnorm" not in classifier.batch_norm_advice(make("resnet"), batch(64, 8), 1)
+
+
+def run_normalised(module, values):
+    values = values.clone().requires_grad_()
+    out = module(values)
+    out.square().sum().mul(torch.arange(1.0, 2)).backward()
+    buffers = [b.clone().float() for b in module.buffers()]
+    return [out.detach(), values.grad, module.weight.grad, module.bias.grad, *buffers]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_on_cpu_synchronised_batch_norm_of_one_rank_is_batch_norm(monkeypatch, momentum):
+    monkeypatch.setattr(classifier, "all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr(classifier.dist, "is_initialized", lambda: True)
+    torch.manual_seed(0)
+    plain, other = (nn.BatchNorm2d(3, momentum=momentum) for _ in range(2))
+    other = classifier.synchronise_batch_norm(nn.Sequential(other), torch.device("cpu"))[0]
+    for module in (plain, other):
+        nn.init.constant_(module.weight, 1.5)
+        nn.init.constant_(module.bias, 0.25)
+    for _ in range(3):
+        values = 3 + 2 * torch.randn(4, 3, 5, 6)
+        for a, b in zip(run_normalised(plain, values), run_normalised(other, values), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert torch.equal(plain.eval()(values), other.eval()(values)) or torch.allclose(plain(values), other(values), atol=1e-5)
+
+
+# Preprocessing -------------------------------------------------------------------------------------------------------
+
+
+def settings_of(processor):
+    size, crop = dict(processor.size), dict(processor.crop_size)
+    return size["shortest_edge"], (crop["height"], crop["width"]), list(processor.image_mean), int(processor.resample)
+
+
+def test_without_a_model_the_settings_are_imagenets():
+    processor = image_processor(None, None, None)
+    assert isinstance(processor, BitImageProcessor)
+    assert settings_of(processor) == (256, (224, 224), list(IMAGENET_DEFAULT_MEAN), Image.Resampling.BICUBIC)
+    assert list(processor.image_std) == list(IMAGENET_DEFAULT_STD)
+    assert settings_of(image_processor(None, 96, 0.75))[:2] == (128, (96, 96))
+    assert settings_of(image_processor(None, 32, 1.0))[:2] == (32, (32, 32))
+
+
+def test_a_convnext_processors_share_and_size_are_taken(tmp_path):
+    mean, bilinear = [0.1, 0.2, 0.3], Image.Resampling.BILINEAR
+    own = ConvNextImageProcessor(size={"shortest_edge": 160}, crop_pct=0.8, image_mean=mean, resample=bilinear)
+    own.save_pretrained(tmp_path)
+    assert settings_of(image_processor(str(tmp_path), None, None)) == (200, (160, 160), mean, bilinear)
+    assert settings_of(image_processor(str(tmp_path), 80, None))[:2] == (100, (80, 80))
+    assert settings_of(image_processor(str(tmp_path), None, 0.5))[:2] == (320, (160, 160))
+
+
+def test_a_vit_processors_mean_and_size_are_taken(tmp_path):
+    ViTImageProcessor(size={"height": 192, "width": 192}, image_mean=[0.5] * 3, image_std=[0.25] * 3).save_pretrained(
+        tmp_path
+    )
+    processor = image_processor(str(tmp_path), None, None)
+    assert settings_of(processor)[1:3] == ((192, 192), [0.5] * 3)
+    assert list(processor.image_std) == [0.25] * 3
+    assert settings_of(processor)[0] == round(192 / 0.875)
+
+
+def test_a_processor_that_crops_keeps_its_share_at_any_size(tmp_path):
+    BitImageProcessor(size={"shortest_edge": 300}, crop_size={"height": 240, "width": 240}).save_pretrained(tmp_path)
+    assert settings_of(image_processor(str(tmp_path), None, None))[:2] == (300, (240, 240))
+    assert settings_of(image_processor(str(tmp_path), 120, None))[:2] == (150, (120, 120))
+
+
+def test_a_timm_models_own_settings_are_taken(tmp_path):
+    model = make("timm")
+    model.config.pretrained_cfg = {
+        "input_size": [3, 176, 176],
+        "crop_pct": 0.8,
+        "interpolation": "bilinear",
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.2, 0.2],
+    }
+    model.save_pretrained(tmp_path)
+    processor = image_processor(str(tmp_path), None, None)
+    assert settings_of(processor) == (220, (176, 176), [0.5, 0.4, 0.3], Image.Resampling.BILINEAR)
+
+
+def test_a_model_without_a_processor_is_a_warning(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(architecture("resnet").to_dict()))
+    processor = image_processor(str(tmp_path), None, None)
+    assert settings_of(processor) == settings_of(image_processor(None, None, None))
+    assert f"warning: {tmp_path} has no image processor" in capsys.readouterr().err
+
+
+def test_nearest_neighbour_is_an_interpolation_like_any_other(tmp_path):
+    BitImageProcessor(resample=Image.Resampling.NEAREST).save_pretrained(tmp_path)
+    assert settings_of(image_processor(str(tmp_path), None, None))[3] == Image.Resampling.NEAREST
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_normalising_on_the_device_is_what_the_processor_does(channels_last):
+    processor = image_processor(None, 32, 1.0)
+    picture = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3)).astype(np.uint8)
+    expected = processor([Image.fromarray(p) for p in picture], return_tensors="pt")["pixel_values"]
+    pixels = torch.from_numpy(picture).permute(0, 3, 1, 2)
+    result = ToModel(processor, torch.device("cpu"), channels_last=channels_last)(pixels)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)
+    assert result.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+# Mixing --------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw):
+    """(images [batch, 2, h, w], labels, draws) of 1 to 8 rows, some of which do not count."""
+    size = draw(st.integers(1, 8))
+    height, width = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    labels = draw(st.lists(st.sampled_from([IGNORED, 0, 1, 2, 3]), min_size=size, max_size=size))
+    draws = torch.rand(size, 4, generator=generator)
+    draws[:, 0] = torch.tensor([float(c) for c in draw(st.lists(st.booleans(), min_size=size, max_size=size))])
+    extreme = draw(st.sampled_from([None, 0.0, 1.0]))
+    if extreme is not None:
+        draws[0, 1] = extreme
+    return torch.rand(size, 2, height, width, generator=generator), torch.tensor(labels), draws
+
+
+@settings(deadline=None, max_examples=150)
+@given(batches())
+def test_targets_sum_to_1_in_rows_that_count_and_to_0_in_others(given_batch):
+    images, labels, draws = given_batch
+    mixed, targets = mix(images, labels, draws, 4)
+    assert (mixed.shape, targets.shape) == (images.shape, (len(labels), 4))
+    torch.testing.assert_close(targets.sum(1), (labels != IGNORED).float(), atol=1e-5, rtol=0)
+    assert (targets >= 0).all()
+    assert mixed.dtype == images.dtype
+
+
+@settings(deadline=None, max_examples=100)
+@given(given_batch=batches(), data=st.data())
+def test_the_result_does_not_depend_on_how_the_batch_was_divided(given_batch, data):
+    images, labels, draws = given_batch
+    whole = mix(images, labels, draws, 4)
+    parts, start = [], 0
+    while start < len(labels):
+        stop = start + 2 * data.draw(st.integers(1, 4))
+        parts.append(mix(images[start:stop], labels[start:stop], draws[start:stop], 4))
+        start = stop
+    assert torch.equal(torch.cat([p[0] for p in parts]), whole[0])
+    assert torch.equal(torch.cat([p[1] for p in parts]), whole[1])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    share=st.floats(0, 1),
+    centre=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+    size=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+)
+def test_cutmix_pastes_a_box_and_the_targets_are_the_shares_of_pixels(share, centre, size):
+    images = torch.stack([torch.zeros(3, *size), torch.ones(3, *size)])
+    draws = torch.tensor([[1.0, share, *centre], [1.0, 1.0, 0.5, 0.5]])
+    mixed, targets = mix(images, torch.tensor([2, 0]), draws, 3)
+    assert set(mixed[0].unique().tolist()) <= {0.0, 1.0}
+    pasted = mixed[0, 0]
+    assert torch.equal(mixed[0], pasted.expand(3, *size))
+    rows, columns = pasted.any(1), pasted.any(0)
+    assert torch.equal(pasted.bool(), rows[:, None] & columns[None, :])  # a rectangle
+    for line in (rows, columns):
+        where = line.nonzero().flatten()
+        assert len(where) == 0 or where[-1] - where[0] + 1 == len(where)  # without a gap
+    from_partner = pasted.mean().item()
+    assert targets[0].tolist() == pytest.approx([from_partner, 0, 1 - from_partner], abs=1e-6)
+    assert from_partner <= (1 - share) + (size[0] + size[1] + 1) / (size[0] * size[1])  # to whole pixels
+    assert torch.equal(mixed[1], images[1])
+    assert targets[1].tolist() == [1, 0, 0]
+
+
+def test_a_box_in_the_middle_has_its_share_and_one_at_the_edge_less():
+    images = torch.stack([torch.zeros(1, 20, 20), torch.ones(1, 20, 20)])
+    draws = torch.tensor([[1.0, 0.75, 0.5, 0.5], [1.0, 0.75, 0.0, 0.0]])
+    mixed, targets = mix(images, torch.tensor([0, 1]), draws, 2)
+    assert mixed[0].sum() == 100
+    assert mixed[0, 0, 5:15, 5:15].all()
+    assert targets[0].tolist() == [0.75, 0.25]
+    assert (1 - mixed[1]).sum() == 25
+    assert not mixed[1, 0, :5, :5].any()
+    assert targets[1].tolist() == pytest.approx([0.0625, 0.9375])
+
+
+def test_mixup_is_the_formula_of_its_paper():
+    torch.manual_seed(0)
+    images, labels = torch.randn(4, 3, 5, 6), torch.tensor([0, 2, 2, 1])
+    shares = torch.tensor([0.25, 0.5, 0.875, 0.0])
+    draws = torch.stack([torch.zeros(4), shares, torch.rand(4), torch.rand(4)], dim=1)
+    mixed, targets = mix(images, labels, draws, 3)
+    eye = torch.eye(3)
+    for row, partner in enumerate([1, 0, 3, 2]):
+        share = shares[row]
+        torch.testing.assert_close(mixed[row], share * images[row] + (1 - share) * images[partner])
+        torch.testing.assert_close(targets[row], share * eye[labels[row]] + (1 - share) * eye[labels[partner]])
+
+
+@pytest.mark.parametrize("cut", [0.0, 1.0])
+def test_a_partner_that_does_not_count_leaves_the_image_alone(cut):
+    images = torch.randn(5, 3, 4, 4)
+    labels = torch.tensor([1, IGNORED, IGNORED, 0, 2])  # the last has no partner at all
+    draws = torch.tensor([[cut, 0.1, 0.5, 0.5]]).repeat(5, 1)
+    mixed, targets = mix(images, labels, draws, 3)
+    for row in (0, 3, 4):
+        assert torch.equal(mixed[row], images[row])
+    assert targets.tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 1]]
+
+
+def test_the_loss_of_mixed_targets_is_the_mean_of_both_losses():
+    torch.manual_seed(0)
+    images, labels, logits = torch.randn(2, 1, 2, 2), torch.tensor([0, 1]), torch.randn(2, 3)
+    draws = torch.tensor([[0.0, 0.25, 0.0, 0.0]]).repeat(2, 1)
+    _, targets = mix(images, labels, draws, 3)
+    loss = nn.functional.cross_entropy(logits, targets, reduction="none")
+    own, other = (nn.functional.cross_entropy(logits, y, reduction="none") for y in (labels, labels.flip(0)))
+    torch.testing.assert_close(loss, 0.25 * own + 0.75 * other)
+
+
+@pytest.mark.parametrize(("mixup", "cutmix", "cuts"), [(0.2, 0.0, 0.0), (0.0, 1.0, 1.0), (0.8, 1.0, 0.5)])
+def test_draws_are_shares_from_the_beta_asked_for(mixup, cutmix, cuts):
+    torch.manual_seed(0)
+    draws = torch.stack([draw_mix(mixup, cutmix) for _ in range(1500)])
+    assert (draws.shape, draws.dtype) == ((1500, 4), torch.float32)
+    assert set(draws[:, 0].tolist()) == ({0.0, 1.0} if cuts == 0.5 else {cuts})
+    assert draws[:, 0].mean().item() == pytest.approx(cuts, abs=0.05)
+    assert (draws >= 0).all() and (draws <= 1).all()
+    for cut, alpha in ((0.0, mixup), (1.0, cutmix)):
+        shares = draws[draws[:, 0] == cut, 1]
+        if len(shares):
+            assert shares.mean().item() == pytest.approx(0.5, abs=0.04)
+            assert shares.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.12)  # of Beta(alpha, alpha)
+    assert draws[:, 2:].mean(0).tolist() == pytest.approx([0.5, 0.5], abs=0.03)
+
+
+# Export --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit"])
+def test_the_exported_model_says_what_the_model_says(name, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = make(name).eval()
+    model.save_pretrained(tmp_path)
+    assert classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images"
+    assert [p.name for p in tmp_path.glob("model.onnx*")] == ["model.onnx"]
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    torch.manual_seed(1)
+    for size in (1, 5):
+        images = torch.randn(size, 3, 32, 32)
+        (logits,) = session.run(["logits"], {"pixel_values": images.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(logits), model(pixel_values=images).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_is_hard_to_trace_is_exported_for_one_image_or_a_warning(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    sizes = {"embed_dim": 4, "depths": [1, 1], "num_heads": [1, 1], "mlp_ratio": 1.0}
+    config = SwinConfig(image_size=16, patch_size=4, window_size=2, num_labels=2, **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForImageClassification.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    line = classifier.export_onnx(tmp_path, 16)
+    assert line.isprintable()  # one line, and no colours of the exporter's
+    if line.startswith("warning: "):
+        assert line.endswith("everything else in final/ is complete")
+        assert not (tmp_path / "model.onnx").exists()
+        return
+    assert line in ("model.onnx takes any number of images", "model.onnx takes one image at a time")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for size in (1, 5) if line.endswith("images") else (1,):
+        images = torch.randn(size, 3, 16, 16)
+        (logits,) = session.run(["logits"], {"pixel_values": images.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(logits), model(pixel_values=images).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("message", ["two\nlines", "", "colours: \x1b[96mstep 2/3\x1b[0m"])
+def test_an_export_that_fails_is_a_line(tmp_path, monkeypatch, message):
+    make("resnet").save_pretrained(tmp_path)
+
+    def fail(*_, **__):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    line = classifier.export_onnx(tmp_path, 32)
+    assert line.startswith("warning: model.onnx could not be written (")
+    assert line.isprintable()

@@ -1,0 +1,747 @@
+"""shared/images.py: any file becomes an upright RGB image or one clear line, and images are looked at once."""
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import PartialState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from shared import images
+from shared.config import ConfigError
+from shared.images import BadImage, ImageData, decode, hold_out, prepare
+from shared.options import ImageConfig
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    PartialState(cpu=True)
+
+
+def pixels(height=8, width=12, channels=3, seed=0, top=256):
+    shape = (height, width, channels) if channels > 1 else (height, width)
+    return np.random.default_rng(seed).integers(0, top, shape).astype(np.uint8)
+
+
+def smooth(height, width):
+    """A gradient of colours, which JPEG keeps within a few shades."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([255 * y / height, 255 * x / width, 0 * x + 128], axis=2).astype(np.uint8)
+
+
+def encoded(image, kind, **options):
+    into = io.BytesIO()
+    image.save(into, kind, **options)
+    return into.getvalue()
+
+
+def both(content, tmp_path, name="image.bin"):
+    """A source of each kind with this content."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    return [content, path]
+
+
+def reason(source, **options):
+    with pytest.raises(BadImage) as error:
+        decode(source, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# What decodes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_png_keeps_its_pixels_whether_a_file_or_bytes(tmp_path):
+    for source in both(encoded(Image.fromarray(pixels()), "PNG"), tmp_path):
+        image = decode(source)
+        assert image.mode == "RGB"
+        assert np.array_equal(np.asarray(image), pixels())
+
+
+def test_greys_of_8_bits_fill_three_equal_channels():
+    image = np.asarray(decode(encoded(Image.fromarray(pixels(channels=1)), "PNG")))
+    assert np.array_equal(image, np.repeat(pixels(channels=1)[:, :, None], 3, axis=2))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_greys_of_16_bits_are_scaled_and_not_clipped(kind):
+    grey = np.array([[0, 255, 256, 511], [0x7FFF, 0x8000, 0xFE00, 0xFFFF]], dtype=np.uint16)
+    image = np.asarray(decode(encoded(Image.fromarray(grey), kind)))
+    expected = [[0, 0, 1, 1], [127, 128, 254, 255]]
+    assert image.dtype == np.uint8
+    assert all(image[..., channel].tolist() == expected for channel in range(3))
+
+
+@pytest.mark.parametrize("value", [-1, 0x10000])
+def test_greys_of_32_bits_beyond_16_have_no_known_range(value):
+    grey = np.array([[0, value]], dtype=np.int32)
+    assert reason(encoded(Image.fromarray(grey), "TIFF")) == "32-bit grey values, whose range is not known"
+
+
+def test_floating_point_values_have_no_known_range(tmp_path):
+    content = encoded(Image.fromarray(np.array([[0.5, 1e4]], dtype=np.float32)), "TIFF")
+    for source in both(content, tmp_path, "image.tif"):
+        assert reason(source) == "floating-point values, whose range is not known"
+
+
+def test_one_bit_is_black_and_white():
+    image = np.asarray(decode(encoded(Image.fromarray(np.eye(5, dtype=bool)), "PNG")))
+    assert np.array_equal(image, 255 * np.repeat(np.eye(5, dtype=np.uint8)[:, :, None], 3, axis=2))
+
+
+@pytest.mark.parametrize("transparency", [0, bytes([0, 128, 255])])
+def test_a_palette_with_transparency_keeps_its_colours(transparency):
+    image = Image.new("P", (3, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    for x in range(3):
+        image.putpixel((x, 0), x)
+    content = encoded(image, "PNG", transparency=transparency)
+    assert Image.open(io.BytesIO(content)).info["transparency"] == transparency
+    decoded = decode(content)
+    assert decoded.mode == "RGB"
+    assert np.asarray(decoded).tolist() == [[[255, 0, 0], [0, 255, 0], [0, 0, 255]]]
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("LA", 2), ("RGBA", 4)])
+def test_an_alpha_channel_is_dropped_and_the_colours_stay(mode, channels):
+    values = pixels(channels=channels)
+    image = decode(encoded(Image.fromarray(values, mode), "PNG"))
+    colours = values[..., :3] if mode == "RGBA" else np.repeat(values[..., :1], 3, axis=2)
+    assert image.mode == "RGB"
+    assert np.array_equal(np.asarray(image), colours)
+
+
+def test_a_cmyk_jpeg_has_the_colours_it_was_made_of():
+    content = encoded(Image.fromarray(smooth(32, 48)).convert("CMYK"), "JPEG", quality=100)
+    assert Image.open(io.BytesIO(content)).mode == "CMYK"
+    image = decode(content)
+    assert image.mode == "RGB"
+    assert np.abs(np.asarray(image).astype(int) - smooth(32, 48)).max() <= 8
+
+
+def test_of_an_animation_the_first_frame_is_taken():
+    frames = [Image.new("RGB", (6, 4), colour) for colour in ("red", "lime", "blue")]
+    content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert Image.open(io.BytesIO(content)).n_frames == 3
+    image = decode(content)
+    assert (image.mode, image.size) == ("RGB", (6, 4))
+    assert (np.asarray(image) == [255, 0, 0]).all()
+
+
+# The camera's turns (EXIF orientation) as operations on [height, width] that set the picture upright.
+TURNS = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda a: np.rot90(a, 1),
+}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+def test_a_turned_photograph_is_set_upright(orientation, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = Image.fromarray(smooth(16, 32))
+    plain = np.asarray(decode(encoded(stored, "JPEG", quality=95)))
+    for source in both(encoded(stored, "JPEG", quality=95, exif=exif), tmp_path, "photo.jpg"):
+        image = decode(source)
+        assert np.array_equal(np.asarray(image), TURNS[orientation](plain))
+
+
+@pytest.mark.parametrize("at_least", [1, 7, 32, 33, 64, 100, 128, 200, 256, 300])
+@pytest.mark.parametrize("size", [(256, 256), (256, 400), (301, 200)])
+def test_a_jpeg_is_not_shrunk_below_what_is_needed(size, at_least):
+    content = encoded(Image.fromarray(smooth(size[1], size[0])), "JPEG")
+    image = decode(content, at_least=at_least)
+    assert image.width >= min(size[0], at_least)
+    assert image.height >= min(size[1], at_least)
+    assert image.width / image.height == pytest.approx(size[0] / size[1], rel=0.05)
+    assert image.width <= size[0]
+
+
+def test_a_large_jpeg_is_shrunk_while_it_is_decoded_and_keeps_its_colours():
+    content = encoded(Image.fromarray(smooth(256, 256)), "JPEG", quality=95)
+    image = decode(content, at_least=32)
+    assert image.size == (32, 32)
+    expected = np.asarray(Image.fromarray(smooth(256, 256)).resize((32, 32), Image.Resampling.BOX)).astype(int)
+    assert np.abs(np.asarray(image) - expected).max() <= 6
+    assert decode(content).size == (256, 256)
+
+
+def test_a_png_is_never_shrunk():
+    assert decode(encoded(Image.fromarray(pixels(64, 64)), "PNG"), at_least=8).size == (64, 64)
+
+
+# What does not -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("at_least", [None, 1])
+def test_an_image_that_is_cut_off_is_bad(kind, at_least, tmp_path):
+    content = encoded(Image.fromarray(pixels(64, 64)), kind)
+    assert decode(content, at_least=at_least).mode == "RGB"
+    for source in both(content[: len(content) // 2], tmp_path):
+        assert reason(source, at_least=at_least) not in ("", "not an image", "the file is empty")
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG"]))
+def test_damage_anywhere_is_an_image_or_a_reason_and_nothing_else(data, kind):
+    content = bytearray(encoded(Image.fromarray(pixels(16, 16)), kind))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        assert decode(bytes(content)).mode == "RGB"
+    except BadImage as error:
+        assert str(error) and "\n" not in str(error)
+
+
+def test_an_empty_file_says_so(tmp_path):
+    assert [reason(source) for source in both(b"", tmp_path)] == ["the file is empty"] * 2
+
+
+def test_text_named_jpg_is_not_an_image(tmp_path):
+    assert [reason(source) for source in both(b"hello, not a picture", tmp_path, "a.jpg")] == ["not an image"] * 2
+
+
+def test_a_missing_file_says_so(tmp_path):
+    assert reason(tmp_path / "none.png") == "no such file"
+
+
+def test_a_folder_is_no_image(tmp_path):
+    assert "directory" in reason(tmp_path).lower()
+
+
+def test_an_enormous_image_is_refused_with_the_limit(monkeypatch):
+    content = encoded(Image.fromarray(pixels(2000, 1001)), "BMP")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
+    assert reason(content) == "more than 2 megapixels"
+
+
+def test_an_error_without_a_message_is_named(monkeypatch):
+    """Pillow's plugins raise nearly anything, also what has no text."""
+
+    def fail(*_):
+        raise EOFError
+
+    monkeypatch.setattr(Image, "open", fail)
+    assert reason(b"x") == "EOFError"
+
+
+# Class folders -------------------------------------------------------------------------------------------------------
+
+
+def put(path: Path, seed=0, size=6):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels(size, size, seed=seed)).save(path)
+    return path
+
+
+def class_folders(root: Path, counts, seed=0):
+    for label, count in counts.items():
+        for number in range(count):
+            put(root / label / f"{label}{number:02d}.png", seed=seed + number)
+    return root
+
+
+def names(data: ImageData, part="train"):
+    """{class: names of its files} of a part."""
+    found = getattr(data, part)
+    result = {}
+    for number in range(len(found)):
+        label = data.classes[int(found[number]["labels"])]
+        result.setdefault(label, []).append(os.path.basename(found.where(number)))
+    return result
+
+
+def refused(**options):
+    with pytest.raises(ConfigError) as error:
+        prepare(ImageConfig(**options))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("validation", ["val", "validation", "valid"])
+def test_train_and_val_folders_are_found(tmp_path, validation):
+    class_folders(tmp_path / "train", {"cat": 3, "dog": 2})
+    class_folders(tmp_path / validation, {"cat": 1, "dog": 2})
+    class_folders(tmp_path / "test", {"bird": 1})  # is not looked at
+    data = prepare(ImageConfig(train_dir=tmp_path))
+    assert data.classes == ("cat", "dog")
+    assert names(data) == {"cat": ["cat00.png", "cat01.png", "cat02.png"], "dog": ["dog00.png", "dog01.png"]}
+    assert names(data, "validation") == {"cat": ["cat00.png"], "dog": ["dog00.png", "dog01.png"]}
+    assert data.validation.where(0) == str(tmp_path / validation / "cat" / "cat00.png")
+    assert data.about == f"{tmp_path}: 5 images of 2 classes; validation: 3, {tmp_path / validation}"
+
+
+def test_a_validation_folder_may_lie_elsewhere(tmp_path):
+    class_folders(tmp_path / "a", {"cat": 3, "dog": 2})
+    class_folders(tmp_path / "b", {"dog": 1, "cat": 1})
+    data = prepare(ImageConfig(train_dir=tmp_path / "a", validation_dir=tmp_path / "b"))
+    assert (len(data.train), len(data.validation)) == (5, 2)
+    assert data.validation.where(1) == str(tmp_path / "b" / "dog" / "dog00.png")
+
+
+def test_rows_are_images_and_class_numbers(tmp_path):
+    class_folders(tmp_path, {"cat": 2, "dog": 2})
+    data = prepare(ImageConfig(train_dir=tmp_path, validation_split_percentage=50))
+    for part in (data.train, data.validation):
+        assert len(part) == 2
+        for number in range(2):
+            row = part[number]
+            assert row.keys() == {"image", "labels"}
+            assert np.array_equal(np.asarray(row["image"]), np.asarray(Image.open(part.where(number))))
+            assert data.classes[int(row["labels"])] == os.path.basename(os.path.dirname(part.where(number)))
+    assert data.train.num_targets(np.array([1, 0, 1])) == 3
+
+
+def test_a_share_of_each_class_is_held_out(tmp_path):
+    class_folders(tmp_path, {"cat": 10, "dog": 4})
+    data = prepare(ImageConfig(train_dir=tmp_path, validation_split_percentage=25))
+    train, validation = names(data), names(data, "validation")
+    assert {label: len(files) for label, files in validation.items()} == {"cat": 2, "dog": 1}
+    assert {label: len(files) for label, files in train.items()} == {"cat": 8, "dog": 3}
+    assert sorted(train["cat"] + validation["cat"]) == [f"cat{i:02d}.png" for i in range(10)]
+    assert data.about.endswith("validation: 3, 25% of each class held out")
+
+
+def test_classes_that_are_numbers_are_in_their_order_and_before_names(tmp_path):
+    class_folders(tmp_path, {"10": 2, "9": 2, "b": 2, "100": 2, "B": 2})
+    assert prepare(ImageConfig(train_dir=tmp_path)).classes == ("9", "10", "100", "B", "b")
+
+
+def test_nested_folders_count_for_their_class_and_hidden_or_other_files_do_not(tmp_path):
+    class_folders(tmp_path, {"cat": 1, "dog": 2})
+    put(tmp_path / "cat" / "deep" / "er" / "x.PNG")
+    put(tmp_path / "cat" / ".hidden" / "no.png")
+    put(tmp_path / "cat" / "._apple.png")
+    put(tmp_path / ".cache" / "no.png")
+    put(tmp_path / "beside.png")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "cat" / ".DS_Store").write_text("no image")
+    data = prepare(ImageConfig(train_dir=tmp_path, validation_split_percentage=50))
+    both_parts = {k: sorted(names(data)[k] + names(data, "validation")[k]) for k in data.classes}
+    assert both_parts == {"cat": ["cat00.png", "x.PNG"], "dog": ["dog00.png", "dog01.png"]}
+
+
+def test_an_empty_class_folder_is_refused_by_its_path(tmp_path):
+    class_folders(tmp_path, {"cat": 2, "dog": 2})
+    (tmp_path / "eel").mkdir()
+    assert refused(train_dir=tmp_path).startswith(f"{tmp_path / 'eel'}: a class folder without an image")
+
+
+def test_a_folder_without_class_folders_says_what_is_expected(tmp_path):
+    put(tmp_path / "a.png")
+    assert refused(train_dir=tmp_path) == f"{tmp_path}: no class folders in it; expected {tmp_path}/<class>/<image>"
+
+
+def test_one_class_alone_is_refused(tmp_path):
+    class_folders(tmp_path, {"cat": 4})
+    assert refused(train_dir=tmp_path) == f"{tmp_path}: only one class, 'cat'"
+
+
+def test_one_image_of_each_class_leaves_none_to_validate_on(tmp_path):
+    class_folders(tmp_path, {"cat": 1, "dog": 1})
+    assert refused(train_dir=tmp_path) == f"{tmp_path}: no image to validate on"
+
+
+def test_a_class_without_validation_images_is_a_warning(tmp_path, capsys):
+    class_folders(tmp_path / "train", {"cat": 2, "dog": 2, "eel": 2})
+    class_folders(tmp_path / "val", {"cat": 1})
+    data = prepare(ImageConfig(train_dir=tmp_path))
+    assert (data.classes, len(data.validation)) == (("cat", "dog", "eel"), 1)
+    assert "warning: no validation image of 2 of 3 classes ('dog' for one)" in capsys.readouterr().err
+
+
+def test_a_class_only_in_validation_is_an_error_with_the_path(tmp_path):
+    class_folders(tmp_path / "train", {"cat": 2, "dog": 2})
+    class_folders(tmp_path / "val", {"cat": 1, "eel": 1})
+    expected = f"{tmp_path}/val/eel/eel00.png: the class 'eel' has no image to train on"
+    assert refused(train_dir=tmp_path) == expected
+
+
+# Bad images ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_bad(tmp_path):
+    class_folders(tmp_path / "train", {"cat": 4, "dog": 4})
+    class_folders(tmp_path / "val", {"cat": 2, "dog": 2})
+    (tmp_path / "train" / "cat" / "cat02.png").write_bytes(b"")
+    (tmp_path / "train" / "dog" / "dog01.png").write_text("text")
+    (tmp_path / "val" / "dog" / "dog00.png").write_bytes(b"")
+    return tmp_path
+
+
+def test_bad_images_end_the_run_before_it_starts(with_bad):
+    expected = f"{with_bad}/train/cat/cat02.png: the file is empty, and 2 more cannot be read; --skip_bad_images"
+    assert refused(train_dir=with_bad).startswith(expected)
+    put(with_bad / "train" / "dog" / "dog01.png")
+    put(with_bad / "val" / "dog" / "dog00.png")
+    assert "more" not in refused(train_dir=with_bad)
+
+
+def test_bad_images_are_left_out_and_counted_on_demand(with_bad, capsys):
+    data = prepare(ImageConfig(train_dir=with_bad, skip_bad_images=True))
+    assert names(data) == {
+        "cat": ["cat00.png", "cat01.png", "cat03.png"],
+        "dog": ["dog00.png", "dog02.png", "dog03.png"],
+    }
+    assert names(data, "validation") == {"cat": ["cat00.png", "cat01.png"], "dog": ["dog01.png"]}
+    said = capsys.readouterr().err
+    assert "skipped 3 of 12 images: 2 the file is empty, 1 not an image" in said
+    assert f"the first is {with_bad}/train/cat/cat02.png" in said
+    assert data.about.endswith("; 3 that cannot be read are left out")
+    with pytest.raises(ConfigError):  # what was seen is remembered, the flag is not
+        prepare(ImageConfig(train_dir=with_bad))
+
+
+def test_a_class_whose_images_are_all_bad_is_refused_also_when_skipping(tmp_path):
+    class_folders(tmp_path / "train", {"cat": 2, "dog": 2})
+    class_folders(tmp_path / "val", {"cat": 1})
+    for number in range(2):
+        (tmp_path / "train" / "dog" / f"dog{number:02d}.png").write_text("text")
+    message = refused(train_dir=tmp_path, skip_bad_images=True)
+    assert message == f"{tmp_path}: the class 'dog' has no image that can be read"
+
+
+def test_an_image_that_goes_bad_later_names_its_path(tmp_path):
+    class_folders(tmp_path, {"cat": 3, "dog": 3})
+    data = prepare(ImageConfig(train_dir=tmp_path))
+    Path(data.train.where(1)).unlink()
+    with pytest.raises(ConfigError) as error:
+        data.train[1]
+    assert str(error.value) == f"{data.train.where(1)}: no such file"
+
+
+# Looked at once ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The images that are decoded from now on."""
+    seen = []
+    original = images.decode
+    monkeypatch.setattr(images, "decode", lambda source, *a, **k: seen.append(source) or original(source, *a, **k))
+    return seen
+
+
+def test_a_second_run_reads_no_image_again(tmp_path, reads):
+    class_folders(tmp_path, {"cat": 3, "dog": 3})
+    config = ImageConfig(train_dir=tmp_path)
+    first = prepare(config)
+    assert len(reads) == 6
+    second = prepare(config)
+    assert len(reads) == 6
+    assert (first.identity, first.about, first.classes) == (second.identity, second.about, second.classes)
+    assert np.array_equal(first.train.index, second.train.index)
+
+
+@pytest.mark.parametrize("change", ["content", "time", "new", "gone", "moved"])
+def test_a_change_of_any_file_has_all_read_again(tmp_path, reads, change):
+    class_folders(tmp_path, {"cat": 4, "dog": 4})
+    config = ImageConfig(train_dir=tmp_path)
+    prepare(config)
+    del reads[:]
+    file = tmp_path / "cat" / "cat01.png"
+    if change == "content":
+        file.write_text("damaged")
+        assert str(file) in refused(train_dir=tmp_path)
+    else:
+        if change == "time":
+            os.utime(file, ns=(10**18, 10**18))
+        elif change == "new":
+            put(tmp_path / "cat" / "cat99.png")
+        elif change == "gone":
+            file.unlink()
+        else:
+            file.rename(tmp_path / "dog" / "cat01.png")
+        prepare(config)
+    assert len(set(reads)) == {"new": 9, "gone": 7}.get(change, 8)
+
+
+def test_the_identity_depends_neither_on_times_nor_on_the_place(tmp_path):
+    class_folders(tmp_path / "a", {"cat": 4, "dog": 4})
+    first = prepare(ImageConfig(train_dir=tmp_path / "a"))
+    os.utime(tmp_path / "a" / "cat" / "cat01.png", ns=(10**18, 10**18))
+    assert prepare(ImageConfig(train_dir=tmp_path / "a")).identity == first.identity
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert prepare(ImageConfig(train_dir=tmp_path / "b")).identity == first.identity
+
+
+def test_the_identity_changes_with_labels_contents_and_split(tmp_path):
+    class_folders(tmp_path, {"cat": 10, "dog": 10})
+    seen = {prepare(ImageConfig(train_dir=tmp_path)).identity}
+    seen.add(prepare(ImageConfig(train_dir=tmp_path, validation_split_percentage=40)).identity)
+    put(tmp_path / "cat" / "cat01.png", size=20)
+    seen.add(prepare(ImageConfig(train_dir=tmp_path)).identity)
+    (tmp_path / "cat" / "cat01.png").rename(tmp_path / "dog" / "cat01.png")
+    seen.add(prepare(ImageConfig(train_dir=tmp_path)).identity)
+    assert len(seen) == 4
+
+
+def test_the_demo_is_ten_digits_in_16_shades():
+    data = prepare(ImageConfig())
+    assert data.classes == tuple("0123456789")
+    assert len(data.train) + len(data.validation) == 1797
+    assert data.about.startswith("scikit-learn's handwritten digits: ")
+    row = data.train[0]
+    assert row["image"].size == (8, 8)
+    assert int(row["labels"]) == 0
+    assert set(np.unique(np.asarray(row["image"]))) <= {int(shade * 255 / 16) for shade in range(17)}
+
+
+# Lists ---------------------------------------------------------------------------------------------------------------
+
+
+def listed(root, lines, name="list.csv"):
+    """A list of the images cat0 to cat3 and dog0 to dog3 in root/pictures, or of what `lines` says."""
+    for label in ("cat", "dog"):
+        for number in range(4):
+            put(root / "pictures" / f"{label}{number}.png", seed=number)
+    (root / name).write_text(lines)
+    return str(root / name)
+
+
+def csv_lines(header="image,label", files=4):
+    rows = [f"pictures/{label}{number}.png,{label}" for label in ("cat", "dog") for number in range(files)]
+    return "\n".join([header, *rows]) + "\n"
+
+
+@pytest.mark.parametrize("header", ["image,label", "path,class", "file_name,target"])
+def test_a_csv_names_paths_that_count_from_its_folder(tmp_path, header, monkeypatch):
+    monkeypatch.chdir("/")
+    data = prepare(ImageConfig(train_file=(listed(tmp_path, csv_lines(header)),), validation_split_percentage=25))
+    assert data.classes == ("cat", "dog")
+    assert {k: len(v) for k, v in names(data).items()} == {"cat": 3, "dog": 3}
+    assert data.train.where(0).startswith(str(tmp_path / "pictures" / "cat"))
+
+
+def test_columns_of_other_names_are_named_by_flags(tmp_path):
+    file = listed(tmp_path, csv_lines("Bild,Art"))
+    message = refused(train_file=(file,))
+    assert message == f"{file}:2: no column 'image' (has: Bild, Art); name it with --image_column"
+    message = refused(train_file=(file,), image_column="Bild")
+    assert message == f"{file}:2: no column 'label' (has: Bild, Art); name it with --label_column"
+    message = refused(train_file=(file,), image_column="image", label_column="Art")
+    assert message.startswith(f"{file}:2: no column 'image'")
+    data = prepare(ImageConfig(train_file=(file,), image_column="Bild", label_column="Art"))
+    assert data.classes == ("cat", "dog")
+
+
+def test_json_lines_may_hold_numbers_and_absolute_paths(tmp_path):
+    listed(tmp_path, "")
+    rows = [
+        {"image": str(tmp_path / "pictures" / f"{name}{i}.png"), "label": 10 if name == "cat" else 9}
+        for name in ("cat", "dog")
+        for i in range(4)
+    ]
+    file = tmp_path / "list.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = prepare(ImageConfig(train_file=(str(file),)))
+    assert data.classes == ("9", "10")
+    assert {k: {n[:3] for n in v} for k, v in names(data).items()} == {"9": {"dog"}, "10": {"cat"}}
+
+
+def test_a_list_to_validate_on(tmp_path):
+    train = listed(tmp_path, csv_lines(files=2))
+    (tmp_path / "other").mkdir()
+    check = tmp_path / "other" / "check.csv"
+    check.write_text("label,image\ndog,../pictures/dog3.png\ncat,../pictures/cat3.png\n")
+    data = prepare(ImageConfig(train_file=(train,), validation_file=(str(check),)))
+    assert names(data) == {"cat": ["cat0.png", "cat1.png"], "dog": ["dog0.png", "dog1.png"]}
+    assert names(data, "validation") == {"dog": ["dog3.png"], "cat": ["cat3.png"]}
+    assert data.about.endswith(f"validation: 2, {check}")
+
+
+def test_a_missing_file_in_a_list_is_named(tmp_path):
+    file = listed(tmp_path, csv_lines() + "pictures/none.png,cat\n")
+    assert refused(train_file=(file,)).startswith(f"{tmp_path}/pictures/none.png: no such file; --skip_bad_images")
+    data = prepare(ImageConfig(train_file=(file,), skip_bad_images=True))
+    assert len(data.train) + len(data.validation) == 8
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"image": "a.png", "label": None}, "the label is null, expected a name or a number"),
+        ({"image": "a.png", "label": ""}, "the label is a str, expected a name or a number"),
+        ({"image": "a.png", "label": 1.5}, "the label is a float, expected a name or a number"),
+        ({"image": "a.png", "label": ["x"]}, "the label is a list, expected a name or a number"),
+        ({"image": None, "label": "x"}, "the image is null, expected a path"),
+        ({"image": 3, "label": "x"}, "the image is a int, expected a path"),
+        ({"image": "", "label": "x"}, "the image is a str, expected a path"),
+    ],
+)
+def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, row, problem):
+    file = listed(
+        tmp_path, json.dumps({"image": "pictures/cat0.png", "label": 1}) + "\n" + json.dumps(row) + "\n", "a.jsonl"
+    )
+    assert refused(train_file=(file,)) == f"{file}:2: {problem}"
+
+
+def test_a_csv_field_left_empty_is_no_label(tmp_path):
+    file = listed(tmp_path, "image,label\npictures/cat0.png,cat\npictures/dog0.png,\n")
+    assert refused(train_file=(file,)).startswith(f"{file}:3: the label is ")
+
+
+# Data sets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Writes a split of a local data set: table(folder, split, labels)."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
+
+    def write(folder, split, labels, names=("dog", "cat"), bad=(), **columns):
+        folder.mkdir(exist_ok=True)
+        pictures = [encoded(Image.fromarray(pixels(seed=i)), "PNG") for i in range(len(labels))]
+        for row, content in dict(bad).items():
+            pictures[row] = content
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
+        rows = {"image": [p and {"bytes": p, "path": None} for p in pictures], "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+        return str(folder)
+
+    return write
+
+
+def test_a_data_set_with_its_own_validation_split(tmp_path, table):
+    name = table(tmp_path / "set", "train", [0, 1, 0, 1])
+    table(tmp_path / "set", "validation", [1, 1, 0])
+    data = prepare(ImageConfig(dataset_name=name))
+    assert data.classes == ("cat", "dog")
+    assert data.train.index[:, 1].tolist() == [1, 0, 1, 0]
+    assert [data.classes[int(data.validation[i]["labels"])] for i in range(3)] == ["cat", "cat", "dog"]
+    assert np.array_equal(np.asarray(data.train[3]["image"]), pixels(seed=3))
+    assert np.array_equal(np.asarray(data.validation[2]["image"]), pixels(seed=2))
+    assert data.train.where(3) == f"{name}:train: row 3"
+    assert data.validation.where(2) == f"{name}:validation: row 2"
+    assert data.about == f"{name}: 4 images of 2 classes; validation: 3, split validation"
+
+
+def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):
+    name = table(tmp_path / "set", "train", [0, 1] * 4)
+    table(tmp_path / "set", "test", [0, 1])
+    data = prepare(ImageConfig(dataset_name=name, validation_split_percentage=25))
+    assert (len(data.train), len(data.validation)) == (6, 2)
+    named = prepare(ImageConfig(dataset_name=name, validation_split_name="test"))
+    assert (len(named.train), len(named.validation)) == (8, 2)
+    assert named.validation.where(0) == f"{name}:test: row 0"
+    assert "has no such split (has: train, test)" in refused(dataset_name=name, validation_split_name="val")
+
+
+def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):
+    name = table(tmp_path / "set", "train", [0, 1] * 4, bad={3: b"damaged", 6: None})
+    assert refused(dataset_name=name).startswith(f"{name}:train: row 3: not an image, and 1 more cannot be read; ")
+    data = prepare(ImageConfig(dataset_name=name, skip_bad_images=True))
+    rows = [part.where(i) for part in (data.train, data.validation) for i in range(len(part))]
+    assert sorted(rows) == [f"{name}:train: row {i}" for i in (0, 1, 2, 4, 5, 7)]
+
+
+def test_a_data_set_is_looked_at_once(tmp_path, table, reads):
+    name = table(tmp_path / "set", "train", [0, 1] * 4)
+    first = prepare(ImageConfig(dataset_name=name))
+    assert len(reads) == 8
+    assert prepare(ImageConfig(dataset_name=name)).identity == first.identity
+    assert len(reads) == 8
+
+
+def test_a_data_set_that_cannot_serve_says_why(tmp_path, table):
+    name = table(tmp_path / "set", "validation", [0, 1])
+    assert refused(dataset_name=name) == f"--dataset_name {name}: no split 'train' (has: validation)"
+    assert refused(dataset_name=str(tmp_path / "none")).startswith(f"--dataset_name {tmp_path}/none: ")
+    name = table(tmp_path / "other", "train", [0, 1])
+    assert refused(dataset_name=name, image_column="label") == f"--dataset_name {name}: the column 'label' holds no images"
+    assert refused(dataset_name=name, label_column="x").startswith(f"{name}: no column 'x' (has: image, label)")
+
+
+def test_rows_without_a_label_are_refused(tmp_path, table):
+    name = table(tmp_path / "set", "train", [0, 1, 0, 1])
+    table(tmp_path / "set", "validation", [0, -1, 1])
+    assert refused(dataset_name=name) == f"{name}:validation: row 1: no label"
+    name = table(tmp_path / "other", "train", [0, None, 1])
+    assert refused(dataset_name=name) == f"{name}:train: row 1: no label"
+
+
+# The split -----------------------------------------------------------------------------------------------------------
+
+LABELS = st.lists(st.integers(0, 5), min_size=1, max_size=200).map(lambda labels: np.array(labels, dtype=np.int64))
+PERCENTS = st.floats(0.1, 99.9)
+
+
+@settings(deadline=None, max_examples=150)
+@given(labels=LABELS, percent=PERCENTS)
+def test_the_same_share_of_each_class_is_held_out_at_least_one_and_never_all(labels, percent):
+    held_out = hold_out(labels, percent)
+    assert (held_out.shape, held_out.dtype) == (labels.shape, bool)
+    for label in np.unique(labels):
+        members = held_out[labels == label]
+        if len(members) == 1:
+            assert not members.any()
+        else:
+            assert 1 <= members.sum() < len(members)
+            assert abs(members.sum() - len(members) * percent / 100) <= 0.5 or members.sum() in (1, len(members) - 1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(labels=LABELS, percent=PERCENTS)
+def test_the_split_is_deterministic_and_leaves_the_labels_alone(labels, percent):
+    before = labels.copy()
+    first = hold_out(labels, percent)
+    np.random.seed(1)
+    assert np.array_equal(hold_out(labels, percent), first)
+    assert np.array_equal(labels, before)
+
+
+@settings(deadline=None, max_examples=100)
+@given(labels=LABELS, percent=PERCENTS, other=st.lists(st.integers(6, 9), min_size=1, max_size=20))
+def test_a_class_is_split_without_regard_to_the_others(labels, percent, other):
+    alone = hold_out(labels, percent)
+    assert np.array_equal(hold_out(np.concatenate([labels, other]), percent)[: len(labels)], alone)
+
+
+def test_the_held_out_images_are_spread_over_the_class():
+    places = np.flatnonzero(hold_out(np.zeros(10_000, dtype=np.int64), 10))
+    assert len(places) == 1000
+    counts = np.bincount(places // 1000, minlength=10)
+    assert counts.min() > 60 and counts.max() < 140
+
+
+# Class numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_classes_are_renumbered_as_a_model_numbers_them(tmp_path):
+    class_folders(tmp_path, {"cat": 2, "dog": 3, "eel": 4})
+    data = prepare(ImageConfig(train_dir=tmp_path))
+    other = data.numbered_as(("eel", "cat", "dog"))
+    assert other.classes == ("eel", "cat", "dog")
+    assert (names(other), names(other, "validation")) == (names(data), names(data, "validation"))
+    assert other.train.index[:, 1].tolist() == [{0: 1, 1: 2, 2: 0}[n] for n in data.train.index[:, 1].tolist()]
+    assert (other.identity, other.about) == (data.identity, data.about)
+    assert data.numbered_as(data.classes).train.index.tolist() == data.train.index.tolist()
+
+
+@settings(deadline=None, max_examples=50)
+@given(counts=st.lists(st.integers(1, 50), min_size=2, max_size=8))
+def test_class_weights_are_inverse_to_the_counts_and_1_on_average_over_the_images(counts):
+    labels = np.repeat(np.arange(len(counts)), counts)
+    train = images.Images(None, np.stack([np.arange(len(labels)), labels], axis=1))
+    weights = ImageData(train, train, tuple(map(str, counts)), "", "").class_weights().double().numpy()
+    assert weights[labels].mean() == pytest.approx(1, rel=1e-6)
+    products = weights * counts
+    assert products == pytest.approx(products[0], rel=1e-6)

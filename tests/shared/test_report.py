@@ -1,0 +1,266 @@
+"""shared/report.py: figures of an evaluation equal those by hand and scikit-learn's, and the files are what they say."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sklearn import metrics
+
+from shared import report
+from shared.config import ConfigError
+from shared.data import IGNORED
+from shared.images import Images
+from shared.report import Predictions, scores
+
+
+def test_scores_of_a_batch_by_hand():
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 3.0], [1.0, 5.0, 2.0]])
+    result = scores(logits, torch.tensor([0, 1, IGNORED]))
+    assert (result.shape, result.dtype) == ((3, 5), torch.float32)
+    e = np.exp
+    first, second = e(2) / (e(2) + e(1) + 1), e(3) / (e(3) + 2)
+    assert result[0].tolist() == pytest.approx([0, 0, first, -np.log(first), 0], rel=1e-5)
+    assert result[1].tolist() == pytest.approx([1, 2, second, np.log(e(3) + 2), 1], rel=1e-5)
+    assert result[2, :2].tolist() == [IGNORED, 1]
+
+
+def test_scores_of_half_precision_are_computed_in_full():
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.tensor([0, 1, 2, 3])
+    assert torch.equal(scores(logits, labels), scores(logits.float(), labels))
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 1000), classes=st.integers(2, 9))
+def test_the_classes_above_the_true_one_give_any_top_k(seed, classes):
+    generator = torch.Generator().manual_seed(seed)
+    logits, labels = torch.randn(7, classes, generator=generator), torch.randint(0, classes, (7,), generator=generator)
+    above = scores(logits, labels)[:, 4]
+    for k in range(1, classes + 1):
+        top = logits.topk(k).indices
+        assert torch.equal(above < k, (top == labels[:, None]).any(1))
+
+
+def test_gathering_drops_the_filling_and_keeps_the_order():
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    logits, labels = torch.randn(12, 3), torch.randint(0, 3, (12,))
+    padded = labels.clone()
+    padded[10:] = IGNORED
+    batches = [scores(logits[i : i + 4], padded[i : i + 4]) for i in (0, 4, 8)]
+    result = Predictions.gather(accelerator, batches, 10, ("a", "b", "c"))
+    assert result.labels.tolist() == labels[:10].tolist()
+    assert result.predicted.tolist() == logits[:10].argmax(1).tolist()
+    assert result.confidence == pytest.approx(logits[:10].softmax(1).amax(1).numpy(), rel=1e-6)
+    expected = torch.nn.functional.cross_entropy(logits[:10], labels[:10], reduction="none")
+    assert result.losses == pytest.approx(expected.numpy(), rel=1e-5)
+    assert {result.labels.dtype, result.predicted.dtype, result.above.dtype} == {np.dtype(np.int64)}
+    assert result.classes == ("a", "b", "c")
+    with pytest.raises(AssertionError):
+        Predictions.gather(accelerator, batches, 11, ("a", "b", "c"))
+
+
+def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set():
+    class Two:
+        """What an accelerator of two processes gathers from this rank and one whose labels are 2 higher."""
+
+        num_processes = 2
+
+        def gather(self, mine):
+            theirs = mine.clone()
+            theirs[..., 0] += 2
+            return torch.cat([mine, theirs])
+
+    batches = [torch.tensor([[base + row, 0, 0.5, 1, 0] for row in range(2)]) for base in (0.0, 4.0)]
+    result = Predictions.gather(Two(), batches, 8, ("x",) * 8)
+    assert result.labels.tolist() == list(range(8))
+
+
+def made(labels, predicted, classes, *, confidence=None, losses=None, above=None):
+    labels, predicted = np.array(labels), np.array(predicted)
+    confidence = np.full(len(labels), 0.5) if confidence is None else np.array(confidence)
+    losses = np.ones(len(labels)) if losses is None else np.array(losses)
+    above = (labels != predicted).astype(int) if above is None else np.array(above)
+    return Predictions(labels, predicted, confidence, losses, above, tuple(classes))
+
+
+def test_the_summary_by_hand():
+    # class a: 2 of 3 found, 1 of what is called a is not; class b: 1 of 2 found, 2 called b, 1 rightly
+    predictions = made([0, 0, 0, 1, 1], [0, 0, 1, 1, 0], "ab", losses=[1, 2, 3, 4, 5])
+    assert predictions.summary() == {
+        "eval_loss": 3.0,
+        "eval_accuracy": pytest.approx(0.6),
+        "eval_macro_f1": pytest.approx((2 / 3 + 1 / 2) / 2),
+    }
+    by_class = predictions.per_class()
+    assert by_class["precision"].tolist() == pytest.approx([2 / 3, 1 / 2])
+    assert by_class["recall"].tolist() == pytest.approx([2 / 3, 1 / 2])
+    assert by_class["support"].tolist() == [3, 2]
+
+
+def test_a_class_without_images_is_left_out_of_the_mean():
+    predictions = made([0, 0, 1, 1], [0, 2, 1, 1], "abc")
+    by_class = predictions.per_class()
+    assert by_class["support"].tolist() == [2, 2, 0]
+    assert by_class["f1"].tolist() == pytest.approx([2 / 3, 1, 0])
+    assert predictions.summary()["eval_macro_f1"] == pytest.approx((2 / 3 + 1) / 2)
+    assert all(type(value) is float for value in predictions.summary().values())
+
+
+@pytest.mark.parametrize("classes", [5, 6])
+def test_top_5_is_told_where_it_says_something(classes):
+    above = [0, 4, 5, 1] if classes == 6 else [0, 4, 3, 1]
+    predictions = made([0, 1, 2, 3], [0, 0, 0, 0], "abcdef"[:classes], above=above)
+    assert predictions.summary().get("eval_top5_accuracy") == (0.75 if classes == 6 else None)
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data(), classes=st.integers(2, 8), size=st.integers(1, 60))
+def test_the_figures_are_scikit_learns(data, classes, size):
+    numbers = st.lists(st.integers(0, classes - 1), min_size=size, max_size=size)
+    labels, predicted = data.draw(numbers), data.draw(numbers)
+    predictions = made(labels, predicted, "abcdefgh"[:classes])
+    summary = predictions.summary()
+    assert summary["eval_accuracy"] == pytest.approx(metrics.accuracy_score(labels, predicted))
+    f1 = metrics.f1_score(labels, predicted, labels=sorted(set(labels)), average="macro", zero_division=0)
+    assert summary["eval_macro_f1"] == pytest.approx(f1)
+    chosen = np.array(sorted(data.draw(st.sets(st.integers(0, classes - 1), min_size=1))))
+    expected = metrics.confusion_matrix(labels, predicted, labels=range(classes))[np.ix_(chosen, chosen)]
+    assert np.array_equal(predictions.confusion(chosen), expected)
+
+
+def test_the_most_confident_mistake_comes_first():
+    predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
+    assert predictions.mistakes().tolist() == [2, 4, 1, 3]
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """pictures(count): as many images of 10 x 8 pixels, bytes and names alike."""
+
+    class Files:
+        def __getitem__(self, index):
+            path = tmp_path / f"{index}.png"
+            Image.fromarray(np.full((8, 10, 3), index % 256, dtype=np.uint8)).save(path)
+            return path
+
+        def where(self, index):
+            return f"image {index}"
+
+    # The data set's numbers are not those of its source.
+    return lambda count: Images(Files(), np.stack([1000 + np.arange(count), np.zeros(count, dtype=np.int64)], axis=1))
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def test_the_files_of_an_evaluation(run_dir, pictures):
+    predictions = made(
+        [0, 0, 1, 1], [0, 1, 1, 0], ["cat", "dog", "eel"], confidence=[0.9, 0.6, 0.8, 0.70004], losses=[0, 1, 2, 5]
+    )
+    assert predictions.write(run_dir, pictures(4)) == [run_dir / "confusion_matrix.png", run_dir / "mistakes.png"]
+    content = json.loads((run_dir / "evaluation.json").read_text())
+    assert content == {
+        "loss": 2.0,
+        "accuracy": 0.5,
+        "macro_f1": 0.5,
+        "images": 4,
+        "classes": {
+            "cat": {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},
+            "dog": {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},
+            "eel": {"precision": 0.0, "recall": 0.0, "f1": 0.0, "support": 0},
+        },
+        "mistakes": [
+            {"image": "image 1003", "label": "dog", "predicted": "cat", "confidence": 0.7},
+            {"image": "image 1001", "label": "cat", "predicted": "dog", "confidence": 0.6},
+        ],
+    }
+    assert sorted(p.name for p in run_dir.iterdir()) == ["confusion_matrix.png", "evaluation.json", "mistakes.png"]
+    for name in ("confusion_matrix.png", "mistakes.png"):
+        with Image.open(run_dir / name) as image:
+            image.load()
+            assert image.format == "PNG"
+            assert len(np.unique(np.asarray(image.convert("L")))) > 5
+
+
+def test_without_mistakes_there_is_no_page_and_a_stale_one_goes(run_dir, pictures):
+    (run_dir / "mistakes.png").write_bytes(b"of the evaluation before")
+    predictions = made([0, 1, 1], [0, 1, 1], "ab")
+    assert predictions.write(run_dir, pictures(3)) == [run_dir / "confusion_matrix.png"]
+    assert not (run_dir / "mistakes.png").exists()
+    content = json.loads((run_dir / "evaluation.json").read_text())
+    assert (content["accuracy"], content["mistakes"]) == (1.0, [])
+
+
+def shown(monkeypatch, predictions, file):
+    """The class names on the matrix's axes and its title, from the figure that is saved."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: figures.append(figure))
+    predictions._draw_confusion(file)
+    axes = figures[0].axes[0]
+    numbers = {tuple(map(int, t.get_position())): int(t.get_text()) for t in axes.texts}
+    return [t.get_text() for t in axes.get_yticklabels()], axes.get_title(), numbers
+
+
+def test_of_many_classes_those_with_the_most_mistakes_are_shown(run_dir, monkeypatch):
+    labels = np.arange(100).repeat(2)
+    predicted = labels.copy()
+    predicted[::2][60:] = 3  # each class from 60 on is once mistaken for class 3
+    predictions = made(labels, predicted, [f"class {i}" for i in range(100)])
+    names, title, numbers = shown(monkeypatch, predictions, run_dir / "x.png")
+    assert names == ["class 3", *(f"class {i}" for i in range(60, 99))]
+    assert title == "200 validation images, 80.00% right\nthe 40 of 100 classes with the most mistakes"
+    assert numbers[0, 0] == 2
+    assert [numbers[0, i] for i in range(1, 40)] == [1] * 39  # x: predicted class 3; y: true
+    assert (1, 0) not in numbers
+
+
+def test_of_few_classes_all_are_shown_and_long_names_are_cut(run_dir, monkeypatch):
+    predictions = made([0, 1, 1], [0, 1, 0], ["a", "b" * 30])
+    names, title, numbers = shown(monkeypatch, predictions, run_dir / "x.png")
+    assert names == ["a", "b" * 17 + "…"]
+    assert title == "3 validation images, 66.67% right"
+    assert numbers == {(0, 0): 1, (0, 1): 1, (1, 1): 1}
+
+
+def test_100_classes_are_drawn(run_dir, pictures):
+    labels = np.arange(100)
+    predictions = made(labels, (labels + labels % 2) % 100, [f"class number {i}" for i in range(100)])
+    written = predictions.write(run_dir, pictures(100))
+    assert [p.name for p in written] == ["confusion_matrix.png", "mistakes.png"]
+    content = json.loads((run_dir / "evaluation.json").read_text())
+    assert len(content["classes"]) == 100
+    assert len(content["mistakes"]) == 50  # all of them; the page shows the first 32
+
+
+def test_names_with_signs_of_mathematics_are_drawn_as_they_are(run_dir, pictures):
+    """matplotlib takes text between dollar signs for a formula, and refuses one it cannot parse."""
+    predictions = made([0, 1], [1, 0], ["$5^", "cost $_{$"])
+    assert len(predictions.write(run_dir, pictures(2))) == 2
+
+
+def test_a_picture_that_has_become_unreadable_names_its_path(run_dir, tmp_path):
+    class Gone:
+        def __getitem__(self, index):
+            return tmp_path / "none.png"
+
+        def where(self, index):
+            return "none.png"
+
+    images = Images(Gone(), np.array([[0, 0], [1, 0]]))
+    with pytest.raises(ConfigError, match=r"none.png: no such file"):
+        made([0, 1], [1, 0], "ab").write(run_dir, images)
+    assert report.MISTAKES == 32

@@ -1,0 +1,228 @@
+"""shared/weights.py: a second set of weights follows, is swapped in and out, and survives a checkpoint bit for bit."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from shared import optim
+from shared.checkpoint import Checkpointer, CheckpointError, TrainState
+from shared.options import OptimConfig
+from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+
+
+class Subject(nn.Module):
+    """Trained, frozen and tied weights, buffers of numbers and of integers, and one that is no part of the state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("seen", torch.tensor([1, 2]))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        self.seen += 1
+        return self.frozen(self.layers(x))
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def model(accelerator):
+    torch.manual_seed(0)
+    return accelerator.prepare(Subject())
+
+
+TRAINED = {f"layers.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")}
+BUFFERS = {"layers.1.running_mean", "layers.1.running_var", "layers.1.num_batches_tracked", "seen"}
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(values, expected):
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@torch.no_grad()
+def change(model, step):
+    """What an optimizer step does: other weights, other statistics."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += torch.randn(parameter.shape, generator=generator)
+    model(torch.randn(8, 4, generator=generator))
+
+
+def test_persistent_buffers_are_those_of_the_state(model):
+    found = persistent_buffers(model)
+    assert found.keys() == BUFFERS
+    assert found["seen"] is model.seen
+    assert persistent_buffers(model.layers[1]).keys() == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_gathered_weights_are_copies_of_all_or_of_the_trained(accelerator, model):
+    weights = gather_weights(accelerator, model)
+    before = state(model)
+    assert_equal(weights, before)
+    change(model, 0)
+    assert_equal(weights, before)  # what is gathered stays
+    trained = gather_weights(accelerator, model, trainable_only=True, dtype=torch.bfloat16)
+    assert trained.keys() == TRAINED | BUFFERS
+    assert trained["seen"].dtype == torch.int64
+    assert {value.dtype for name, value in trained.items() if name in TRAINED} == {torch.bfloat16}
+
+
+def test_a_copy_holds_what_is_trained_and_the_buffers(accelerator, model):
+    copy = WeightCopy(accelerator, model)
+    assert copy.tensors.keys() == TRAINED | BUFFERS
+    assert copy.buffers.keys() == BUFFERS
+    assert all(copy.buffers[name] is copy.tensors[name] for name in BUFFERS)
+    before = state(model)
+    change(model, 0)
+    assert_equal(copy.tensors, {name: before[name] for name in copy.tensors})
+
+
+@pytest.mark.parametrize("decays", [[0.9] * 5, [0.1, 0.5, 0.75, 0.99, 0.999], [0.0], [1.0]])
+def test_the_average_is_that_of_a_loop(accelerator, model, decays):
+    copy = WeightCopy(accelerator, model)
+    expected = {name: value.double() for name, value in copy.tensors.items()}
+    for step, decay in enumerate(decays):
+        change(model, step)
+        now = state(model)
+        copy.average_in(decay)
+        for name in expected:
+            whole = not now[name].is_floating_point()
+            expected[name] = now[name] if whole else decay * expected[name] + (1 - decay) * now[name].double()
+    for name, value in copy.tensors.items():
+        assert value.dtype == now[name].dtype
+        torch.testing.assert_close(value.double(), expected[name].double(), atol=1e-6, rtol=1e-6)
+    assert copy.tensors["seen"].tolist() == [1 + len(decays), 2 + len(decays)]
+    assert copy.tensors["layers.1.num_batches_tracked"] == len(decays)
+    assert_equal(state(model), now)  # the model is not touched
+
+
+def test_a_copy_can_be_taken_anew(accelerator, model):
+    copy = WeightCopy(accelerator, model)
+    change(model, 0)
+    copy.take()
+    now = state(model)
+    assert_equal(copy.tensors, {name: now[name] for name in copy.tensors})
+    change(model, 1)
+    assert torch.equal(copy.tensors["layers.0.weight"], now["layers.0.weight"])
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_swapped_in_weights_are_those_of_the_copy_until_the_block_ends(accelerator, model, fails):
+    copy = WeightCopy(accelerator, model)
+    old = state(model)
+    change(model, 0)
+    new = state(model)
+    places = {name: p.data_ptr() for name, p in model.named_parameters()}
+    x = torch.randn(3, 4)
+    model.eval()
+    for _ in range(2):
+        try:
+            with copy.swapped_in():
+                assert_equal(state(model), old)
+                assert_equal(copy.tensors, {name: new[name] for name in copy.tensors})
+                if fails:
+                    raise Boom
+        except Boom:
+            assert fails
+        assert_equal(state(model), new)
+        assert_equal(copy.tensors, {name: old[name] for name in copy.tensors})
+    assert places == {name: p.data_ptr() for name, p in model.named_parameters()}  # an optimizer still knows them
+    model(x)
+
+
+def test_on_one_process_buffers_are_their_own_mean(accelerator, model):
+    before = state(model)
+    average_buffers(accelerator, [persistent_buffers(model)])
+    assert_equal(state(model), before)
+
+
+def test_averaged_buffers_are_the_mean_over_ranks_and_integers_stay(model):
+    class Two:
+        """Two ranks of which the other's buffers are all 3."""
+
+        num_processes = 2
+
+        def reduce(self, value, how):
+            assert how == "mean"
+            return (value + 3) / 2
+
+    change(model, 0)
+    copy = persistent_buffers(model)
+    before = state(model)
+    average_buffers(Two(), [{"a": copy["seen"]}, copy])
+    for name in ("layers.1.running_mean", "layers.1.running_var"):
+        torch.testing.assert_close(model.state_dict()[name], (before[name] + 3) / 2)
+    assert model.seen.tolist() == before["seen"].tolist()
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def run(folder):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = Subject()
+    optimizers = optim.build(model, OptimConfig())
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    copies = {"ema": WeightCopy(accelerator, model), "best": WeightCopy(accelerator, model)}
+    folder.mkdir(exist_ok=True)
+    saver = Checkpointer(accelerator, model, optimizers, folder, keep=2, identity={"seed": 0}, copies=copies)
+    return model, optimizers, copies, saver
+
+
+def train(model, optimizers, copies, first, last):
+    for step in range(first, last):
+        torch.manual_seed(step)
+        model(torch.randn(8, 4)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        copies["ema"].average_in(0.9)
+        if step == 1:
+            copies["best"].take()
+
+
+def test_copies_go_through_a_checkpoint_bit_for_bit(tmp_path):
+    model, optimizers, copies, saver = run(tmp_path / "run")
+    train(model, optimizers, copies, 0, 3)
+    saver.save(TrainState(step=3))
+    saved = {kind: {name: value.clone() for name, value in copy.tensors.items()} for kind, copy in copies.items()}
+    assert not torch.equal(saved["ema"]["layers.0.weight"], saved["best"]["layers.0.weight"])
+    train(model, optimizers, copies, 3, 6)
+    again, optimizers, other, saver = run(tmp_path / "run")
+    assert saver.resume().step == 3
+    for kind, copy in other.items():
+        assert_equal(copy.tensors, saved[kind])
+        assert all(copy.buffers[name] is copy.tensors[name] for name in BUFFERS)
+    train(again, optimizers, other, 3, 6)
+    assert_equal(state(again), state(model))
+    for kind, copy in other.items():
+        assert_equal(copy.tensors, copies[kind].tensors)
+
+
+def test_a_copy_that_the_checkpoint_lacks_is_an_error(tmp_path):
+    model, optimizers, copies, saver = run(tmp_path / "run")
+    train(model, optimizers, copies, 0, 1)
+    del saver.copies["best"]
+    saver.save(TrainState(step=1))
+    _, _, _, saver = run(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        saver.resume()
