@@ -51,7 +51,7 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
     """
     try:
         image: Image.Image = Image.open(source if isinstance(source, Path) else io.BytesIO(source))
-        if at_least is not None:
+        if at_least is not None and min(image.size) >= 2 * at_least:
             image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
         image.load()
         image = ImageOps.exif_transpose(image)
