@@ -25,6 +25,7 @@ from shared.data import Row
 from shared.launch import on_main, say
 from shared.options import ImageConfig
 
+FORMAT = 2  # raised when the prepared files change meaning
 SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split, the first that is there
 IMAGE_COLUMNS = ("image", "img", "image_path", "path", "file_name", "file")
@@ -365,7 +366,7 @@ def hold_out(labels: np.ndarray, percent: float) -> np.ndarray:
 
 def _fingerprint(found: _Found) -> str:
     """Changes when any image, label or name does; sizes and times stand for contents, so no file is opened."""
-    digest = hashlib.sha256(f"{found.name} {found.about} {found.held_out_from} {found.version}".encode())
+    digest = hashlib.sha256(f"{FORMAT} {found.name} {found.about} {found.held_out_from} {found.version}".encode())
     for number, label in enumerate(found.labels):
         line = label
         if found.paths is not None:
