@@ -1,12 +1,15 @@
 """Tiny models and data made here, and the real `accelerate launch` on CPU processes."""
 
+import array
 import importlib.util
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,8 @@ def offline(tmp_path_factory):
         "WANDB_MODE": "offline",
         "ACCELERATE_USE_CPU": "true",
     }
+    yield
+    LAUNCHER.close()
 
 
 def sentence(rng: random.Random, words: int) -> str:
@@ -155,39 +160,85 @@ class Run:
         return load_file(path)
 
 
+def free_port() -> int:
+    """A port to listen on, outside the range from which outgoing connections take theirs."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
 def command(template: str, folder: Path, *args: object, processes: int = 1, config: str | None = None) -> list[str]:
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    if processes > 1:
-        launcher += [
-            "--config_file",
-            str(ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml"),
-            "--mixed_precision",
-            "no",
-        ]
-        launcher += ["--num_processes", str(processes), "--main_process_port", "0"]
+    """The arguments of `accelerate launch` for a template, in fp32; several processes rehearse `config` (ddp) on CPU."""
+    launcher: list[object] = []
+    if processes > 1 or config:
+        launcher += ["--config_file", ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml", "--mixed_precision", "no"]
+        launcher += ["--num_processes", processes, "--main_process_port", free_port()]
     common = ["--output_dir", folder, "--report_to", "none", "--logging_steps", 1]
-    return [*launcher, str(ROOT / "templates" / f"{template}.py"), *map(str, [*common, *args])]
+    return [*map(str, [*launcher, ROOT / "templates" / f"{template}.py", *common, *args])]
 
 
-def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
-    """Launch a template and wait for it; `check` asserts exit code 0."""
-    done = subprocess.run(
-        command(template, folder, *args, **kwargs),
-        env=os.environ | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+
+
+class Launcher:
+    """Client of tests/launcher.py, which is started at the first run."""
+
+    process: subprocess.Popen | None = None
+
+    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600) -> tuple[int, str]:
+        """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
+        if self.process is None:
+            self.address = os.path.join(tempfile.mkdtemp(), "launcher")
+            script = ROOT / "tests" / "launcher.py"
+            self.process = subprocess.Popen([sys.executable, str(script), self.address], stdout=subprocess.PIPE, text=True)
+            assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
+        with tempfile.TemporaryFile() as output, socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.address)
+            message = json.dumps({"argv": argv, "env": env, "cwd": os.getcwd()}).encode()
+            descriptor = array.array("i", [output.fileno()])
+            connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+            answers = connection.makefile()
+            pid = int(answers.readline())
+            connection.settimeout(timeout)
+            try:
+                code = int(answers.readline())
+            except TimeoutError:
+                os.killpg(pid, signal.SIGTERM)  # the launcher ends its workers
+                code = -signal.SIGTERM
+            output.seek(0)
+            return code, output.read().decode(errors="replace")
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+
+LAUNCHER = Launcher()
+
+
+def run(
+    template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, real: bool = False, **kwargs
+) -> Run:
+    """Launch a template and wait for it; `check` asserts exit code 0; `real` starts new interpreters (see launcher.py)."""
+    argv, environment = command(template, folder, *args, **kwargs), os.environ | (env or {})
+    if real:
+        done = subprocess.run(
+            [*ACCELERATE, *argv], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
+        )
+        code, output = done.returncode, done.stdout
+    else:
+        code, output = LAUNCHER.run(argv, environment)
     if check:
-        assert done.returncode == 0, done.stdout
-    return Run(folder, done.returncode, done.stdout)
+        assert code == 0, output
+    return Run(folder, code, output)
 
 
 def run_and_kill(template: str, folder: Path, *args: object, at_line: str, number: int = signal.SIGKILL, **kwargs) -> Run:
     """Launch a template and send a signal to all of its processes once its output holds `at_line`."""
     process = subprocess.Popen(
-        command(template, folder, *args, **kwargs),
+        [*ACCELERATE, *command(template, folder, *args, **kwargs)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
