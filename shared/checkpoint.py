@@ -31,6 +31,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from shared import zero
 from shared.config import CleanExit, ConfigError
 from shared.data import Window
 from shared.launch import on_main, say, strategy
@@ -231,13 +232,15 @@ class Checkpointer:
         # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _state(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trainable parameters, persistent buffers and optimizers."""
-        tensors: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in self.trainable.items()}
-        tensors |= {f"model.{name}": b for name, b in persistent_buffers(self.model).items()}
+        tensors: dict[str, torch.Tensor] = {f"model.{name}": b for name, b in persistent_buffers(self.model).items()}
         for kind, copy in self.copies.items():
             tensors |= {f"{kind}.{name}": value for name, value in copy.tensors.items()}
         scalars: dict[str, Any] = {}
+        if zero.is_used(self.accelerator):
+            return tensors | zero.state(self.accelerator, self.trainable, step), scalars
+        tensors |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             for parameter, values in optimizer.state.items():
@@ -265,7 +268,7 @@ class Checkpointer:
         self.accelerator.wait_for_everyone()
         # One rank's buffers are written, so they are made one: BatchNorm statistics differ from rank to rank.
         average_buffers(self.accelerator, [persistent_buffers(self.model), *(c.buffers for c in self.copies.values())])
-        tensors, scalars = self._state()
+        tensors, scalars = self._state(state.step)
         files: dict[str, Any] = {}
         problem = ""
         try:
@@ -322,7 +325,7 @@ class Checkpointer:
         if folder is None:
             return TrainState()
         content = json.loads((folder / STATE).read_text())
-        self._load(folder, content.pop("scalars"))
+        self._load(folder, content.pop("scalars"), content["step"])
         scaler = content.pop("scaler", None)
         if scaler and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
@@ -358,18 +361,25 @@ class Checkpointer:
                 "use the same settings, or another --output_dir"
             )
 
-    def _load(self, folder: Path, scalars: dict[str, Any]) -> None:
+    def _load(self, folder: Path, scalars: dict[str, Any], step: int) -> None:
+        def read(tensors: dict[str, torch.Tensor]) -> None:
+            try:
+                dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=not dist.is_initialized())
+            except CleanExit:
+                raise
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise CheckpointError(f"{folder}: does not fit this model and optimizer ({_cause(error)})") from None
+
+        if zero.is_used(self.accelerator):
+            zero.load(self.accelerator, self.trainable, step, read)
+            read({f"model.{name}": b for name, b in persistent_buffers(self.model).items()})
+            return
         for optimizer in self.optimizers:
             _fill_state(optimizer)
-        tensors, _ = self._state()
-        try:
-            dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=not dist.is_initialized())
-        except CleanExit:
-            raise
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            raise CheckpointError(f"{folder}: does not fit this model and optimizer ({_cause(error)})") from None
+        tensors, _ = self._state(step)
+        read(tensors)
         for optimizer in self.optimizers:
             for name, parameter in self.trainable.items():
                 for key in optimizer.state.get(parameter, {}):

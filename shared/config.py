@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
 import os
 import re
 import signal
@@ -70,6 +71,24 @@ def is_main_rank() -> bool:
 def world_size() -> int:
     """Processes of this launch, known from the environment before any process group exists."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def data_parallel_size() -> int:
+    """Processes of this launch that read different data: all, over those that share one model's pieces.
+
+    Raises:
+        ConfigError: the launch config's sizes do not divide the number of processes.
+    """
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return world_size()
+    sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLELISM}
+    if world_size() != math.prod(sizes.values()):
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise ConfigError(f"{world_size()} processes were launched, but the launch config's sizes are {product}")
+    return sizes["dp_replicate_size"] * sizes["dp_shard_size"]
+
+
+PARALLELISM = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
 def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared import config as configs
+from shared import zero
 from shared.config import CleanExit, ConfigError
 from shared.data import seed_all
 from shared.options import BatchConfig
@@ -58,7 +60,7 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
             "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
         )
     world_size = configs.world_size()
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    on_cpu = _flag("ACCELERATE_USE_CPU")
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
         raise ConfigError(
             f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
@@ -75,6 +77,12 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
     if plugin is not None and plugin.mixed_precision_policy is not None:  # sums over ranks in fp32, as DDP's are
         policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
+    if rehearsal and plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
+    if zero.is_used(accelerator):
+        zero.make_whole_models()
+    if zero.is_used(accelerator) != _flag("ACCELERATE_USE_DEEPSPEED"):
+        raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:
         raise ConfigError(
             f"{world_size} processes were launched but Accelerate sees {accelerator.num_processes}: "
@@ -129,19 +137,33 @@ def summary(title: str, rows: dict[str, Any]) -> None:
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, accumulation: int, unit: str) -> str:
     """How a global batch is made up, for the summary."""
-    per_device, processes = batch.per_device_train_batch_size, accelerator.num_processes
-    return f"{batch.global_batch_size} {unit} = {processes} process(es) x {per_device} at once x {accumulation} accumulated"
+    per_device, readers = batch.per_device_train_batch_size, configs.data_parallel_size()
+    processes = f"{readers} process(es)"
+    if accelerator.num_processes > readers:
+        processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
+    return f"{batch.global_batch_size} {unit} = {processes} x {per_device} at once x {accumulation} accumulated"
 
 
 def strategy(accelerator: Accelerator) -> str:
     """How this run is spread, for people: `1 process on cuda`, `FSDP x 8 on cuda, bf16`."""
-    kind = accelerator.distributed_type
-    spread = "1 process" if kind == DistributedType.NO else f"{_NAMES.get(kind, kind.value)} x {accelerator.num_processes}"
+    kind, count = accelerator.distributed_type, accelerator.num_processes
+    sizes = getattr(accelerator, "parallelism_config", None)
+    if kind == DistributedType.NO:
+        spread = "1 process"
+    elif kind == DistributedType.DEEPSPEED:
+        spread = f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} x {count}"
+    elif sizes is not None and sizes.total_size > 1:
+        parts = {
+            "HSDP": f"{sizes.dp_replicate_size} x {sizes.dp_shard_size}" if sizes.dp_replicate_size > 1 else "",
+            "FSDP2": str(sizes.dp_shard_size) if sizes.dp_replicate_size == 1 and sizes.dp_shard_size > 1 else "",
+            "TP": str(sizes.tp_size) if sizes.tp_size > 1 else "",
+            "CP": str(sizes.cp_size) if sizes.cp_size > 1 else "",
+        }
+        spread = " x ".join(f"{name} {size}" for name, size in parts.items() if size)
+    else:
+        spread = f"{'FSDP2' if kind == DistributedType.FSDP else 'DDP'} x {count}"
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     return f"{spread} on {accelerator.device.type}, {precision}"
-
-
-_NAMES = {DistributedType.MULTI_CPU: "DDP", DistributedType.MULTI_GPU: "DDP", DistributedType.FSDP: "FSDP2"}
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -168,20 +190,27 @@ def _use_all_cores(world_size: int) -> None:
 
 
 def _rehearse_on_cpu() -> bool:
-    """Make Accelerate honour FSDP and parallelism configs in a CPU process group, which it silently turns to DDP.
+    """Make Accelerate honour DeepSpeed, FSDP and parallelism configs in a CPU process group, not turn them to DDP.
 
-    Accelerate looks at `fsdp_config` and `ParallelismConfig` only where the state says MULTI_GPU. Plain DDP stays
-    MULTI_CPU, because MULTI_GPU would hand DDP the device ids of GPUs.
+    Accelerate looks at `fsdp_config` and `ParallelismConfig` only where the state says MULTI_GPU, and at DeepSpeed only
+    where it is not told to use the CPU. Plain DDP stays MULTI_CPU, because MULTI_GPU would hand it device ids of GPUs.
 
     Returns:
         Whether this is a rehearsal of a sharded strategy.
     """
-    asked = [os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() for name in ("FSDP", "PARALLELISM_CONFIG")]
+    asked = {name for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG") if _flag(f"ACCELERATE_USE_{name}")}
     state = PartialState(cpu=True)
-    if "true" not in asked or state.distributed_type != DistributedType.MULTI_CPU:
+    if not asked or state.distributed_type != DistributedType.MULTI_CPU:
         return False
-    state.distributed_type = DistributedType.MULTI_GPU
+    if "DEEPSPEED" in asked:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        del os.environ["ACCELERATE_USE_CPU"]
+    state.distributed_type = DistributedType.DEEPSPEED if "DEEPSPEED" in asked else DistributedType.MULTI_GPU
     return True
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
 def _quieten_libraries() -> None:

@@ -23,6 +23,7 @@ from shared.config import ConfigError
 from shared.data import Window
 from shared.launch import say
 from shared.options import LogConfig
+from shared.parallel import total
 
 T = TypeVar("T")
 
@@ -148,7 +149,7 @@ class Logger:
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             return
         sums = torch.stack([self.loss, torch.tensor(float(self.positions), device=self.loss.device)])
-        sums = self.accelerator.reduce(sums, "sum").tolist()
+        sums = total(self.accelerator, sums).tolist()
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         processed = sums[1] / seconds

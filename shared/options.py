@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shared import config as configs
 from shared import records
 from shared.config import ConfigError
 
@@ -43,17 +44,18 @@ class BatchConfig:
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name} must be positive, not {getattr(self, name)}")
 
-    def accumulation_steps(self, world_size: int) -> int:
-        """Micro-batches of one rank in one optimizer step.
+    def accumulation_steps(self) -> int:
+        """Micro-batches of one rank in one optimizer step of this launch.
 
         Raises:
             ConfigError: the global batch does not divide.
         """
-        at_once = self.per_device_train_batch_size * world_size
+        processes = configs.data_parallel_size()
+        at_once = self.per_device_train_batch_size * processes
         if self.global_batch_size % at_once:
             raise ConfigError(
                 f"--global_batch_size {self.global_batch_size} is not a multiple of {at_once} "
-                f"(--per_device_train_batch_size {self.per_device_train_batch_size} x {world_size} processes)"
+                f"(--per_device_train_batch_size {self.per_device_train_batch_size} x {processes} processes)"
             )
         return self.global_batch_size // at_once
 

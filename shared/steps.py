@@ -12,8 +12,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from shared.config import CleanExit
+from shared import zero
+from shared.config import CleanExit, data_parallel_size
 from shared.data import STOP_SIGNALS
+from shared.parallel import gradient_norm, scale_gradients
 
 
 class NonFiniteError(CleanExit):
@@ -35,17 +37,18 @@ class Stopped(CleanExit):
 @contextlib.contextmanager
 def accumulate(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
     """Reduce gradients over ranks in the backward of a window's last micro-batch only. Every rank enters alike."""
+    accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
     with contextlib.nullcontext() if last else accelerator.no_sync(model):
         yield
 
 
-def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
+def loss_scale(num_targets: int) -> float:
     """What to multiply a micro-batch's summed loss by, so that the reduced gradient is that of the global mean.
 
     The mean runs over all `num_targets` of the global batch, whatever each rank and micro-batch holds of them. DDP
-    and FSDP then average over ranks, which the factor undoes.
+    and FSDP then average over the ranks that read different data, which the factor undoes.
     """
-    return accelerator.num_processes / max(1, num_targets)
+    return data_parallel_size() / max(1, num_targets)
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float, *, step: int) -> torch.Tensor:
@@ -61,9 +64,15 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float, 
         NonFiniteError: on all ranks, if any rank's gradient is NaN or infinite. With fp16, where the loss scaler
             skips such steps and lowers its scale, nothing is raised.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if zero.is_used(accelerator):  # which has clipped and stepped in the last backward
+        norm = torch.tensor(float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()))
+    else:
+        accelerator.unscale_gradients()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = gradient_norm(accelerator, gradients)
+        if max_norm:
+            shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            scale_gradients(gradients, shrink)
     if accelerator.scaler is None and not torch.isfinite(norm):
         raise NonFiniteError(
             f"step {step}: the gradient norm is {norm.item()}; no weight was changed and saved checkpoints are good. "
@@ -78,6 +87,8 @@ def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
     The inner ones are driven directly: with fp16, Accelerate's wrappers would each update the loss scale, so that a
     second optimizer's gradients were unscaled twice.
     """
+    if zero.is_used(accelerator):
+        return
     scaler = accelerator.scaler
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)

@@ -11,6 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shared import zero
+from shared.config import ConfigError
+
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to a model's state, by name."""
@@ -40,6 +43,8 @@ def gather_weights(
     if trainable_only:
         values = {name: p for name, p in values.items() if p.requires_grad}
     for name, value in (values | persistent_buffers(model)).items():
+        if zero.is_used(accelerator) and isinstance(value, nn.Parameter):
+            value = zero.full_weight(value)
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if accelerator.is_main_process:
             cast = dtype is not None and full.is_floating_point()
@@ -77,6 +82,8 @@ class WeightCopy:
     @torch.no_grad()
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.model = accelerator.unwrap_model(model)
+        if any(hasattr(p, "ds_id") for p in self.model.parameters()):
+            raise ConfigError("ZeRO-3 keeps no second set of weights (moving average, best ones): use fsdp2.yaml")
         live: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
         buffers = persistent_buffers(self.model)
         self.live = live | buffers

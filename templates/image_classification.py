@@ -78,7 +78,7 @@ class Config:
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
         if self.freeze_backbone and not self.model_name_or_path:
             raise ConfigError("--freeze_backbone needs a trained backbone: give --model_name_or_path")
-        self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
+        self.batch.accumulation_steps()  # refuses what does not divide
         if self.recipe.mixes and self.batch.per_device_train_batch_size % 2:
             raise ConfigError("mixup and CutMix work on pairs: --per_device_train_batch_size must be even")
         if self.image_size is not None and not 8 <= self.image_size <= 4096:
@@ -104,7 +104,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms import v2
 from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
 
-from shared import checkpoint, classifier, images, launch, metrics, optim, steps
+from shared import checkpoint, classifier, images, launch, metrics, optim, parallel, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.classifier import ToModel
@@ -156,9 +156,8 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
     drop_last = classifier.has_batch_norm(model)
     order = Order(len(data.train), batch.global_batch_size, batch.seed, drop_last=drop_last)
-    at_once = batch.per_device_eval_batch_size * accelerator.num_processes
-    loading: dict[str, Any] = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    loading |= {"device": accelerator.device, "num_workers": batch.dataloader_num_workers}
+    loading = parallel.share(accelerator) | {"num_workers": batch.dataloader_num_workers}
+    at_once = batch.per_device_eval_batch_size * loading["world_size"]
     mixed = partial(train_row, transform=transform, recipe=config.recipe)
     prepared = partial(eval_row, processor=processor)
     eval_order = Order(len(data.validation), at_once, 0, shuffle=False)
@@ -205,7 +204,7 @@ def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     config = with_defaults(config)
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
-    accumulation = config.batch.accumulation_steps(accelerator.num_processes)
+    accumulation = config.batch.accumulation_steps()
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded and config.channels_last:
         raise ConfigError("--channels_last does not work with FSDP, which shards contiguous weights only")
@@ -240,7 +239,7 @@ def main(config: Config) -> None:
     elif config.speed.torch_compile:
         model.compile()
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = accelerator.prepare(model, *optimizers)
+    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, max_grad_norm=config.optim.max_grad_norm)
     classifier.training_mode(model)
     class_weights = data.class_weights().to(accelerator.device) if config.recipe.class_weights == "balanced" else None
     ema = WeightCopy(accelerator, model) if config.recipe.ema_decay else None
@@ -311,9 +310,9 @@ def main(config: Config) -> None:
         evaluate_and_log()
         total_steps = state.step if "stopped_early" in state.notes else total_steps
     for window in logger.waiting(train_loader.windows(state.step, total_steps)):
-        launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
+        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
         learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-        scale = steps.loss_scale(accelerator, window.num_targets)
+        scale = steps.loss_scale(window.num_targets)
         step_loss = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(window.micro_batches):
             with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):

@@ -75,7 +75,7 @@ class Config:
             raise ConfigError("--load_in_4bit and --load_in_8bit both quantise the base: drop one of them")
         if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
             raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
-        self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
+        self.batch.accumulation_steps()  # refuses what does not divide
         if self.init_lora_weights != "default" and self.adapter_name_or_path:
             raise ConfigError("--adapter_name_or_path continues from that adapter: drop --init_lora_weights")
         if self.lora_r < 1:
@@ -91,7 +91,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from shared import chat, checkpoint, launch, metrics, optim, steps
+from shared import chat, checkpoint, launch, metrics, optim, parallel, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
@@ -119,13 +119,13 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
         launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
         raise ConfigError(f"{len(samples)} training rows are fewer than one --global_batch_size of {size}")
-    loading = {"rank": accelerator.process_index, "world_size": accelerator.num_processes, "device": accelerator.device}
+    loading = parallel.share(accelerator)
     workers, per_device = config.batch.dataloader_num_workers, config.batch.per_device_eval_batch_size
     train_loader = Loader(
         samples, collate, order, per_device=config.batch.per_device_train_batch_size, num_workers=workers, **loading
     )
     chosen = Spread(held_out, config.eval_samples)
-    eval_order = Order(len(chosen), per_device * accelerator.num_processes, 0, shuffle=False)
+    eval_order = Order(len(chosen), per_device * loading["world_size"], 0, shuffle=False)
     return (
         train_loader,
         Loader(chosen, chat.collate_padded, eval_order, per_device=per_device, **loading),
@@ -199,7 +199,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader) -> dict
             total += models.causal_lm_loss(model, batch)
         targets += window.num_targets
     model.train()
-    loss = accelerator.reduce(total, "sum").item() / targets
+    loss = parallel.total(accelerator, total).item() / targets
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
 
 
@@ -231,7 +231,7 @@ def save_final(
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
-    accumulation = config.batch.accumulation_steps(accelerator.num_processes)
+    accumulation = config.batch.accumulation_steps()
     run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "lora_finetune")
 
     # Data --------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def main(config: Config) -> None:
     if config.speed.torch_compile:
         models.compile_blocks(model)
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = accelerator.prepare(model, *optimizers)
+    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, max_grad_norm=config.optim.max_grad_norm)
     if config.chat.packing:
         at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.per_device_train_batch_size
         models.require_packing_isolation(model, accelerator.device, len(tokenizer), at_once)
@@ -317,9 +317,9 @@ def main(config: Config) -> None:
         with logger.pause():
             state.notes["before"] = evaluate_and_log(generate=True)
     for window in logger.waiting(train_loader.windows(state.step, total_steps)):
-        launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
+        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
         learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-        scale = steps.loss_scale(accelerator, window.num_targets)
+        scale = steps.loss_scale(window.num_targets)
         step_loss = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(window.micro_batches):
             with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):

@@ -12,7 +12,7 @@ model (Touvron et al., arXiv 2302.13971) unless another is named.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from shared import config as configs
 from shared.config import ConfigError
@@ -64,7 +64,7 @@ class Config:
             raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
         if self.config_name and self.model_name_or_path:
             raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
-        self.batch.accumulation_steps(configs.world_size())  # refuses what does not divide
+        self.batch.accumulation_steps()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
             raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
 
@@ -77,7 +77,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from shared import checkpoint, corpus, launch, metrics, optim, records, steps
+from shared import checkpoint, corpus, launch, metrics, optim, parallel, records, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
@@ -99,8 +99,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
     text, batch = config.text, config.batch
     name = text.tokenizer_name or config.model_name_or_path
     tokenizer = models.from_hub(AutoTokenizer, name) if name else None
-    loading: dict[str, Any] = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    loading |= {"per_device": batch.per_device_train_batch_size, "device": accelerator.device}
+    loading = parallel.share(accelerator) | {"per_device": batch.per_device_train_batch_size}
     held_out: Samples
     train: Loader | corpus.Stream
     if text.streaming:
@@ -133,7 +132,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
         about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
         identity, bytes_per_token = tokens.meta["train"]["sha256"], held_out.bytes_per_token
     loading["per_device"] = batch.per_device_eval_batch_size
-    at_once = batch.per_device_eval_batch_size * accelerator.num_processes
+    at_once = batch.per_device_eval_batch_size * loading["world_size"]
     chosen = Spread(held_out, config.eval_samples)
     eval_order = Order(len(chosen), at_once, 0, shuffle=False)
     validation = Loader(chosen, corpus.collate, eval_order, **loading)
@@ -184,7 +183,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, bytes_p
             total += models.causal_lm_loss(model, batch)
         targets += window.num_targets
     model.train()
-    loss = accelerator.reduce(total, "sum").item() / targets
+    loss = parallel.total(accelerator, total).item() / targets
     values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
     return values | ({"eval_bits_per_byte": loss / math.log(2) / bytes_per_token} if bytes_per_token else {})
 
@@ -192,7 +191,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, bytes_p
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
-    accumulation = config.batch.accumulation_steps(accelerator.num_processes)
+    accumulation = config.batch.accumulation_steps()
 
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
@@ -212,7 +211,7 @@ def main(config: Config) -> None:
     flops_per_token = models.flops_per_token(model, config.seq_length)
     _, num_parameters = models.count_parameters(model)
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = accelerator.prepare(model, *optimizers)
+    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, max_grad_norm=config.optim.max_grad_norm)
 
     # Resume ------------------------------------------------------------------------------------------------------
     identity = {
@@ -262,9 +261,9 @@ def main(config: Config) -> None:
         with logger.pause():
             evaluate_and_log()
     for window in logger.waiting(data.train.windows(state.step, total_steps)):
-        launch.seed_step(config.batch.seed, state.step, accelerator.process_index)
+        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
         learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-        scale = steps.loss_scale(accelerator, window.num_targets)
+        scale = steps.loss_scale(window.num_targets)
         step_loss = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(window.micro_batches):
             with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):

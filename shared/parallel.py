@@ -1,0 +1,175 @@
+"""How a model is spread over processes: who reads which data, tensor parallelism, one gradient norm for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shared import config as configs
+from shared import zero
+from shared.config import ConfigError
+
+# Who reads what ------------------------------------------------------------------------------------------------------
+
+
+def data_rank(accelerator: Accelerator) -> int:
+    """This process's place among those that read different data: ranks that share a model's pieces read the same."""
+    return accelerator.process_index // (accelerator.num_processes // configs.data_parallel_size())
+
+
+def share(accelerator: Accelerator) -> dict[str, Any]:
+    """What a `Loader` must know of this process: rank and world_size among those that read different data, device."""
+    return {
+        "rank": data_rank(accelerator),
+        "world_size": configs.data_parallel_size(),
+        "device": accelerator.device,
+    }
+
+
+def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
+    """The sum of `value` over the data that all processes read, each piece counted once. Every rank calls this."""
+    return accelerator.reduce(value, "sum") / (accelerator.num_processes // configs.data_parallel_size())
+
+
+# Spreading a model -----------------------------------------------------------------------------------------------------
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, *optimizers: Any, max_grad_norm: float) -> tuple[Any, ...]:
+    """(model, *optimizers) as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
+
+    Args:
+        model: whole, on every rank, the same weights.
+        optimizers: of its parameters, without state.
+        max_grad_norm: DeepSpeed clips inside its own step, so it must know.
+
+    Raises:
+        ConfigError: the model or the optimizers cannot be spread that way, or the launch config has an answer of its own
+            to a question that the template's config answers.
+    """
+    mesh = tensor_parallel_mesh(accelerator)
+    if zero.is_used(accelerator):
+        zero.configure(accelerator, optimizers, max_grad_norm)
+    if mesh is not None:
+        names = {p: name for name, p in model.named_parameters()}
+        tensor_parallel(model, mesh)
+        _replace_parameters(optimizers, names, dict(model.named_parameters()))
+    if mesh is not None and accelerator.distributed_type != DistributedType.FSDP:
+        # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has no sharded weights.
+        prepared = [accelerator.prepare_model(model, evaluation_mode=True)]
+        prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+    else:
+        layout = accelerator.parallelism_config
+        if mesh is not None:
+            layout.tp_size = 1  # done above; Accelerate would do it again
+        prepared = list(accelerator.prepare(model, *optimizers))
+        if mesh is not None:
+            layout.tp_size = mesh.size()
+    if mesh is not None:
+        for optimizer in prepared[1:]:
+            _one_mesh_a_group(optimizer.optimizer)
+    return tuple(prepared)
+
+
+def tensor_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
+    """The ranks over which each matrix is cut, or None."""
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the matrices of each block over the ranks of `mesh`, in place (Megatron-LM, arXiv 1909.08053).
+
+    Follows the plan that transformers ships with an architecture: colwise [out / ranks, in], rowwise [out, in / ranks].
+    An adapter is cut as the matrix that it belongs to: B with its columns, A with its rows. What the plan does not name
+    (norms, embeddings) stays whole on every rank, with equal gradients.
+
+    Raises:
+        ConfigError: there is no plan, or it has a kind of cut that is not supported.
+    """
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    decoder = getattr(whole, getattr(whole, "base_model_prefix", ""), whole)
+    plan: dict[str, str] = getattr(whole.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr, assignment]
+    kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    name_of_model = type(whole).__name__
+    if not plan or not set(plan.values()) <= set(kinds):
+        foreign = ", ".join(sorted(set(plan.values()) - set(kinds))) or "none"
+        raise ConfigError(f"{name_of_model} cannot be tensor parallel here (its plan: {foreign}): use fsdp2.yaml")
+    heads = getattr(whole.config, "num_key_value_heads", None)  # type: ignore[union-attr]
+    if heads is not None and heads % mesh.size():
+        raise ConfigError(f"{name_of_model} has {heads} key-value heads, which tp_size {mesh.size()} does not divide")
+    if any(getattr(p, "quant_state", None) is not None or not p.is_floating_point() for p in model.parameters()):
+        raise ConfigError("tensor parallelism cannot cut quantised weights: use ddp.yaml or fsdp2.yaml")
+    patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): kind for name, kind in plan.items()}
+    for name, module in list(decoder.named_modules()):
+        kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
+        if kind is None:
+            continue
+        if getattr(module, "lora_magnitude_vector", None):
+            raise ConfigError("tensor parallelism does not work with --use_dora")
+        adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
+        for matrix in (getattr(module, "base_layer", module), *adapters.values()):
+            parallelize_module(matrix, mesh, kinds[kind]())
+
+
+def _replace_parameters(optimizers: Iterable[Any], names: dict[nn.Parameter, str], new: dict[str, nn.Parameter]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new[names[p]] for p in group["params"]]
+
+
+def _one_mesh_a_group(optimizer: Any) -> None:
+    """Split parameter groups so that those of one group are sharded over the same ranks, as fused kernels require."""
+    split = []
+    for group in optimizer.param_groups:
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        split += [{**group, "params": parameters} for parameters in by_mesh.values()]
+    optimizer.param_groups[:] = split
+
+
+# Gradients -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """L2 norm of all gradients as one vector, wherever their pieces are: scalar, the same on all ranks.
+
+    Each rank adds up its pieces, each divided by the number of ranks that hold the same piece, so that one sum over all
+    ranks counts everything once. Not a collective where every rank holds whole gradients. Every rank calls this.
+    """
+    pieces: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        copies = accelerator.num_processes
+        if isinstance(gradient, DTensor):
+            for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+                assert not isinstance(placement, Partial)
+                copies //= 1 if isinstance(placement, Replicate) else size
+            gradient = gradient.to_local()
+        pieces.setdefault(copies, []).append(gradient)
+    if set(pieces) <= {accelerator.num_processes}:
+        return nn.utils.get_total_norm(next(iter(pieces.values()), [])).to(accelerator.device)
+    norms = {copies: nn.utils.get_total_norm(tensors).to(accelerator.device) for copies, tensors in pieces.items()}
+    squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all gradients in place by `factor`, a scalar tensor."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        piece = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_device.setdefault(piece.device, []).append(piece)
+    for device, pieces in by_device.items():
+        torch._foreach_mul_(pieces, factor.to(device))
