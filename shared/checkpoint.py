@@ -35,6 +35,7 @@ from shared import zero
 from shared.config import CleanExit, ConfigError
 from shared.data import Window
 from shared.launch import on_main, say, strategy
+from shared.parallel import held
 from shared.weights import WeightCopy, average_buffers, persistent_buffers
 
 MANIFEST = "MANIFEST.json"
@@ -290,6 +291,7 @@ class Checkpointer:
                 files |= {name: _hash(temporary / name) for name in (STATE, ".metadata")}
                 manifest = {"format": 1, "step": state.step, "files": dict(sorted(files.items()))}
                 manifest |= {"world_size": self.accelerator.num_processes, "strategy": strategy(self.accelerator)}
+                manifest |= {"held": held(self.accelerator, self.model, self.optimizers)}
                 manifest |= {"versions": _versions(), "identity": self.identity}
                 (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
                 _commit(temporary, folder)

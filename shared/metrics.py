@@ -149,12 +149,12 @@ class Logger:
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             return
         sums = torch.stack([self.loss, torch.tensor(float(self.positions), device=self.loss.device)])
-        sums = total(self.accelerator, sums).tolist()
+        summed_loss, positions = total(self.accelerator, sums).tolist()
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
-        processed = sums[1] / seconds
+        processed = positions / seconds
         values = {
-            "loss": sums[0] / self.steps,
+            "loss": summed_loss / self.steps,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm.item(),
             f"trained_{self.unit}_per_second": self.targets / seconds,

@@ -137,6 +137,30 @@ def _one_mesh_a_group(optimizer: Any) -> None:
     optimizer.param_groups[:] = split
 
 
+def held(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:
+    """The share of all weights, and of the optimizer's state, that this process keeps between steps."""
+
+    def pieces(parameters: Iterable[torch.Tensor]) -> float:
+        mine = everything = 0
+        for p in parameters:
+            local = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
+            mine, everything = mine + local.numel(), everything + getattr(p, "ds_numel", p.numel())
+        return mine / everything
+
+    shares = {"weights": pieces(accelerator.unwrap_model(model).parameters())}
+    if zero.is_used(accelerator):
+        return shares | {"optimizer state": 1 / accelerator.num_processes}  # from stage 1 on
+    trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return shares | {"optimizer state": pieces(trained)}
+
+
+def holds(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> str | None:
+    """`held` in words, for the summary; None where one process has everything."""
+    if accelerator.num_processes == 1:
+        return None
+    return ", ".join(f"{share:.0%} of the {name}" for name, share in held(accelerator, model, optimizers).items())
+
+
 # Gradients -------------------------------------------------------------------------------------------------------------
 
 

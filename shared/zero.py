@@ -58,8 +58,8 @@ def configure(accelerator: Accelerator, optimizers: tuple[Any, ...], max_grad_no
 
 def full_weight(parameter: nn.Parameter) -> torch.Tensor:
     """A parameter's whole value, fp32 if it is trained. Every rank calls this."""
-    from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
 
     if parameter.requires_grad:
         return safe_get_full_fp32_param(parameter)
@@ -81,7 +81,7 @@ def state(accelerator: Accelerator, trainable: dict[str, nn.Parameter], step: in
     from deepspeed.utils import safe_get_full_optimizer_state
 
     _link_moments(accelerator.deepspeed_engine_wrapped.engine.optimizer)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in trainable.items():
         values = {f"model.{name}": full_weight(parameter)}
         for key in MOMENTS:
@@ -103,8 +103,8 @@ def load(
     Args:
         read: fills tensors, whole ones, by name from the checkpoint; every rank calls it alike.
     """
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     zero = accelerator.deepspeed_engine_wrapped.engine.optimizer
     stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
@@ -113,7 +113,7 @@ def load(
         zero.optimizer.state[piece]["step"] = torch.tensor(float(step))
     _link_moments(zero)
     for name, parameter in trainable.items():
-        shape = parameter.ds_shape if stage3 else parameter.shape
+        shape = getattr(parameter, "ds_shape", parameter.shape)
         weight = torch.empty(shape, device=accelerator.device)
         moments = {key: torch.empty(shape, device=accelerator.device) for key in MOMENTS}
         read({f"model.{name}": weight} | {f"optimizer.{name}.{key}": value for key, value in moments.items()})

@@ -269,6 +269,7 @@ def main(config: Config) -> None:
         "image_classification",
         {
             "run on": launch.strategy(accelerator),
+            "each process holds": parallel.holds(accelerator, model, optimizers),
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {trainable:,} of {total:,} parameters trained",
             "images": f"{image_size} x {image_size} pixels",

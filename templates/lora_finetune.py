@@ -272,6 +272,7 @@ def main(config: Config) -> None:
         "lora_finetune",
         {
             "run on": launch.strategy(accelerator),
+            "each process holds": parallel.holds(accelerator, model, optimizers),
             "model": f"{config.model_name_or_path}, {total:,} parameters",
             "trained": f"{trainable:,} parameters ({trainable / total:.2%})",
             "batch": launch.batch_line(config.batch, accelerator, accumulation, "rows"),

@@ -231,6 +231,7 @@ def main(config: Config) -> None:
         "pretrain",
         {
             "run on": launch.strategy(accelerator),
+            "each process holds": parallel.holds(accelerator, model, optimizers),
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
             "batch": launch.batch_line(config.batch, accelerator, accumulation, f"sequences x {config.seq_length} tokens"),

@@ -1,0 +1,172 @@
+"""Every launch config learns what one process learns, really spreads the model, and resumes what any other has saved.
+
+Each test is a real `accelerate launch` on 2 or 4 CPU processes. Losses over 10 optimizer steps with accumulation and
+clipping agree to 1e-5 (fp32), where only the order of sums differs. Checkpoints hold the same tensors whatever saved
+them, and every config resumes both one that was saved whole and one that was cut in two dimensions: so any config resumes
+any other's.
+"""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from shared.checkpoint import _TensorReader
+from tests.conftest import ROOT, run
+
+# config: processes, as the manifest names it, share of the weights and of the optimizer state that each process holds
+STRATEGIES = {
+    "ddp": (2, "DDP x 2", 1, 1),
+    "fsdp2": (2, "FSDP2 x 2", 1 / 2, 1 / 2),
+    "fsdp2_offload": (2, "FSDP2 x 2", 1 / 2, 1 / 2),
+    "hsdp": (4, "HSDP 2 x 2", 1 / 2, 1 / 2),
+    "tensor_parallel": (2, "TP 2", None, None),  # matrices are halved, norms and embeddings are not
+    "fsdp2_tensor_parallel": (4, "FSDP2 2 x TP 2", None, None),
+    "deepspeed_zero2": (2, "ZeRO-2 x 2", 1, 1 / 2),
+    "deepspeed_zero3": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
+    "deepspeed_zero3_offload": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
+}
+STEPS, SAVED = 10, 4
+COMMON = ("--max_steps", STEPS, "--save_steps", SAVED, "--save_total_limit", 9, "--global_batch_size", 8)
+COMMON = (*COMMON, "--max_grad_norm", 0.5, "--eval_samples", 9)
+
+
+@pytest.fixture(scope="module")
+def flags(text_file, chat_file, tiny_model):
+    return {
+        "pretrain": (*COMMON, "--train_file", text_file, "--seq_length", 32, "--model_name_or_path", tiny_model),
+        "lora_finetune": (
+            *(*COMMON, "--train_file", chat_file, "--seq_length", 64, "--model_name_or_path", tiny_model),
+            *("--num_generations", 0, "--lora_dropout", 0.0),
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(flags, tmp_path_factory):
+    """One process, each template: what all others are compared with."""
+    return {
+        template: run(template, tmp_path_factory.mktemp(template), *given, "--per_device_train_batch_size", 4)
+        for template, given in flags.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def launched(flags, tmp_path_factory):
+    """(template, config) -> its run, made once."""
+    runs = {}
+
+    def launch(template: str, config: str):
+        if (template, config) not in runs:
+            folder = tmp_path_factory.mktemp(f"{template}-{config}")
+            micro = ("--per_device_train_batch_size", 1 if STRATEGIES[config][0] == 4 else 2)
+            runs[template, config] = run(
+                template, folder, *flags[template], *micro, processes=STRATEGIES[config][0], config=config
+            )
+        return runs[template, config]
+
+    return launch
+
+
+def contents(folder):
+    """The tensors of a checkpoint, whole, by name."""
+    metadata = _TensorReader(folder).read_metadata()
+    entries = metadata.state_dict_metadata.items()
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=True)
+    return tensors
+
+
+def test_the_table_has_every_launch_config_of_several_processes():
+    files = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    elsewhere = {"cpu", "single_gpu", "fp8", "multi_node_ddp", "multi_node_hsdp", "context_parallel"}
+    assert files - elsewhere == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("config", STRATEGIES)
+@pytest.mark.parametrize("template", ["pretrain", "lora_finetune"])
+def test_learns_what_one_process_learns(reference, launched, template, config):
+    processes, name, weights, moments = STRATEGIES[config]
+    one, other = reference[template], launched(template, config)
+    manifest = other.manifest(STEPS)
+    assert manifest["world_size"] == processes
+    assert manifest["strategy"] == f"{name} on cpu, fp32"
+    held = manifest["held"]
+    assert held["weights"] == pytest.approx(weights, abs=0.01) if weights else held["weights"] < 0.9
+    if moments or template == "pretrain":
+        assert held["optimizer state"] == pytest.approx(moments, abs=0.01) if moments else held["optimizer state"] < 0.9
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert [row["grad_norm"] for row in other.rows if "grad_norm" in row] == pytest.approx(
+        [row["grad_norm"] for row in one.rows if "grad_norm" in row], rel=1e-4
+    )
+    assert max(row["grad_norm"] for row in one.rows if "grad_norm" in row) > 0.5  # so that clipping did something
+    assert other.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-5)
+    assert other.weights().keys() == one.weights().keys()
+    for key, value in one.weights().items():
+        torch.testing.assert_close(other.weights()[key], value, rtol=1e-3, atol=5e-5)
+
+
+@pytest.mark.parametrize("config", STRATEGIES)
+def test_a_checkpoint_holds_the_same_whatever_saved_it(reference, launched, config):
+    step = f"checkpoint-{SAVED:06d}"
+    one = contents(reference["pretrain"].folder / step)
+    other = contents(launched("pretrain", config).folder / step)
+    assert other.keys() == one.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name].float(), value.float(), rtol=1e-3, atol=5e-5, msg=name)
+
+
+@pytest.mark.parametrize("config", [None, *STRATEGIES])
+@pytest.mark.parametrize("saved_by", [None, "fsdp2_tensor_parallel"])
+def test_resumes_what_another_has_saved(reference, launched, flags, tmp_path, saved_by, config):
+    source = launched("pretrain", saved_by) if saved_by else reference["pretrain"]
+    processes = STRATEGIES[config][0] if config else 1
+    start = ("--resume_from_checkpoint", source.folder / f"checkpoint-{SAVED:06d}", "--per_device_train_batch_size", 2)
+    resumed = run("pretrain", tmp_path, *flags["pretrain"], *start, processes=processes, config=config)
+    assert f"at step {SAVED}" in resumed.output
+    assert resumed.losses == pytest.approx({s: v for s, v in source.losses.items() if s > SAVED}, rel=1e-5)
+
+
+@pytest.mark.parametrize("config", ["hsdp", "deepspeed_zero2"])
+def test_qlora_learns_what_one_process_learns(flags, launched, tmp_path, config):
+    given = (*flags["lora_finetune"], "--load_in_4bit")
+    one = run("lora_finetune", tmp_path / "one", *given, "--per_device_train_batch_size", 4)
+    processes = STRATEGIES[config][0]
+    other = run(
+        *("lora_finetune", tmp_path / "other", *given, "--per_device_train_batch_size", 2),
+        processes=processes,
+        config=config,
+    )
+    assert other.manifest(STEPS)["strategy"] == f"{STRATEGIES[config][1]} on cpu, fp32"
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "extra", "message"),
+    [
+        ("pretrain", "deepspeed_zero2", ("--optim", "muon"), "under DeepSpeed only --optim adamw works"),
+        ("lora_finetune", "tensor_parallel", ("--load_in_4bit",), "tensor parallelism cannot cut quantised weights"),
+        ("lora_finetune", "tensor_parallel", ("--use_dora",), "tensor parallelism does not work with --use_dora"),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_one_line(flags, tmp_path, template, config, extra, message):
+    done = run(template, tmp_path, *flags[template], *extra, processes=2, config=config, check=False)
+    assert done.returncode != 0
+    assert done.output.count(f"error: {message}") == 1 and "Traceback" not in done.output.split("torch/distributed")[0]
+
+
+def test_two_answers_in_a_deepspeed_config_are_refused(flags, tmp_path, monkeypatch):
+    env = {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}
+    done = run("pretrain", tmp_path, *flags["pretrain"], processes=2, config="deepspeed_zero2", env=env, check=False)
+    assert "error: gradient_clipping is 1.0 in the DeepSpeed config, but --max_grad_norm is 0.5" in done.output
+
+
+def test_sizes_that_do_not_make_up_the_processes_are_refused(flags, tmp_path):
+    done = run("pretrain", tmp_path, *flags["pretrain"], processes=3, config="hsdp", check=False)
+    assert (
+        "3 processes were launched, but the launch config's sizes are dp_replicate_size 2 x dp_shard_size 2" in done.output
+    )
