@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared import zero
@@ -89,6 +89,8 @@ def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
     """
     if zero.is_used(accelerator):
         return
+    # Under DDP gradients are views of the buckets that are reduced: they stay, or accumulation would hold both.
+    drop = accelerator.distributed_type not in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     scaler = accelerator.scaler
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -96,7 +98,7 @@ def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
             inner.step()
         else:
             scaler.step(inner)
-        inner.zero_grad()
+        inner.zero_grad(set_to_none=drop)
     if scaler is not None:
         scaler.update()
 

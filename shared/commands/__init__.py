@@ -1,0 +1,1 @@
+"""What `python -m shared COMMAND` runs; one module a command."""

@@ -1,0 +1,112 @@
+"""Predict the peak memory of one GPU under each launch config, on any machine and without weights.
+
+    python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8 --gpu_memory 80
+"""
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from shared import config as configs
+from shared import demo
+from shared.config import ConfigError
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The training that is planned."""
+
+    model_name_or_path: str = str(demo.MODEL)
+    """Model, or architecture only, on the Hub or in a folder; its weights are not read."""
+    config_overrides: str | None = None
+    """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
+    seq_length: int = 2048
+    """Tokens of one row."""
+    per_device_train_batch_size: int = 1
+    """Rows of one micro-batch."""
+    gpus: int = 8
+    """GPUs there are."""
+    gpu_memory: float = 80.0
+    """Memory of one, GB (10^9 bytes)."""
+    mixed_precision: Literal["bf16", "no"] = "bf16"
+    """As the launch config says."""
+    lora_r: int = 0
+    """Rank of LoRA adapters on all linear layers; 0: all weights are trained."""
+    load_in_4bit: bool = False
+    """Quantise the frozen base to 4 bits (with lora_r)."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_length", "per_device_train_batch_size", "gpus"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        if self.gpu_memory <= 0:
+            raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
+        if self.load_in_4bit and not self.lora_r:
+            raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
+
+
+RESERVED = 0.08  # of a GPU, for the CUDA context, NCCL's buffers and fragmentation
+
+
+def main() -> None:
+    config = configs.parse(PlanConfig, description=__doc__)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers import AutoConfig
+    from transformers.utils import logging as transformers_logging
+
+    from shared import memory
+    from shared import model as models
+
+    transformers_logging.set_verbosity_error()
+    architecture = models.from_hub(AutoConfig, config.model_name_or_path)
+    models.override(architecture, config.config_overrides)
+    job = memory.Job(
+        architecture,
+        config.per_device_train_batch_size,
+        config.seq_length,
+        config.mixed_precision == "bf16",
+        config.lora_r,
+        config.load_in_4bit,
+    )
+    print("measuring one and two blocks on fake tensors ...", file=sys.stderr, flush=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        numbers = memory.count(job)
+        rows = list(memory.plan(job, config.gpus))
+    print(
+        f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.2f} B parameters, {numbers.trained / 1e9:.3f} B "
+        f"trained; micro-batch {config.per_device_train_batch_size} x {config.seq_length} tokens, "
+        f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n"
+    )
+    header = ("launch config", "GPUs", "weights", "gradients", "optimizer")
+    header += tuple(f"activations {c}" for c in memory.CHECKPOINTING) + tuple(f"peak {c}" for c in memory.CHECKPOINTING)
+    table = [header]
+    usable = config.gpu_memory * (1 - RESERVED)
+    fitting: list[tuple[str, str, int, float]] = []
+    for name, gpus, peak in rows:
+        cells = [peak.weights, peak.gradients, peak.optimizer, *(peak.activations[c] for c in memory.CHECKPOINTING)]
+        totals = [peak.total(c) / 1e9 for c in memory.CHECKPOINTING]
+        table.append(
+            (name, str(gpus), *(f"{c / 1e9:.1f}" for c in cells), *(f"{t:.1f}{' ' if t <= usable else '!'}" for t in totals))
+        )
+        fitting += [(name, c, gpus, t) for c, t in zip(memory.CHECKPOINTING, totals, strict=True) if t <= usable]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    for row in table:
+        print("  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))))
+    print(
+        f"\nactivations and peak: without gradient checkpointing, of every 2nd block, of all. ! is over {usable:.1f} GB "
+        f"({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and fragmentation)."
+    )
+    several = [found for found in fitting if found[2] == config.gpus]
+    if not several:
+        print("Nothing fits: a smaller micro-batch or --seq_length, more GPUs, LoRA (--lora_r), 4 bits (--load_in_4bit).")
+        return
+    name, checkpointing, gpus, total = several[0]
+    flags = "" if checkpointing == "none" else f" --gradient_checkpointing {checkpointing}"
+    print(f"The cheapest that fits on {gpus} GPU(s), with {total:.1f} GB:\n")
+    template = "lora_finetune" if config.lora_r else "pretrain"
+    print(
+        f"  accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus} "
+        f"templates/{template}.py{flags} \\\n    --per_device_train_batch_size {config.per_device_train_batch_size} ..."
+    )

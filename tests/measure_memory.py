@@ -1,0 +1,73 @@
+"""One optimizer step of two micro-batches as the templates make it, its peak seen by the allocator. Prints bytes.
+
+    accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R OUTPUT
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from shared import launch, model, optim, parallel, steps
+from shared.options import OptimConfig
+
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 768,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+ROWS, LENGTH = 2, 256
+
+
+def main(checkpointing: str, lora_r: int, output: Path) -> None:
+    accelerator = launch.start(0)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler.start()
+    stored = torch.bfloat16 if accelerator.mixed_precision == "bf16" and lora_r else torch.float32
+    whole = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=stored, attn_implementation="sdpa")
+    model.set_gradient_checkpointing(whole, checkpointing)
+    if lora_r:
+        from peft import LoraConfig, get_peft_model
+
+        whole = get_peft_model(whole, LoraConfig(task_type="CAUSAL_LM", r=lora_r, target_modules="all-linear"))
+        for parameter in whole.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    whole.train()
+    config = OptimConfig()
+    prepared, *optimizers = parallel.prepare(accelerator, whole, *optim.build(whole, config), max_grad_norm=1.0)
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def step(number: int) -> None:
+        for last in (False, True):
+            with steps.accumulate(accelerator, prepared, last=last):
+                accelerator.backward(model.causal_lm_loss(prepared, batch) / 1000)
+        steps.clip_gradients(accelerator, prepared, 1.0, step=number)
+        steps.update(accelerator, optimizers)
+
+    step(0)
+    start = time.time_ns()
+    step(1)
+    profiler.stop()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now) if event.start_ns() > start else peak
+    if accelerator.is_main_process:
+        facts = {"peak": peak, "strategy": launch.strategy(accelerator)}
+        output.write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
