@@ -1,6 +1,6 @@
 """python -m shared COMMAND [--help]
 
-    plan    predicts the memory of each launch config, without a GPU and without weights
+plan    predicts the memory of each launch config, without a GPU and without weights
 """
 
 import importlib

@@ -1,14 +1,15 @@
 """Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
 
 What a strategy divides (weights, gradients, optimizer state) is counted. What it does not (activations, temporaries) is
-measured: PyTorch's memory tracker watches a forward and backward of one and of two blocks on fake tensors, which have
-shapes and no contents, and more blocks follow a straight line.
+measured: a forward and backward of one and of two blocks run on fake tensors, which have shapes and no contents, while
+the bytes of living storages are counted, and more blocks follow a straight line.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,11 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shared import model as models
 
 CHECKPOINTING = ("none", "2", "full")
+UNCHECKED = ("deepspeed_zero2", "deepspeed_zero3")  # estimates that were never held against a measurement
+ZERO_BUCKETS = 1e9  # numbers that DeepSpeed's reduction and gathering hold by default
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, and of those scales 32 bits a block of 256
 
 
@@ -72,14 +77,20 @@ class Counts:
         return self.blocks * self.trained_block + self.trained_rest
 
 
-def _build(job: Job, depth: int, dtype: torch.dtype) -> nn.Module:
-    """The model with `depth` blocks, of tensors of the fake mode that this is called in."""
+def _build(job: Job, depth: int, gathered: bool = False) -> nn.Module:
+    """The model with `depth` blocks, of tensors of the fake mode that this is called in.
+
+    Args:
+        gathered: weights as FSDP2 gathers them: all in the precision that is computed in.
+    """
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(job.config)
     config.get_text_config().num_hidden_layers = depth
     if getattr(config.get_text_config(), "layer_types", None):
         config.get_text_config().layer_types = config.get_text_config().layer_types[:depth]
+    low = torch.bfloat16 if job.mixed else torch.float32
+    dtype, trained_dtype = low if gathered or job.lora_r else torch.float32, low if gathered else torch.float32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         if job.lora_r:
@@ -91,7 +102,7 @@ def _build(job: Job, depth: int, dtype: torch.dtype) -> nn.Module:
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                kind = torch.float32 if p.requires_grad and job.lora_r else p.dtype
+                kind = trained_dtype if p.requires_grad else p.dtype
                 fake = made.setdefault(p, nn.Parameter(torch.empty(p.shape, dtype=kind), requires_grad=p.requires_grad))
                 module._parameters[name] = fake
         for name, b in module._buffers.items():
@@ -103,7 +114,7 @@ def _build(job: Job, depth: int, dtype: torch.dtype) -> nn.Module:
 def count(job: Job) -> Counts:
     """Count parameters, on fake tensors."""
     with FakeTensorMode():
-        one, two = (_build(job, depth, torch.float32) for depth in (1, 2))
+        one, two = (_build(job, depth) for depth in (1, 2))
 
     def numbers(model: nn.Module) -> tuple[int, int, int]:
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n and "lora_" not in n]
@@ -126,43 +137,81 @@ def count(job: Job) -> Counts:
     )
 
 
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make, until they are freed; those of `known` are left out."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._note, result)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self.seen:
+            self.seen[storage] = True
+            self._add(storage.nbytes())
+            weakref.finalize(storage, self._add, -storage.nbytes())
+
+    def cut(self) -> float:
+        """The peak so far; another begins."""
+        peak, self.peak = self.peak, self.now
+        return peak
+
+    def _add(self, count: int) -> None:
+        self.now += count
+        self.peak = max(self.peak, self.now)
+
+
 @cache
-def _measure(job: Job, depth: int, checkpointing: str, dtype: torch.dtype) -> float:
-    """Bytes at the peak of a second micro-batch, over those of the weights and the gradients."""
+def _measure(job: Job, depth: int, checkpointing: str, gathered: bool) -> tuple[float, float]:
+    """Bytes at the peak around the loss and at the peak in the blocks' backward, weights and gradients left out.
+
+    Of a second micro-batch, when gradients exist.
+    """
     with FakeTensorMode():
-        model = _build(job, depth, dtype)
+        model = _build(job, depth, gathered)
         models.set_gradient_checkpointing(model, checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
-        tracker = MemTracker()
-        tracker.track_external(model)
-        with tracker:
+        around_loss: list[float] = []
+        models.blocks(model)[-1].register_full_backward_pre_hook(lambda *_: around_loss.append(live.cut()))
+        with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
             for _ in range(2):
+                live.peak = live.now
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.mixed):
                     loss = models.causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
                 loss.backward()
-                tracker.reset_mod_stats()
-        peak = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
-        kept = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
-    return peak - kept
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return around_loss[-1] - gradients, live.peak - gradients
 
 
-def activations(job: Job, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes of activations and temporaries by gradient checkpointing, for a model whose weights have `dtype`."""
+def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_blocks: float = 0) -> dict[str, float]:
+    """Bytes of activations and temporaries by gradient checkpointing.
+
+    Args:
+        gathered: for weights as FSDP2 gathers them.
+        around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
+    """
     depth = job.config.get_text_config().num_hidden_layers
-    lines = {}
-    for setting in ("none", "full"):
-        one, two = (_measure(job, d, setting, dtype) for d in (1, 2))
-        lines[setting] = (one - (two - one), two - one)  # at no block, and for each
-    (start, slope), (start_full, slope_full) = lines["none"], lines["full"]
-    return {
-        "none": start + slope * depth,
-        "2": max(start, start_full) + (slope + slope_full) / 2 * depth,
-        "full": start_full + slope_full * depth,
-    }
+    peaks: dict[str, list[float]] = {setting: [] for setting in CHECKPOINTING}
+    for moment, more in ((0, around_loss), (1, in_blocks)):
+        lines = {}
+        for setting in ("none", "full"):
+            one, two = (_measure(job, d, setting, gathered)[moment] for d in (1, 2))
+            lines[setting] = (one - (two - one) + more, two - one)  # at no block, and for each
+        (start, slope), (start_full, slope_full) = lines["none"], lines["full"]
+        peaks["none"].append(start + slope * depth)
+        peaks["2"].append(max(start, start_full) + (slope + slope_full) / 2 * depth)
+        peaks["full"].append(start_full + slope_full * depth)
+    return {setting: max(found) for setting, found in peaks.items()}
 
 
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
-    """Yield (launch config, devices it uses, peak of one device), by rising communication.
+    """Yield (launch config, devices it uses, peak of one device); estimates that are not checked come last.
 
     With accumulation, so that gradients exist beside all activations. FSDP2 casts weights as it gathers them, two blocks
     at a time with the embeddings; without it autocast keeps 16-bit copies of all that are trained.
@@ -173,22 +222,16 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     in_4bits = numbers.blocks * numbers.block_matrices if job.four_bits else 0
     weights = (frozen - in_4bits) * cast + in_4bits * NF4_BYTES + trained * 4
     gradients, optimizer = trained * 4, trained * 8
-    stored = torch.bfloat16 if job.mixed and job.lora_r else torch.float32
-    whole = activations(job, stored)
+    whole = activations(job)
     if job.four_bits:
         whole = {k: v + numbers.block_matrices * cast for k, v in whole.items()}  # dequantised where they are used
     yield "single_gpu", 1, Peak(weights, gradients, optimizer, whole)
     if devices == 1:
         return
     yield "ddp", devices, Peak(weights, gradients, optimizer, whole)
-    if not job.four_bits:
-        inputs = (numbers.all * cast, trained * cast / devices, (trained * 4 + optimizer) / devices)
-        yield "deepspeed_zero2", devices, Peak(*inputs, whole)
-    gathered_dtype = torch.bfloat16 if job.mixed else torch.float32
-    computing = activations(job, gathered_dtype)
-    gathered = cast * (2 * numbers.block + numbers.rest)
-    unreduced = (cast + 4) * numbers.trained_block + cast * numbers.trained_rest
-    sharded = {k: v + gathered + unreduced for k, v in computing.items()}
+    rest = cast * (numbers.rest + numbers.trained_rest)  # gathered, with its gradient, all the time
+    block = 2 * cast * numbers.block + (cast + 8) * numbers.trained_block  # two gathered, two gradients being reduced
+    sharded = activations(job, gathered=True, around_loss=rest, in_blocks=rest + block)
     groups = max(1, devices // 8) if devices > 8 else 2
     for name, pieces in (("hsdp", devices // groups), ("fsdp2", devices)):
         if pieces > 1:
@@ -204,5 +247,11 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
         piece = Job(cut, job.batch, job.length, job.mixed, job.lora_r)
         local = count(piece)
         mine = (local.all - local.trained) * cast + local.trained * 4
-        yield "tensor_parallel", devices, Peak(mine, local.trained * 4, local.trained * 8, activations(piece, stored))
+        yield "tensor_parallel", devices, Peak(mine, local.trained * 4, local.trained * 8, activations(piece))
     yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)
+    if not job.four_bits:
+        buckets = {k: v + ZERO_BUCKETS * cast for k, v in whole.items()}
+        moments = (trained * 4 + optimizer) / devices
+        yield "deepspeed_zero2", devices, Peak(numbers.all * cast, trained * cast / devices, moments, buckets)
+        cut = (numbers.all * cast / devices, trained * cast / devices, moments)
+        yield "deepspeed_zero3", devices, Peak(*cut, {k: v + ZERO_BUCKETS * cast for k, v in sharded.items()})

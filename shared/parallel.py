@@ -137,6 +137,12 @@ def _one_mesh_a_group(optimizer: Any) -> None:
     optimizer.param_groups[:] = split
 
 
+def keeps_gradients(accelerator: Accelerator) -> bool:
+    """Whether gradients are views of DDP's buckets: set to zero they stay so; dropped, accumulation would hold both."""
+    ddp = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    return ddp and tensor_parallel_mesh(accelerator) is None
+
+
 def held(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:
     """The share of all weights, and of the optimizer's state, that this process keeps between steps."""
 

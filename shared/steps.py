@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 
 from shared import zero
 from shared.config import CleanExit, data_parallel_size
 from shared.data import STOP_SIGNALS
-from shared.parallel import gradient_norm, scale_gradients
+from shared.parallel import gradient_norm, keeps_gradients, scale_gradients
 
 
 class NonFiniteError(CleanExit):
@@ -89,8 +89,6 @@ def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
     """
     if zero.is_used(accelerator):
         return
-    # Under DDP gradients are views of the buckets that are reduced: they stay, or accumulation would hold both.
-    drop = accelerator.distributed_type not in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     scaler = accelerator.scaler
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -98,7 +96,7 @@ def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
             inner.step()
         else:
             scaler.step(inner)
-        inner.zero_grad(set_to_none=drop)
+        inner.zero_grad(set_to_none=not keeps_gradients(accelerator))
     if scaler is not None:
         scaler.update()
 

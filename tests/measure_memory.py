@@ -1,6 +1,6 @@
 """One optimizer step of two micro-batches as the templates make it, its peak seen by the allocator. Prints bytes.
 
-    accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R OUTPUT
+accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R OUTPUT
 """
 
 import json

@@ -1,6 +1,6 @@
 """Predict the peak memory of one GPU under each launch config, on any machine and without weights.
 
-    python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8 --gpu_memory 80
+python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8 --gpu_memory 80
 """
 
 import contextlib
@@ -75,8 +75,8 @@ def main() -> None:
         numbers = memory.count(job)
         rows = list(memory.plan(job, config.gpus))
     print(
-        f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.2f} B parameters, {numbers.trained / 1e9:.3f} B "
-        f"trained; micro-batch {config.per_device_train_batch_size} x {config.seq_length} tokens, "
+        f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.2f} B parameters, "
+        f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
         f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n"
     )
     header = ("launch config", "GPUs", "weights", "gradients", "optimizer")
@@ -87,18 +87,23 @@ def main() -> None:
     for name, gpus, peak in rows:
         cells = [peak.weights, peak.gradients, peak.optimizer, *(peak.activations[c] for c in memory.CHECKPOINTING)]
         totals = [peak.total(c) / 1e9 for c in memory.CHECKPOINTING]
-        table.append(
-            (name, str(gpus), *(f"{c / 1e9:.1f}" for c in cells), *(f"{t:.1f}{' ' if t <= usable else '!'}" for t in totals))
-        )
-        fitting += [(name, c, gpus, t) for c, t in zip(memory.CHECKPOINTING, totals, strict=True) if t <= usable]
+        marked = f"{name} *" if name in memory.UNCHECKED else name
+        marks = [f"{t:.1f}{' ' if t <= usable else '!'}" for t in totals]
+        table.append((marked, str(gpus), *(f"{c / 1e9:.1f}" for c in cells), *marks))
+        if name not in memory.UNCHECKED:
+            fitting += [(name, c, gpus, t) for c, t in zip(memory.CHECKPOINTING, totals, strict=True) if t <= usable]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    for row in table:
-        print("  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))))
+    for first, *rest in table:
+        print("  ".join([f"{first:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[1:], strict=True))]))
     print(
         f"\nactivations and peak: without gradient checkpointing, of every 2nd block, of all. ! is over {usable:.1f} GB "
-        f"({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and fragmentation)."
+        f"({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and fragmentation). "
+        "* is an estimate that no measurement was held against."
     )
+    # Offloading costs most, then cutting every matrix, then recomputing; what is left are gathers that hide well.
+    last = {"tensor_parallel": 1, "fsdp2_offload": 2}
     several = [found for found in fitting if found[2] == config.gpus]
+    several.sort(key=lambda found: (last.get(found[0], 0), memory.CHECKPOINTING.index(found[1])))
     if not several:
         print("Nothing fits: a smaller micro-batch or --seq_length, more GPUs, LoRA (--lora_r), 4 bits (--load_in_4bit).")
         return

@@ -1,0 +1,123 @@
+"""The plan beside what an allocator sees, and what a newcomer gets from the command."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from shared import memory
+from tests.conftest import LAUNCHER, ROOT, free_port
+
+SCRIPT = ROOT / "tests" / "measure_memory.py"
+
+
+@pytest.fixture(scope="module")
+def measure_memory():
+    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "precision", "lora_r", "checkpointing"),
+    [
+        (None, 1, "no", 0, "none"),
+        (None, 1, "no", 0, "2"),
+        (None, 1, "no", 0, "full"),
+        (None, 1, "bf16", 0, "none"),
+        (None, 1, "bf16", 8, "none"),
+        (None, 1, "bf16", 8, "full"),
+        ("ddp", 2, "no", 0, "none"),
+        ("fsdp2", 2, "no", 0, "none"),
+        ("fsdp2", 2, "no", 0, "full"),
+        ("fsdp2", 2, "bf16", 0, "none"),
+        ("fsdp2", 2, "bf16", 8, "none"),
+        ("tensor_parallel", 2, "no", 0, "none"),
+    ],
+)
+def test_predicted_peak_is_within_15_percent_of_the_allocators(
+    measure_memory, tmp_path, config, processes, precision, lora_r, checkpointing
+):
+    job = memory.Job(
+        LlamaConfig(**measure_memory.SHAPE), measure_memory.ROWS, measure_memory.LENGTH, precision == "bf16", lora_r
+    )
+    predicted = {name: peak for name, _, peak in memory.plan(job, processes)}[config or "single_gpu"].total(checkpointing)
+    argv = ["--mixed_precision", precision, str(SCRIPT), checkpointing, str(lora_r), str(tmp_path / "facts.json")]
+    if config:
+        launch_config = str(ROOT / "accelerate_configs" / f"{config}.yaml")
+        argv = ["--config_file", launch_config, "--main_process_port", str(free_port()), *argv]
+    code, output = LAUNCHER.run(argv, dict(os.environ))
+    assert code == 0, output
+    measured = json.loads((tmp_path / "facts.json").read_text())
+    assert measured["strategy"].split()[0] == {None: "1", "ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "TP"}[config]
+    assert predicted == pytest.approx(measured["peak"], rel=0.15)
+
+
+def test_counts_are_those_of_the_real_model(measure_memory):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**measure_memory.SHAPE))
+    numbers = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8))
+    assert numbers.all == numbers.trained == sum(p.numel() for p in model.parameters())
+    assert numbers.blocks * numbers.block_matrices == sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n
+    )
+    lora = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8, lora_r=4))
+    assert 0 < lora.trained < lora.all / 10
+
+
+def test_what_is_divided_is_divided(measure_memory):
+    plans = {name: peak for name, _, peak in memory.plan(memory.Job(LlamaConfig(**measure_memory.SHAPE), 4, 256), 4)}
+    whole = plans["ddp"]
+    assert plans["fsdp2"].weights == whole.weights / 4 and plans["hsdp"].optimizer == whole.optimizer / 2
+    assert plans["fsdp2_offload"].weights == 0
+    for peak in plans.values():
+        assert peak.total("full") < peak.total("2") < peak.total("none")
+
+
+def test_nothing_is_allocated(measure_memory):
+    before = torch.zeros(1).untyped_storage().nbytes()
+    shape = measure_memory.SHAPE | {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
+    numbers = memory.count(memory.Job(LlamaConfig(**shape, head_dim=128), 1, 8))
+    assert numbers.all > 5e10 and before == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ("--gpus", "2", "--gpu_memory", "80"),
+            "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2",
+        ),
+        (("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits"),
+        (("--gpus", "1", "--lora_r", "8", "--load_in_4bit"), "accelerate_configs/single_gpu.yaml"),
+    ],
+)
+def test_the_command_names_the_cheapest_that_fits(flags, expected):
+    command = [sys.executable, "-m", "shared", "plan", "--seq_length", "64", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "--load_in_4bit"), "error: --load_in_4bit needs --lora_r"),
+        (("plan", "--gpus", "0"), "error: --gpus must be at least 1, not 0"),
+        (("plam",), "error: no command 'plam': there is plan"),
+        (("plan", "--model_name_or_path", "/nowhere"), "error: /nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message):
+    command = [sys.executable, "-m", "shared", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
