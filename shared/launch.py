@@ -221,7 +221,8 @@ def _quieten_libraries() -> None:
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-    for name in ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib"):
+    noisy = ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib", "DeepSpeed")
+    for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
