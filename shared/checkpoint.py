@@ -31,7 +31,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shared import zero
+from shared import optim, zero
 from shared.config import CleanExit, ConfigError
 from shared.data import Window
 from shared.launch import on_main, say, strategy
@@ -379,7 +379,7 @@ class Checkpointer:
             read({f"model.{name}": b for name, b in persistent_buffers(self.model).items()})
             return
         for optimizer in self.optimizers:
-            _fill_state(optimizer)
+            optim.fill_state(optimizer)
         tensors, _ = self._state(step)
         read(tensors)
         for optimizer in self.optimizers:
@@ -387,21 +387,6 @@ class Checkpointer:
                 for key in optimizer.state.get(parameter, {}):
                     if f"optimizer.{name}.{key}" in scalars:
                         optimizer.state[parameter][key] = scalars[f"optimizer.{name}.{key}"]
-
-
-def _fill_state(optimizer: Any) -> None:
-    """Make an optimizer allocate its state, to be loaded into: a step on zero gradients at rate 0."""
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def _cause(error: BaseException) -> str:

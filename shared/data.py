@@ -338,6 +338,13 @@ class Loader:
             rows = [{k: v.to(self.device, non_blocking=True) for k, v in row.items()} for row in rows]
             yield Window(rows, self.samples.num_targets(indices), len(indices))
 
+    def longest(self, rows: int) -> Batch:
+        """A micro-batch of `rows` copies of the longest sample, on the device: what memory has to suffice for."""
+        lengths = getattr(self.samples, "lengths", None)
+        index = int(np.argmax(lengths)) if lengths is not None else 0
+        row = _Rows(self.samples, self.transform, self.order.seed)[index, 0]
+        return {k: v.to(self.device) for k, v in self.collate([row] * rows).items()}
+
     def _reader(self, start: int, stop: int) -> DataLoader:
         keys = _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device))
         return DataLoader(

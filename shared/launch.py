@@ -25,6 +25,37 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 
+class OutOfMemory(CleanExit):
+    """The device's memory does not suffice: what it holds, and which lever to pull next."""
+
+    exit_code = 2
+
+    def __init__(self, error: torch.OutOfMemoryError, config: Any) -> None:
+        rows, checkpointing = config.batch.per_device_train_batch_size, config.speed.gradient_checkpointing
+        sharded = _flag("ACCELERATE_USE_FSDP")
+        levers = [
+            (rows > 1, f"--per_device_train_batch_size {rows // 2} (or --find_batch_size): what is learned stays the same"),
+            (checkpointing != "full", "--gradient_checkpointing full: recomputes activations, a third slower"),
+            (not sharded, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
+            (
+                config.optim.optim == "adamw" and not _flag("ACCELERATE_USE_FSDP"),
+                "--optim adamw_8bit: a quarter of the state",
+            ),
+            (
+                not _flag("FSDP_OFFLOAD_PARAMS"),
+                "accelerate_configs/fsdp2_offload.yaml: weights in the machine's memory",
+            ),
+            (True, "shorter rows, or a smaller model"),
+        ]
+        if torch.cuda.is_available():
+            print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
+        advice = [text for applies, text in levers if applies]
+        super().__init__(
+            f"out of memory: {configs.first_line(error)}\n  next: {advice[0]}\n  then: {'; '.join(advice[1:])}\n"
+            "  `python -m shared plan --help` predicts what fits"
+        )
+
+
 def run(main: Callable[[C], None], config: C) -> None:
     """Call `main(config)` and end with one line and the exit code that names the cause. Every rank calls this.
 
@@ -33,7 +64,10 @@ def run(main: Callable[[C], None], config: C) -> None:
     failure into 1.
     """
     with configs.clean_exit():
-        main(config)
+        try:
+            main(config)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(error, config) from None
     if configs.world_size() > 1:
         # All ranks are done and every file is written. The interpreter's own teardown can abort in a thread that a
         # process group left behind, which would make a finished run look failed.
@@ -135,8 +169,9 @@ def summary(title: str, rows: dict[str, Any]) -> None:
     say("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
 
 
-def batch_line(batch: BatchConfig, accelerator: Accelerator, accumulation: int, unit: str) -> str:
+def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
+    accumulation = batch.accumulation_steps()
     per_device, readers = batch.per_device_train_batch_size, configs.data_parallel_size()
     processes = f"{readers} process(es)"
     if accelerator.num_processes > readers:

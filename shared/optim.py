@@ -148,3 +148,18 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         rest = groups([p for p in matrices if p.ndim > 2], config.weight_decay) + plain
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
     return [torch.optim.AdamW(everything, fused=True, **adam)]
+
+
+def fill_state(optimizer: Any) -> None:
+    """Make an optimizer allocate its state, to be loaded into: a step on zero gradients at rate 0."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -23,6 +23,8 @@ class BatchConfig:
     """Samples in one optimizer step, over all devices and accumulated micro-batches."""
     per_device_train_batch_size: int = 2
     """Samples in one forward and backward of one device; accumulation follows from it and is printed."""
+    find_batch_size: bool = False
+    """Try a step before training, and where memory runs out halve per_device_train_batch_size, doubling accumulation."""
     per_device_eval_batch_size: int = 8
     """Samples in one forward of one device in evaluation."""
     max_steps: int | None = None

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -141,6 +143,20 @@ def keeps_gradients(accelerator: Accelerator) -> bool:
     """Whether gradients are views of DDP's buckets: set to zero they stay so; dropped, accumulation would hold both."""
     ddp = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     return ddp and tensor_parallel_mesh(accelerator) is None
+
+
+def end_step(model: nn.Module) -> None:
+    """Let FSDP forget a forward or backward that an exception has ended."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.post_backward_final_callback_queued = False
+            for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+                if group is not None:
+                    group._training_state = TrainingState.IDLE
+                    group._post_forward_indices.clear()
+            module.reshard()
 
 
 def held(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from shared import zero
-from shared.config import CleanExit, data_parallel_size
-from shared.data import STOP_SIGNALS
-from shared.parallel import gradient_norm, keeps_gradients, scale_gradients
+from shared.config import CleanExit, ConfigError, data_parallel_size
+from shared.data import STOP_SIGNALS, Batch, Loader
+from shared.launch import say
+from shared.optim import fill_state
+from shared.parallel import end_step, gradient_norm, keeps_gradients, scale_gradients
+from shared.weights import persistent_buffers
 
 
 class NonFiniteError(CleanExit):
@@ -99,6 +103,68 @@ def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
         inner.zero_grad(set_to_none=not keeps_gradients(accelerator))
     if scaler is not None:
         scaler.update()
+
+
+def largest_that_fits(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: list[Any],
+    loader: Loader,
+    loss: Callable[[Batch], torch.Tensor],
+) -> int:
+    """Rows of a micro-batch that memory suffices for, at most the loader's; the loader gets that many from now on.
+
+    Tries the longest sample with the optimizer's state and gradients in place, and halves where memory runs out on any
+    rank. The global batch stays what it is, so what is learned does, too. Every rank calls this, after `parallel.prepare`.
+
+    Raises:
+        OutOfMemoryError: a single row does not fit.
+        ConfigError: under DeepSpeed, whose engine cannot take a step back.
+    """
+    if zero.is_used(accelerator):
+        raise ConfigError("--find_batch_size does not work under DeepSpeed: `python -m shared plan` predicts what fits")
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    fresh = [optimizer for optimizer in inner if not optimizer.state]
+    for optimizer in fresh:
+        fill_state(optimizer)
+    buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
+    asked = rows = loader.per_device
+    while not _fits(accelerator, model, inner, loss, loader.longest(rows)):
+        if rows == 1:
+            raise torch.OutOfMemoryError("a micro-batch of 1 does not fit")
+        smaller = max(n for n in range(1, rows // 2 + 1) if rows % n == 0)
+        say(f"out of memory with {rows} at once; trying {smaller} at once, accumulated {asked // smaller} times as often")
+        rows = smaller
+    for optimizer in fresh:
+        optimizer.state.clear()
+    for buffer, value in buffers.items():  # BatchNorm has counted the tries
+        buffer.copy_(value)
+    loader.per_device = rows
+    return rows
+
+
+def _fits(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: list[Any],
+    loss: Callable[[Batch], torch.Tensor],
+    batch: Batch,
+) -> bool:
+    enough = True
+    try:
+        for _ in range(2):  # the second beside the gradients of the first
+            with accumulate(accelerator, model, last=False):
+                accelerator.backward(loss(batch) * 0)
+    except torch.OutOfMemoryError:
+        enough = False
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=not keeps_gradients(accelerator))
+    if not enough:
+        end_step(model)
+        gc.collect()
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return bool(accelerator.reduce(torch.tensor(float(enough), device=accelerator.device), "mean") == 1)
 
 
 class StopSignal:

@@ -204,7 +204,6 @@ def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     config = with_defaults(config)
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
-    accumulation = config.batch.accumulation_steps()
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded and config.channels_last:
         raise ConfigError("--channels_last does not work with FSDP, which shards contiguous weights only")
@@ -245,6 +244,16 @@ def main(config: Config) -> None:
     ema = WeightCopy(accelerator, model) if config.recipe.ema_decay else None
     best = WeightCopy(accelerator, model) if config.metric_for_best_model != "none" else None
 
+    def batch_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Cross-entropy summed over this micro-batch's images; what fills up a batch has the label IGNORED."""
+        pixels, targets = to_model(batch["pixel_values"]), batch["labels"]
+        if "mix" in batch:
+            pixels, targets = classifier.mix(pixels, targets, batch["mix"], len(classes))
+        logits = model(pixel_values=pixels).logits.float()
+        smoothing = config.recipe.label_smoothing
+        losses = F.cross_entropy(logits, targets, weight=class_weights, label_smoothing=smoothing, reduction="none")
+        return (losses * (batch["labels"] != IGNORED)).sum()
+
     # Resume ------------------------------------------------------------------------------------------------------
     identity = {
         "data": data.identity,
@@ -263,6 +272,9 @@ def main(config: Config) -> None:
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
+    if config.batch.find_batch_size:
+        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss)
+        config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
     launch.summary(
@@ -273,7 +285,7 @@ def main(config: Config) -> None:
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {trainable:,} of {total:,} parameters trained",
             "images": f"{image_size} x {image_size} pixels",
-            "batch": launch.batch_line(config.batch, accelerator, accumulation, "images"),
+            "batch": launch.batch_line(config.batch, accelerator, "images"),
             "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.1f} epochs",
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
@@ -317,14 +329,7 @@ def main(config: Config) -> None:
         step_loss = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(window.micro_batches):
             with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                pixels, targets = to_model(batch["pixel_values"]), batch["labels"]
-                if "mix" in batch:
-                    pixels, targets = classifier.mix(pixels, targets, batch["mix"], len(classes))
-                logits = model(pixel_values=pixels).logits.float()
-                losses = F.cross_entropy(
-                    logits, targets, weight=class_weights, label_smoothing=config.recipe.label_smoothing, reduction="none"
-                )
-                loss = (losses * (batch["labels"] != IGNORED)).sum()
+                loss = batch_loss(batch)
                 accelerator.backward(loss * scale)
             step_loss += loss.detach() / window.num_targets
         grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)

@@ -161,7 +161,7 @@ def trained_in_fp32(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return model
+    return model.train()  # from_pretrained leaves dropout off
 
 
 def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Module:
@@ -231,7 +231,6 @@ def save_final(
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
-    accumulation = config.batch.accumulation_steps()
     run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "lora_finetune")
 
     # Data --------------------------------------------------------------------------------------------------------
@@ -266,6 +265,10 @@ def main(config: Config) -> None:
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
+    if config.batch.find_batch_size:
+        loss_of = partial(models.causal_lm_loss, model)
+        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, loss_of)
+        config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
     launch.summary(
@@ -275,7 +278,7 @@ def main(config: Config) -> None:
             "each process holds": parallel.holds(accelerator, model, optimizers),
             "model": f"{config.model_name_or_path}, {total:,} parameters",
             "trained": f"{trainable:,} parameters ({trainable / total:.2%})",
-            "batch": launch.batch_line(config.batch, accelerator, accumulation, "rows"),
+            "batch": launch.batch_line(config.batch, accelerator, "rows"),
             "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.2f} epochs",
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,

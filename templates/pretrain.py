@@ -12,6 +12,7 @@ model (Touvron et al., arXiv 2302.13971) unless another is named.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from shared import config as configs
@@ -65,6 +66,8 @@ class Config:
         if self.config_name and self.model_name_or_path:
             raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
         self.batch.accumulation_steps()  # refuses what does not divide
+        if self.text.streaming and self.batch.find_batch_size:
+            raise ConfigError("--find_batch_size does not work with --streaming")
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
             raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
 
@@ -170,7 +173,7 @@ def build_model(config: Config, tokenizer) -> nn.Module:
     models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:
         models.compile_blocks(model)
-    return model
+    return model.train()  # from_pretrained leaves dropout off
 
 
 @torch.no_grad()
@@ -191,7 +194,6 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, bytes_p
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
-    accumulation = config.batch.accumulation_steps()
 
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
@@ -225,6 +227,11 @@ def main(config: Config) -> None:
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
+    if config.batch.find_batch_size:
+        assert isinstance(data.train, Loader)
+        loss_of = partial(models.causal_lm_loss, model)
+        rows = steps.largest_that_fits(accelerator, model, optimizers, data.train, loss_of)
+        config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
     launch.summary(
@@ -234,7 +241,7 @@ def main(config: Config) -> None:
             "each process holds": parallel.holds(accelerator, model, optimizers),
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
-            "batch": launch.batch_line(config.batch, accelerator, accumulation, f"sequences x {config.seq_length} tokens"),
+            "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
             "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,

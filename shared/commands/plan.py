@@ -79,7 +79,7 @@ def main() -> None:
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
         f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n"
     )
-    header = ("launch config", "GPUs", "weights", "gradients", "optimizer")
+    header: tuple[str, ...] = ("launch config", "GPUs", "weights", "gradients", "optimizer")
     header += tuple(f"activations {c}" for c in memory.CHECKPOINTING) + tuple(f"peak {c}" for c in memory.CHECKPOINTING)
     table = [header]
     usable = config.gpu_memory * (1 - RESERVED)

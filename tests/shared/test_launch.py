@@ -1,5 +1,6 @@
 """Launches that would train something else than they seem to, and what launch.py promises."""
 
+import os
 import random
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 
 from shared import launch
 from shared.config import ConfigError
-from tests.conftest import ROOT, command, run
+from tests.conftest import LAUNCHER, ROOT, Run, command, run
 
 
 def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
@@ -48,3 +49,49 @@ def test_exit_code_of_the_script_itself_names_the_cause(template, tmp_path):
     assert bad.returncode == 2
     assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
     assert ROOT.exists()
+
+
+def short_of_memory(folder, rows, where, template, *flags, processes=1, config=None):
+    """Launch a template on a device that has no memory for more than `rows` rows at once."""
+    argv = command(template, folder, *flags, processes=processes, config=config)
+    place = argv.index(str(ROOT / "templates" / f"{template}.py"))
+    argv[place : place + 1] = [str(ROOT / "tests" / "short_of_memory.py"), str(rows), where, template]
+    code, output = LAUNCHER.run(argv, dict(os.environ))
+    return Run(folder, code, output)
+
+
+@pytest.fixture(scope="module")
+def small(text_file, tiny_model):
+    return (
+        *("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 3),
+        *("--eval_samples", 2, "--global_batch_size", 8),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "where"),
+    [(None, 1, "forward"), ("ddp", 2, "backward"), ("fsdp2", 2, "forward"), ("fsdp2", 2, "backward")],
+)
+def test_where_memory_runs_out_the_micro_batch_is_halved_and_nothing_else_changes(small, tmp_path, config, processes, where):
+    plain = run("pretrain", tmp_path / "plain", *small, "--per_device_train_batch_size", 1)
+    short = short_of_memory(
+        *(tmp_path / "short", 1, where, "pretrain", *small, "--per_device_train_batch_size", 4, "--find_batch_size"),
+        processes=processes,
+        config=config,
+    )
+    assert short.returncode == 0, short.output
+    assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in short.output
+    assert f"{processes} process(es) x 1 at once x {8 // processes} accumulated" in short.output
+    assert short.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_out_of_memory_names_the_next_lever(small, tmp_path):
+    short = short_of_memory(tmp_path, 1, "backward", "pretrain", *small, "--per_device_train_batch_size", 4)
+    assert short.returncode != 0
+    assert (
+        "error: out of memory: 4 rows do not fit\n  next: --per_device_train_batch_size 2 (or --find_batch_size)"
+        in short.output
+    )
+    flags = (*small, "--per_device_train_batch_size", 4, "--find_batch_size", "--gradient_checkpointing", "full")
+    none = short_of_memory(tmp_path / "none", 0, "backward", "pretrain", *flags)
+    assert none.returncode != 0 and "accelerate_configs/fsdp2.yaml" in none.output
