@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from shared import config as configs
 from shared import zero
@@ -45,13 +47,16 @@ def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
 # Spreading a model -----------------------------------------------------------------------------------------------------
 
 
-def prepare(accelerator: Accelerator, model: nn.Module, *optimizers: Any, max_grad_norm: float) -> tuple[Any, ...]:
+def prepare(
+    accelerator: Accelerator, model: nn.Module, *optimizers: Any, max_grad_norm: float, comm_hook: str = "none"
+) -> tuple[Any, ...]:
     """(model, *optimizers) as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
 
     Args:
         model: whole, on every rank, the same weights.
         optimizers: of its parameters, without state.
         max_grad_norm: DeepSpeed clips inside its own step, so it must know.
+        comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
 
     Raises:
         ConfigError: the model or the optimizers cannot be spread that way, or the launch config has an answer of its own
@@ -75,6 +80,10 @@ def prepare(accelerator: Accelerator, model: nn.Module, *optimizers: Any, max_gr
         prepared = list(accelerator.prepare(model, *optimizers))
         if mesh is not None:
             layout.tp_size = mesh.size()
+    if comm_hook != "none":
+        if not isinstance(prepared[0], DistributedDataParallel):
+            raise ConfigError("--ddp_comm_hook needs the processes of ddp.yaml")
+        prepared[0].register_comm_hook(None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook])
     if mesh is not None:
         for optimizer in prepared[1:]:
             _one_mesh_a_group(optimizer.optimizer)

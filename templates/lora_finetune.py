@@ -247,7 +247,8 @@ def main(config: Config) -> None:
     if config.speed.torch_compile:
         models.compile_blocks(model)
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, max_grad_norm=config.optim.max_grad_norm)
+    wrapping: dict[str, Any] = {"max_grad_norm": config.optim.max_grad_norm, "comm_hook": config.speed.ddp_comm_hook}
+    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, **wrapping)
     if config.chat.packing:
         at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.per_device_train_batch_size
         models.require_packing_isolation(model, accelerator.device, len(tokenizer), at_once)

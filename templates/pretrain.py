@@ -213,7 +213,8 @@ def main(config: Config) -> None:
     flops_per_token = models.flops_per_token(model, config.seq_length)
     _, num_parameters = models.count_parameters(model)
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, max_grad_norm=config.optim.max_grad_norm)
+    wrapping: dict[str, Any] = {"max_grad_norm": config.optim.max_grad_norm, "comm_hook": config.speed.ddp_comm_hook}
+    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, **wrapping)
 
     # Resume ------------------------------------------------------------------------------------------------------
     identity = {

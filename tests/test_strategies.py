@@ -170,3 +170,12 @@ def test_sizes_that_do_not_make_up_the_processes_are_refused(flags, tmp_path):
     assert (
         "3 processes were launched, but the launch config's sizes are dp_replicate_size 2 x dp_shard_size 2" in done.output
     )
+
+
+def test_gradients_reduced_in_16_bits_are_nearly_those_in_32(flags, reference, tmp_path):
+    given = (*flags["pretrain"], "--per_device_train_batch_size", 2, "--ddp_comm_hook", "bf16")
+    done = run("pretrain", tmp_path / "ddp", *given, processes=2)
+    losses, exact = done.losses, reference["pretrain"].losses
+    assert losses != exact and losses == pytest.approx(exact, rel=2e-3)  # bf16 keeps 8 bits of each gradient
+    refused = run("pretrain", tmp_path / "fsdp2", *given, processes=2, config="fsdp2", check=False)
+    assert "error: --ddp_comm_hook needs the processes of ddp.yaml" in refused.output

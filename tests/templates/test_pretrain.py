@@ -1,6 +1,8 @@
 """pretrain.py, launched for real."""
 
+import json
 import math
+import shutil
 import signal
 
 import pytest
@@ -67,7 +69,6 @@ def test_an_epoch_of_this_set_ends_in_a_ragged_batch(one_process, base):
 def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
     """A hand-written loop with none of shared/'s training code; all sequences in each batch, so order plays no part."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    import json
 
     # Its own reading of the documented split and layout: documents ended by eos, in order, cut into windows.
     documents = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
@@ -285,3 +286,28 @@ def test_the_demo_runs_with_no_argument(tmp_path):
     done = run("pretrain", tmp_path, "--max_steps", 1, "--eval_samples", 2)
     assert "the Python standard library" in done.output
     assert done.last("eval_loss") < 9
+
+
+def test_a_resumed_run_trains_a_loaded_model_with_its_dropout(text_file, tiny_model, tmp_path):
+    """`from_pretrained` leaves dropout off, and a resumed run makes no evaluation that would turn it on."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.3}))
+    flags = (
+        "--train_file",
+        text_file,
+        "--model_name_or_path",
+        model,
+        "--seq_length",
+        32,
+        "--max_steps",
+        4,
+        "--eval_samples",
+        2,
+    )
+    run_here("pretrain", *flags, "--save_steps", 2, "--output_dir", tmp_path / "whole")
+    start = tmp_path / "whole/checkpoint-000002"
+    run_here("pretrain", *flags, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", start)
+    whole, resumed = ([row["loss"] for row in _rows(tmp_path / name) if "loss" in row] for name in ("whole", "resumed"))
+    assert resumed == whole[2:]

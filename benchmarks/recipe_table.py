@@ -1,0 +1,160 @@
+"""What mixed precision, gradient checkpointing and accumulation do to memory and speed, one added after the other.
+
+    python benchmarks/recipe_table.py                                         # a small Llama, on what there is
+    python benchmarks/recipe_table.py --hidden 2048 --layers 16 --heads 16 --length 2048 --rows 8      # on a GPU
+
+Each row is a process of its own that makes the templates' optimizer step on the same global batch: tokens/s is the median
+of its steps, memory the allocator's peak in a step (weights, gradients, optimizer state and activations; on a CPU as
+PyTorch's profiler sees it). Rounds are alternated, and speed is relative to the first row of the same round.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from about import about, line
+
+ROWS = [  # (what, precision, gradient checkpointing, micro-batches)
+    ("fp32", "no", "none", 1),
+    ("+ bf16 mixed precision", "bf16", "none", 1),
+    ("+ gradient checkpointing, every 3rd block", "bf16", "3", 1),
+    ("+ gradient checkpointing, every 2nd block", "bf16", "2", 1),
+    ("+ gradient checkpointing, every block", "bf16", "full", 1),
+    ("+ accumulation of 2", "bf16", "full", 2),
+    ("+ accumulation of 4", "bf16", "full", 4),
+]
+
+
+def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> dict[str, float]:
+    """Tokens/s and peak bytes of the templates' step, in this process."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from shared import launch, model, optim, parallel, steps
+    from shared.options import OptimConfig
+
+    accelerator = launch.start(0)
+    shape = LlamaConfig(
+        hidden_size=args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        intermediate_size=3 * args.hidden,
+        vocab_size=args.vocab,
+        max_position_embeddings=args.length,
+        tie_word_embeddings=True,
+    )
+    on_cuda = accelerator.device.type == "cuda"
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    if args.memory and not on_cuda:
+        profiler.start()
+    whole = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
+    model.set_gradient_checkpointing(whole, checkpointing)
+    built = optim.build(whole, OptimConfig())
+    prepared, *optimizers = parallel.prepare(accelerator, whole.train(), *built, max_grad_norm=1.0)
+    rows = args.rows // accumulation
+    tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def step() -> None:
+        for i in range(accumulation):
+            with steps.accumulate(accelerator, prepared, last=i + 1 == accumulation):
+                accelerator.backward(model.causal_lm_loss(prepared, batch) / (args.rows * args.length))
+        steps.clip_gradients(accelerator, prepared, 1.0, step=0)
+        steps.update(accelerator, optimizers)
+        if on_cuda:
+            torch.cuda.synchronize()
+
+    step()
+    if args.memory:
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            return {"peak": torch.cuda.max_memory_allocated()}
+        start = time.time_ns()
+        step()
+        profiler.stop()
+        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        now = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now) if event.start_ns() > start else peak
+        return {"peak": peak}
+    seconds = []
+    for _ in range(args.steps):
+        start_time = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start_time)
+    return {"tokens_per_second": args.rows * args.length / statistics.median(seconds)}
+
+
+def row(
+    args: argparse.Namespace, precision: str, checkpointing: str, accumulation: int, *, memory: bool
+) -> dict[str, float]:
+    """`measure` in a process of its own."""
+    sizes = [f"--{k}={getattr(args, k)}" for k in ("hidden", "layers", "heads", "vocab", "length", "rows", "steps")]
+    command = [sys.executable, __file__, *sizes, "--measure", checkpointing, str(accumulation)]
+    done = subprocess.run(
+        [*command, *(["--memory"] if memory else [])],
+        env=os.environ | {"ACCELERATE_MIXED_PRECISION": precision},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return {}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"hidden": 384, "layers": 12, "heads": 6, "vocab": 4096, "length": 256, "rows": 8}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args, args.measure[0], int(args.measure[1]))))
+        return
+    from tqdm import tqdm
+
+    speeds: dict[str, list[float]] = {what: [] for what, *_ in ROWS}
+    peaks: dict[str, float] = {}
+    with tqdm(total=len(ROWS) * (args.rounds + 1)) as bar:
+        for what, *settings in ROWS:
+            peaks[what] = row(args, *settings, memory=True).get("peak", float("nan"))
+            bar.update()
+        for _ in range(args.rounds):
+            for what, *settings in ROWS:
+                speeds[what].append(row(args, *settings, memory=False).get("tokens_per_second", float("nan")))
+                bar.update()
+    facts = about()
+    sizes = {k: getattr(args, k) for k in ("hidden", "layers", "heads", "vocab", "length", "rows", "steps", "rounds")}
+    args.output.write_text(
+        json.dumps({"about": facts, "sizes": sizes, "peak": peaks, "tokens_per_second": speeds}, indent=1)
+    )
+    first = ROWS[0][0]
+    print("| step by step | peak memory, MB | relative | tokens/s | relative |\n|---|---|---|---|---|")
+    for what, *_ in ROWS:
+        ratios = [a / b for a, b in zip(speeds[what], speeds[first], strict=True)]
+        speed = f"{statistics.median(speeds[what]):,.0f}"
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"| {what} | {peaks[what] / 1e6:,.0f} | {peaks[what] / peaks[first]:.2f} | {speed} | {spread} |")
+    print(
+        f"\nLlama of {args.layers} blocks, width {args.hidden}, vocabulary {args.vocab}; {args.rows} rows of {args.length} "
+        f"tokens an optimizer step; medians (and ranges) of {args.rounds} rounds of {args.steps} steps.\n{line(facts)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
