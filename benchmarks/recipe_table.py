@@ -16,13 +16,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from about import about, line
 
-ROWS = [  # (what, precision, gradient checkpointing, micro-batches)
+ROWS: list[Any] = [  # (what, precision, gradient checkpointing, micro-batches)
     ("fp32", "no", "none", 1),
     ("+ bf16 mixed precision", "bf16", "none", 1),
     ("+ gradient checkpointing, every 3rd block", "bf16", "3", 1),
@@ -81,7 +82,8 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         start = time.time_ns()
         step()
         profiler.stop()
-        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        trace: Any = profiler.profiler
+        events = [e for e in trace.kineto_results.events() if e.name() == "[memory]"]
         now = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):
             now += event.nbytes()

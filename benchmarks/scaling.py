@@ -98,7 +98,7 @@ def main() -> None:
             spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
             print(f"| {config} | {count} | {spread} | {statistics.median(speeds) / one / count:.0%} |")
     print(
-        f"\n{args.rows} rows a micro-batch, {args.accumulation} accumulated; medians (and ranges) of {args.rounds} rounds of "
+        f"\n{args.rows} rows a micro-batch, {args.accumulation} accumulated; medians (ranges) of {args.rounds} rounds of "
         f"{args.steps} steps. One process runs without a launch config.\n{line(facts)}"
     )
 

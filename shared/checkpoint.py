@@ -203,6 +203,19 @@ def _enum_member(enum_class: Any, name: Any) -> Any:
     raise CheckpointError(f".metadata asks for {name!r} of {enum_class!r}, which no checkpoint of tensors holds")
 
 
+def read_weights(folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The model's tensors in a checkpoint, whole, on the CPU. Call on one rank."""
+    metadata = _TensorReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=True)
+    cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+    return {name.removeprefix("model."): value for name, value in cast.items()}
+
+
 class Checkpointer:
     """Saves and resumes one run. Every rank makes one and calls its methods together.
 
@@ -304,6 +317,7 @@ class Checkpointer:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{folder.name} could not be saved: {'; '.join(outcome[0])}")
+        self.latest = folder
         return folder
 
     def _prune(self, step: int) -> None:

@@ -73,6 +73,20 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+_pipeline_ranks = 1
+
+
+def set_pipeline_ranks(ranks: int) -> None:
+    """Say that each model's stages are on so many neighbouring ranks. A template of pipelines calls this at its start."""
+    global _pipeline_ranks
+    _pipeline_ranks = ranks
+
+
+def pipeline_ranks() -> int:
+    """Ranks that hold the stages of one model."""
+    return _pipeline_ranks
+
+
 def data_parallel_size() -> int:
     """Processes of this launch that read different data: all, over those that share one model's pieces.
 
@@ -80,7 +94,9 @@ def data_parallel_size() -> int:
         ConfigError: the launch config's sizes do not divide the number of processes.
     """
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
-        return world_size()
+        if world_size() % _pipeline_ranks:
+            raise ConfigError(f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} ranks")
+        return world_size() // _pipeline_ranks
     sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLELISM}
     if world_size() != math.prod(sizes.values()):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

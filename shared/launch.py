@@ -185,6 +185,8 @@ def strategy(accelerator: Accelerator) -> str:
     sizes = getattr(accelerator, "parallelism_config", None)
     if kind == DistributedType.NO:
         spread = "1 process"
+    elif configs.pipeline_ranks() > 1:
+        spread = f"PP {configs.pipeline_ranks()} x DDP {configs.data_parallel_size()}"
     elif kind == DistributedType.DEEPSPEED:
         spread = f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} x {count}"
     elif sizes is not None and sizes.total_size > 1:

@@ -204,7 +204,7 @@ def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> to
     """
     pieces: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
-        copies = accelerator.num_processes
+        copies = accelerator.num_processes // configs.pipeline_ranks()
         if isinstance(gradient, DTensor):
             for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
                 assert not isinstance(placement, Partial)

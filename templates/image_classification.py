@@ -238,8 +238,9 @@ def main(config: Config) -> None:
     elif config.speed.torch_compile:
         model.compile()
     optimizers = optim.build(model, config.optim)
-    wrapping: dict[str, Any] = {"max_grad_norm": config.optim.max_grad_norm, "comm_hook": config.speed.ddp_comm_hook}
-    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, **wrapping)
+    model, *optimizers = parallel.prepare(
+        *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
+    )
     classifier.training_mode(model)
     class_weights = data.class_weights().to(accelerator.device) if config.recipe.class_weights == "balanced" else None
     ema = WeightCopy(accelerator, model) if config.recipe.ema_decay else None

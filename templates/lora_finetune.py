@@ -247,8 +247,9 @@ def main(config: Config) -> None:
     if config.speed.torch_compile:
         models.compile_blocks(model)
     optimizers = optim.build(model, config.optim)
-    wrapping: dict[str, Any] = {"max_grad_norm": config.optim.max_grad_norm, "comm_hook": config.speed.ddp_comm_hook}
-    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, **wrapping)
+    model, *optimizers = parallel.prepare(
+        *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
+    )
     if config.chat.packing:
         at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.per_device_train_batch_size
         models.require_packing_isolation(model, accelerator.device, len(tokenizer), at_once)

@@ -213,8 +213,9 @@ def main(config: Config) -> None:
     flops_per_token = models.flops_per_token(model, config.seq_length)
     _, num_parameters = models.count_parameters(model)
     optimizers = optim.build(model, config.optim)
-    wrapping: dict[str, Any] = {"max_grad_norm": config.optim.max_grad_norm, "comm_hook": config.speed.ddp_comm_hook}
-    model, *optimizers = parallel.prepare(accelerator, model, *optimizers, **wrapping)
+    model, *optimizers = parallel.prepare(
+        *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
+    )
 
     # Resume ------------------------------------------------------------------------------------------------------
     identity = {

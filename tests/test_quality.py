@@ -29,9 +29,18 @@ def test_every_flag_the_readme_names_exists():
     from tests.conftest import load_template
 
     known = {"config", "help"}
-    for template in ("pretrain", "lora_finetune", "image_classification"):
+    for template in ("pretrain", "pretrain_pipeline", "lora_finetune", "image_classification"):
         known |= {name for name, _, _ in configs.fields(load_template(template).Config)}
-    launcher = {"config_file", "num_processes", "mixed_precision", "gpus", "rm"}
+    launcher = {
+        "config_file",
+        "num_processes",
+        "mixed_precision",
+        "machine_rank",
+        "main_process_ip",
+        "gpus",
+        "gpu_memory",
+        "rm",
+    }
     flags = set(re.findall(r"(?<![\w-])--([a-z][\w]*)", (ROOT / "README.md").read_text()))
     assert {flag.removeprefix("no_") for flag in flags} - known - launcher == set()
 

@@ -1,0 +1,152 @@
+"""Pipeline parallelism: a model's blocks spread over ranks, micro-batches passing through them (PipeDream-Flush's 1F1B,
+arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own schedules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from shared.config import ConfigError
+from shared.data import IGNORED, Batch
+
+
+class _Through(nn.Module):
+    """In place of what another rank has."""
+
+    def forward(self, x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return x
+
+
+class _Stage(nn.Module):
+    """Some consecutive blocks of a causal language model, with its embeddings or its head if they are at that end.
+
+    The model's own forward does the work, with blocks that pass their input on where others have them.
+    """
+
+    def __init__(self, model: nn.Module, blocks: range, *, first: bool, last: bool, autocast: Any) -> None:
+        super().__init__()
+        decoder = copy.copy(model.get_decoder())  # type: ignore[operator]
+        decoder._modules = dict(decoder._modules)
+        decoder.layers = nn.ModuleList(block if i in blocks else _Through() for i, block in enumerate(decoder.layers))
+        if not last:
+            decoder.norm = _Through()
+        self.decoder, self.first, self.autocast = decoder, first, autocast
+        self.head = model.get_output_embeddings() if last else None  # type: ignore[operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or logits."""
+        with self.autocast():
+            hidden = self.decoder(**{"input_ids" if self.first else "inputs_embeds": x}, use_cache=False).last_hidden_state
+            return hidden if self.head is None else self.head(hidden)
+
+
+class Pipeline:
+    """This rank's stages of `model`, and what passes micro-batches through all of them. Every rank makes one.
+
+    Ranks next to each other hold the stages of one model; groups of them read different data. What other ranks hold is
+    taken out of `model`; the names of what stays do not change, so checkpoints are those of any other strategy.
+
+    Args:
+        model: a causal language model of transformers, whole, on every rank.
+        ranks: that hold one model's stages.
+        stages_per_rank: above 1 the schedule is interleaved.
+        micro_batches: of one optimizer step.
+
+    Raises:
+        ConfigError: the model, or its number of blocks or micro-batches, cannot be spread so.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: Any, *, ranks: int, stages_per_rank: int, micro_batches: int
+    ) -> None:
+        stages = ranks * stages_per_rank
+        decoder = model.get_decoder()
+        blocks = len(decoder.layers)
+        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+            raise ConfigError("the first and the last stage cannot share embeddings: the model has tie_word_embeddings")
+        if accelerator.scaler is not None:
+            raise ConfigError("a pipeline does not work with fp16's loss scaling: use bf16")
+        if blocks < stages:
+            raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
+        if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
+            raise ConfigError(
+                f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a --global_batch_size "
+                f"so that there are at least {ranks}" + (f", and a multiple of {ranks}" if stages_per_rank > 1 else "")
+            )
+        mesh = init_device_mesh(
+            accelerator.device.type, (accelerator.num_processes // ranks, ranks), mesh_dim_names=("data", "pipeline")
+        )
+        self.data_group, self.group = mesh["data"].get_group(), mesh["pipeline"].get_group()
+        self.readers = accelerator.num_processes // ranks
+        self.device, self.micro_batches, self.scale = accelerator.device, micro_batches, 1.0
+        rank = dist.get_rank(self.group)
+        cuts = [blocks * i // stages for i in range(stages + 1)]
+        mine = [rank + ranks * i for i in range(stages_per_rank)]
+        self.has_first, self.has_last = 0 in mine, stages - 1 in mine
+        model.to(accelerator.device)
+        parts: list[Any] = []
+        for number in mine:
+            ends = {"first": number == 0, "last": number == stages - 1}
+            part = _Stage(model, range(cuts[number], cuts[number + 1]), **ends, autocast=accelerator.autocast)
+            parts.append(PipelineStage(part, number, stages, accelerator.device, group=self.group))
+        self.parts = [part.submod for part in parts]
+        owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
+        decoder.layers = nn.ModuleList(block if i in owned else _Through() for i, block in enumerate(decoder.layers))
+        if not self.has_first:
+            model.set_input_embeddings(_Through())
+        if not self.has_last:
+            decoder.norm = _Through()
+            model.set_output_embeddings(_Through())
+        options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": self._loss, "scale_grads": False}
+        self.schedule: Any = (
+            Schedule1F1B(parts[0], **options) if stages_per_rank == 1 else ScheduleInterleaved1F1B(parts, **options)
+        )
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Summed over the targets of a micro-batch, and scaled."""
+        flat = logits.flatten(0, 1).float()
+        return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum") * self.scale
+
+    def _pass(self, run: Any, batches: list[Batch]) -> torch.Tensor:
+        filling = {"input_ids": batches[0]["input_ids"], "labels": torch.full_like(batches[0]["labels"], IGNORED)}
+        batches = batches + [filling] * (self.micro_batches - len(batches))  # which counts for nothing
+        inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.has_first else ()
+        target = torch.cat([batch["labels"] for batch in batches]) if self.has_last else None
+        losses: list[torch.Tensor] = []
+        run(*inputs, target=target, losses=losses)
+        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return total / self.scale
+
+    def train(self, batches: list[Batch], scale: float) -> torch.Tensor:
+        """Forward and backward of all micro-batches; gradients are those of `scale` times the summed loss, mean over data.
+
+        Every rank calls this with the micro-batches that its group reads.
+
+        Returns:
+            Scalar: the group's summed loss, on each of its ranks.
+        """
+        self.scale = scale
+        loss = self._pass(self.schedule.step, batches)
+        if self.readers > 1:
+            gradients = [p.grad for part in self.parts for p in part.parameters() if p.grad is not None]
+            flat = torch._utils._flatten_dense_tensors(gradients)
+            dist.all_reduce(flat, group=self.data_group)
+            flat /= self.readers
+            for gradient, reduced in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
+                gradient.copy_(reduced)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+        """The summed loss of micro-batches, without gradients. Every rank calls this."""
+        self.scale = 1.0
+        return self._pass(self.schedule.eval, batches)

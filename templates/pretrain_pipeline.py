@@ -1,0 +1,285 @@
+"""Pretrain a causal language model whose blocks are spread over GPUs as a pipeline.
+
+    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no \\
+        templates/pretrain_pipeline.py                                        # offline demo on two CPU processes
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 templates/pretrain_pipeline.py \\
+        --pipeline_ranks 4 --train_file corpus/ --model_preset 1B --vocab_size 32768
+    docker run --gpus all IMAGE accelerate launch --multi_gpu templates/pretrain_pipeline.py
+
+Neighbouring ranks hold consecutive blocks and hand micro-batches on, one forward and one backward in turns (1F1B, arXiv
+2006.09503); with stages_per_rank above 1 they hold several shorter stretches (interleaved, arXiv 2104.04473). What is
+learned is what templates/pretrain.py learns. For slow links between GPUs: only activations cross them.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared import config as configs
+from shared.config import ConfigError
+from shared.options import BatchConfig, CheckpointConfig, CorpusConfig, LogConfig, OptimConfig, SpeedConfig
+
+DEMO_STEPS = 80  # about two minutes on two CPU cores
+PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
+    "3M": (192, 6, 6, 6, 512),
+    "30M": (512, 8, 8, 8, 1408),
+    "125M": (768, 12, 12, 12, 2048),
+    "350M": (1024, 24, 16, 16, 2816),
+    "1B": (2048, 16, 32, 8, 8192),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a causal language model as a pipeline."""
+
+    model_preset: str = "3M"
+    """Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B."""
+    config_name: str | None = None
+    """Architecture on the Hub or in a folder, with random weights, in place of model_preset."""
+    model_name_or_path: str | None = None
+    """Model on the Hub or in a folder whose weights to continue from, in place of model_preset."""
+    config_overrides: str | None = None
+    """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
+    seq_length: int = 256
+    """Tokens of one sequence."""
+    max_tokens: int | None = None
+    """Budget in tokens, in place of max_steps or num_train_epochs."""
+    eval_steps: int = 50
+    """Optimizer steps between evaluations; one is always made at the end."""
+    eval_samples: int = 64
+    """Validation sequences that an evaluation uses, at most."""
+    final_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights in final/; training and checkpoints keep fp32."""
+    pipeline_ranks: int = 2
+    """Neighbouring processes that hold the blocks of one model; the launch has a multiple of them."""
+    stages_per_rank: int = 1
+    """Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more communication."""
+    text: CorpusConfig = field(default_factory=CorpusConfig)
+    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=16, per_device_train_batch_size=2))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-3))
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_steps=50))
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.model_preset not in PRESETS:
+            raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
+        if self.config_name and self.model_name_or_path:
+            raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
+        if self.pipeline_ranks < 2 or self.stages_per_rank < 1:
+            raise ConfigError("--pipeline_ranks must be at least 2 and --stages_per_rank at least 1")
+        if self.text.streaming or self.batch.find_batch_size or self.speed.ddp_comm_hook != "none":
+            raise ConfigError("--streaming, --find_batch_size and --ddp_comm_hook do not work with a pipeline")
+        configs.set_pipeline_ranks(self.pipeline_ranks)
+        self.batch.accumulation_steps()  # refuses what does not divide
+        if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
+            raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+    CONFIG = configs.parse_or_exit(Config)
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from shared import checkpoint, corpus, launch, metrics, optim, parallel, steps
+from shared import model as models
+from shared.checkpoint import Checkpointer
+from shared.data import Loader, Order, Spread
+from shared.pipeline import Pipeline
+
+
+@dataclass
+class Data:
+    train: Loader
+    validation: Loader
+    tokenizer: PreTrainedTokenizerFast
+    about: str  # a line for people
+    identity: str  # changes when the samples do
+    bytes_per_token: float  # of the validation text
+
+
+def build_datasets(config: Config, accelerator: Accelerator) -> Data:
+    """Tokenizer, and windows of training and validation sequences."""
+    text, batch = config.text, config.batch
+    name = text.tokenizer_name or config.model_name_or_path
+    tokenizer = models.from_hub(AutoTokenizer, name) if name else None
+    folder = corpus.prepare(text, tokenizer)
+    tokenizer = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    tokens, held_out, split = corpus.open_splits(folder, config.seq_length, text.validation_split_percentage)
+    if len(tokens) < batch.global_batch_size:
+        raise ConfigError(
+            f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
+            f"of {batch.global_batch_size}"
+        )
+    loading = parallel.share(accelerator) | {"per_device": batch.per_device_train_batch_size}
+    order = Order(len(tokens), batch.global_batch_size, batch.seed)
+    train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **loading)
+    about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
+    chosen = Spread(held_out, config.eval_samples)
+    validation = Loader(chosen, corpus.collate, Order(len(chosen), batch.global_batch_size, 0, shuffle=False), **loading)
+    return Data(train, validation, tokenizer, about, tokens.meta["train"]["sha256"], held_out.bytes_per_token)
+
+
+def build_model(config: Config, tokenizer) -> nn.Module:
+    """The model to train, with fp32 weights; mixed precision casts where it computes."""
+    options = {"attn_implementation": config.speed.attn_implementation}
+    if config.model_name_or_path:
+        if config.config_overrides:
+            raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
+        model = models.from_hub(
+            AutoModelForCausalLM, config.model_name_or_path, dtype=torch.float32, use_safetensors=True, **options
+        )
+    else:
+        hidden, blocks, heads, kv_heads, feed_forward = PRESETS[config.model_preset]
+        architecture = LlamaConfig(
+            hidden_size=hidden,
+            num_hidden_layers=blocks,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=feed_forward,
+            max_position_embeddings=max(2048, config.seq_length),
+            tie_word_embeddings=False,  # the first and the last stage would share them
+        )
+        if config.config_name:
+            architecture = models.from_hub(AutoConfig, config.config_name)
+        architecture.vocab_size = len(tokenizer)
+        architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        architecture.pad_token_id = tokenizer.pad_token_id
+        models.override(architecture, config.config_overrides)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, **options)
+    models.require_fit(model, tokenizer, config.seq_length)
+    models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    if config.speed.torch_compile:
+        models.compile_blocks(model)
+    return model.train()  # from_pretrained leaves dropout off
+
+
+def evaluate(accelerator: Accelerator, pipeline: Pipeline, loader: Loader, bytes_per_token: float) -> dict[str, float]:
+    """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
+    total, targets = torch.zeros((), device=accelerator.device), 0
+    for window in loader.windows(0, loader.order.steps_per_epoch):
+        total += pipeline.evaluate(window.micro_batches)
+        targets += window.num_targets
+    loss = parallel.total(accelerator, total).item() / targets
+    bits = loss / math.log(2) / bytes_per_token
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100)), "eval_bits_per_byte": bits}
+
+
+def main(config: Config) -> None:
+    # Setup -------------------------------------------------------------------------------------------------------
+    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
+
+    # Data --------------------------------------------------------------------------------------------------------
+    data = build_datasets(config, accelerator)
+    if config.text.preprocess_only:
+        launch.say(f"prepared {data.about}")
+        return
+    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "pretrain_pipeline")
+    tokens_per_step = config.batch.global_batch_size * config.seq_length
+    if config.max_tokens is not None:
+        total_steps = max(1, config.max_tokens // tokens_per_step)
+    else:
+        default = DEMO_STEPS if config.text.is_demo else None
+        total_steps = config.batch.total_steps(data.train.steps_per_epoch, default=default)
+
+    # Model and optimizer -----------------------------------------------------------------------------------------
+    model = build_model(config, data.tokenizer)
+    flops_per_token = models.flops_per_token(model, config.seq_length)
+    _, num_parameters = models.count_parameters(model)
+    pipeline = Pipeline(
+        accelerator,
+        model,
+        ranks=config.pipeline_ranks,
+        stages_per_rank=config.stages_per_rank,
+        micro_batches=config.batch.accumulation_steps(),
+    )
+    _, num_own = models.count_parameters(model)
+    optimizers = optim.build(model, config.optim)
+
+    # Resume ------------------------------------------------------------------------------------------------------
+    identity = {
+        "data": data.identity,
+        "seq_length": config.seq_length,
+        "global_batch_size": config.batch.global_batch_size,
+        "seed": config.batch.seed,
+    }
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=config.checkpoint.save_total_limit, identity=identity)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    if state.step >= total_steps and (run_dir / "final").exists():
+        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        return
+    if accelerator.is_main_process:
+        configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
+    launch.summary(
+        "pretrain_pipeline",
+        {
+            "run on": launch.strategy(accelerator),
+            "each process holds": f"its own blocks, here {num_own:,} parameters",
+            "data": data.about,
+            "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
+            "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
+            "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
+            "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
+            "output": run_dir,
+        },
+    )
+
+    # Train -------------------------------------------------------------------------------------------------------
+    settings = configs.flatten(config)
+    logger = metrics.Logger(
+        accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain_pipeline", flops=flops_per_token
+    )
+
+    def evaluate_and_log() -> dict[str, float]:
+        values = evaluate(accelerator, pipeline, data.validation, data.bytes_per_token)
+        logger.log(values)
+        launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
+        return values
+
+    stop = steps.StopSignal(accelerator)
+    if state.step == 0:
+        with logger.pause():
+            evaluate_and_log()
+    for window in logger.waiting(data.train.windows(state.step, total_steps)):
+        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+        scale = steps.loss_scale(window.num_targets)
+        step_loss = pipeline.train(window.micro_batches, scale) / window.num_targets
+        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
+        steps.update(accelerator, optimizers)
+
+        state.advance(window)
+        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
+        stopping, last = stop(), state.step == total_steps
+        with logger.pause():
+            if state.step % config.eval_steps == 0 and not last and not stopping:
+                evaluate_and_log()
+                logger.draw()
+            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
+                saver.save(state)
+        if stopping and not last:
+            logger.close()
+            raise steps.Stopped(stop, run_dir, state.step)
+
+    # Finish ------------------------------------------------------------------------------------------------------
+    values = evaluate_and_log()
+    if accelerator.is_main_process:
+        weights = checkpoint.read_weights(saver.latest, dtype=getattr(torch, config.final_dtype))  # of all stages
+        with checkpoint.whole_folder(run_dir / "final") as folder:
+            with torch.device("meta"):
+                whole = AutoModelForCausalLM.from_config(model.config)
+            whole.save_pretrained(folder, state_dict=weights)
+            whole.config.dtype = config.final_dtype
+            whole.config.save_pretrained(folder)
+            data.tokenizer.save_pretrained(folder)
+            (folder / "README.md").write_text(models.card("Pretrained language model", data.about, values, settings))
+    logger.close()
+    launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
+
+
+if __name__ == "__main__":
+    launch.run(main, CONFIG)

@@ -1,0 +1,113 @@
+"""The pipeline template learns what templates/pretrain.py learns, and either continues the other's checkpoints."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import run
+
+SHAPE = "hidden_size=64,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
+STEPS, SAVED = 10, 4
+
+
+@pytest.fixture(scope="module")
+def flags(text_file):
+    return (
+        *("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--max_steps", STEPS, "--save_steps", SAVED),
+        *("--save_total_limit", 9, "--eval_samples", 9, "--global_batch_size", 24, "--max_grad_norm", 0.5),
+        *("--config_overrides", SHAPE + ",tie_word_embeddings=false"),
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(flags, tmp_path_factory):
+    return run("pretrain", tmp_path_factory.mktemp("plain"), *flags, "--per_device_train_batch_size", 4)
+
+
+@pytest.fixture(scope="module")
+def pipeline(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    return run("pretrain_pipeline", folder, *flags, "--per_device_train_batch_size", 4, processes=2)
+
+
+def parameters(output: str) -> list[int]:
+    """(those that the first rank holds, those of the whole model), from the summary."""
+    lines = [line for line in output.splitlines() if line.endswith(" parameters")]
+    return [int(line.split()[-2].replace(",", "")) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("processes", "extra", "name"),
+    [
+        (2, (), "PP 2 x DDP 1"),
+        (2, ("--stages_per_rank", 2), "PP 2 x DDP 1"),
+        (4, ("--per_device_train_batch_size", 2), "PP 2 x DDP 2"),
+        (4, ("--pipeline_ranks", 4), "PP 4 x DDP 1"),
+    ],
+    ids=["1f1b", "interleaved", "two-pipelines", "four-ranks"],
+)
+def test_learns_what_one_process_learns(plain, flags, tmp_path, processes, extra, name):
+    """An epoch of this set ends in a smaller batch within these steps: its missing micro-batches count for nothing."""
+    given = (*flags, "--per_device_train_batch_size", 4, *extra)
+    done = run("pretrain_pipeline", tmp_path, *given, processes=processes)
+    manifest = done.manifest(STEPS)
+    assert manifest["world_size"] == processes and manifest["strategy"] == f"{name} on cpu, fp32"
+    own, whole = parameters(done.output)
+    assert own < whole / 1.5
+    tokens = [row["tokens"] for row in plain.rows if "tokens" in row]
+    assert len({after - before for before, after in itertools.pairwise(tokens)}) == 2
+    assert done.losses == pytest.approx(plain.losses, rel=1e-5)
+    norms = [[row["grad_norm"] for row in r.rows if "grad_norm" in row] for r in (done, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert done.last("eval_loss") == pytest.approx(plain.last("eval_loss"), rel=1e-5)
+    assert done.weights().keys() == plain.weights().keys()
+    for key, value in plain.weights().items():
+        torch.testing.assert_close(done.weights()[key], value, rtol=1e-3, atol=5e-5)
+
+
+def test_continues_what_one_process_has_saved(plain, flags, tmp_path):
+    start = ("--resume_from_checkpoint", plain.folder / f"checkpoint-{SAVED:06d}", "--per_device_train_batch_size", 4)
+    resumed = run("pretrain_pipeline", tmp_path, *flags, *start, processes=2)
+    assert f"at step {SAVED}" in resumed.output
+    assert resumed.losses == pytest.approx({s: v for s, v in plain.losses.items() if s > SAVED}, rel=1e-5)
+
+
+@pytest.mark.parametrize(("processes", "config"), [(1, None), (2, "fsdp2")])
+def test_any_other_continues_what_a_pipeline_has_saved(pipeline, flags, tmp_path, processes, config):
+    start = ("--resume_from_checkpoint", pipeline.folder / f"checkpoint-{SAVED:06d}", "--per_device_train_batch_size", 4)
+    resumed = run("pretrain", tmp_path, *flags, *start, processes=processes, config=config)
+    assert resumed.losses == pytest.approx({s: v for s, v in pipeline.losses.items() if s > SAVED}, rel=1e-5)
+
+
+def test_the_same_command_again_continues_bit_for_bit(pipeline, flags, tmp_path):
+    start = ("--resume_from_checkpoint", pipeline.folder / f"checkpoint-{SAVED:06d}", "--per_device_train_batch_size", 4)
+    resumed = run("pretrain_pipeline", tmp_path, *flags, *start, processes=2)
+    assert resumed.losses == {s: v for s, v in pipeline.losses.items() if s > SAVED}
+    assert all(torch.equal(value, pipeline.weights()[key]) for key, value in resumed.weights().items())
+
+
+def test_final_loads_with_from_pretrained(pipeline):
+    model, loading = AutoModelForCausalLM.from_pretrained(pipeline.folder / "final", output_loading_info=True)
+    assert not loading["missing_keys"] and model.config.num_hidden_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("processes", "extra", "message"),
+    [
+        (3, (), "3 processes cannot be split into pipelines of 2 ranks"),
+        (
+            2,
+            ("--config_overrides", SHAPE + ",tie_word_embeddings=true"),
+            "the first and the last stage cannot share embeddings",
+        ),
+        (2, ("--stages_per_rank", "3"), "4 blocks cannot make 6 pipeline stages"),
+        (2, ("--per_device_train_batch_size", "24"), "1 micro-batches do not keep 2 pipeline ranks busy"),
+    ],
+)
+def test_what_cannot_be_spread_is_one_line(flags, tmp_path, processes, extra, message):
+    done = run(
+        "pretrain_pipeline", tmp_path, *flags, "--per_device_train_batch_size", 4, *extra, processes=processes, check=False
+    )
+    assert done.returncode != 0 and done.output.count(f"error: {message}") == 1
