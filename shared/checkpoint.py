@@ -346,6 +346,7 @@ class Checkpointer:
         if scaler and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
         state = TrainState(**content)
+        self.latest = folder
         say(f"resumed from {folder} at step {state.step}")
         return state
 

@@ -32,17 +32,18 @@ class OutOfMemory(CleanExit):
 
     def __init__(self, error: torch.OutOfMemoryError, config: Any) -> None:
         rows, checkpointing = config.batch.per_device_train_batch_size, config.speed.gradient_checkpointing
-        sharded = _flag("ACCELERATE_USE_FSDP")
+        sharded, deepspeed = _flag("ACCELERATE_USE_FSDP"), _flag("ACCELERATE_USE_DEEPSPEED")
+        pipeline, cut = configs.pipeline_ranks() > 1, _flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+        find = "" if deepspeed or pipeline else " (or --find_batch_size)"
+        whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
         levers = [
-            (rows > 1, f"--per_device_train_batch_size {rows // 2} (or --find_batch_size): what is learned stays the same"),
+            (rows > 1, f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same"),
             (checkpointing != "full", "--gradient_checkpointing full: recomputes activations, a third slower"),
-            (not sharded, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
+            (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
+            (whole and config.optim.optim == "adamw", "--optim adamw_8bit: a quarter of the optimizer's state"),
+            (pipeline, "more --pipeline_ranks"),
             (
-                config.optim.optim == "adamw" and not _flag("ACCELERATE_USE_FSDP"),
-                "--optim adamw_8bit: a quarter of the state",
-            ),
-            (
-                not _flag("FSDP_OFFLOAD_PARAMS"),
+                not (pipeline or _flag("FSDP_OFFLOAD_PARAMS")),
                 "accelerate_configs/fsdp2_offload.yaml: weights in the machine's memory",
             ),
             (True, "shorter rows, or a smaller model"),
@@ -129,8 +130,8 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
                 "warning: training in fp32 on a GPU that has bf16, which is several times faster: "
                 "add `--mixed_precision bf16` after `accelerate launch`"
             )
-    if rehearsal:
-        say(f"rehearsal: {accelerator.distributed_type.value} on {world_size} CPU processes in place of GPUs")
+    if on_cpu and world_size > 1:
+        say(f"rehearsal: {strategy(accelerator)}: {world_size} CPU processes in place of GPUs")
     set_seed(seed)
     return accelerator
 

@@ -66,6 +66,10 @@ def prepare(
     if zero.is_used(accelerator):
         zero.configure(accelerator, optimizers, max_grad_norm)
     if mesh is not None:
+        if accelerator.mixed_precision == "fp16":
+            raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
+        if any(type(optimizer).__module__.startswith("bitsandbytes") for optimizer in optimizers):
+            raise ConfigError("--optim adamw_8bit cannot work on weights that are cut over ranks: use adamw")
         names = {p: name for name, p in model.named_parameters()}
         tensor_parallel(model, mesh)
         _replace_parameters(optimizers, names, dict(model.named_parameters()))
@@ -128,7 +132,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ConfigError("tensor parallelism does not work with --use_dora")
         adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
         for matrix in (getattr(module, "base_layer", module), *adapters.values()):
-            parallelize_module(matrix, mesh, kinds[kind]())
+            parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())  # one by one: whole, they may not fit
 
 
 def _replace_parameters(optimizers: Iterable[Any], names: dict[nn.Parameter, str], new: dict[str, nn.Parameter]) -> None:
@@ -169,7 +173,12 @@ def end_step(model: nn.Module) -> None:
 
 
 def held(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:
-    """The share of all weights, and of the optimizer's state, that this process keeps between steps."""
+    """The share of all weights, and of the optimizer's state, that this process keeps between steps.
+
+    Empty for a pipeline, whose ranks do not know the whole.
+    """
+    if configs.pipeline_ranks() > 1:
+        return {}
 
     def pieces(parameters: Iterable[torch.Tensor]) -> float:
         mine = everything = 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -36,6 +36,8 @@ class _Stage(nn.Module):
         decoder = copy.copy(model.get_decoder())  # type: ignore[operator]
         decoder._modules = dict(decoder._modules)
         decoder.layers = nn.ModuleList(block if i in blocks else _Through() for i, block in enumerate(decoder.layers))
+        if not first:
+            decoder.embed_tokens = _Through()
         if not last:
             decoder.norm = _Through()
         self.decoder, self.first, self.autocast = decoder, first, autocast
@@ -67,6 +69,13 @@ class Pipeline:
     def __init__(
         self, accelerator: Accelerator, model: Any, *, ranks: int, stages_per_rank: int, micro_batches: int
     ) -> None:
+        kind, sizes = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
+        plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (sizes is None or sizes.total_size == 1)
+        if not plain:
+            raise ConfigError("a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: it spreads the model itself")
+        known = {"embed_tokens", "layers", "norm", "rotary_emb"}
+        if not {"embed_tokens", "layers", "norm"} <= set(dict(model.get_decoder().named_children())) <= known:
+            raise ConfigError(f"{type(model).__name__} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
         stages = ranks * stages_per_rank
         decoder = model.get_decoder()
         blocks = len(decoder.layers)
@@ -91,11 +100,11 @@ class Pipeline:
         cuts = [blocks * i // stages for i in range(stages + 1)]
         mine = [rank + ranks * i for i in range(stages_per_rank)]
         self.has_first, self.has_last = 0 in mine, stages - 1 in mine
-        model.to(accelerator.device)
         parts: list[Any] = []
         for number in mine:
             ends = {"first": number == 0, "last": number == stages - 1}
             part = _Stage(model, range(cuts[number], cuts[number + 1]), **ends, autocast=accelerator.autocast)
+            part.to(accelerator.device)
             parts.append(PipelineStage(part, number, stages, accelerator.device, group=self.group))
         self.parts = [part.submod for part in parts]
         owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
@@ -149,4 +158,9 @@ class Pipeline:
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         """The summed loss of micro-batches, without gradients. Every rank calls this."""
         self.scale = 1.0
-        return self._pass(self.schedule.eval, batches)
+        for part in self.parts:
+            part.eval()
+        loss = self._pass(self.schedule.eval, batches)
+        for part in self.parts:
+            part.train()
+        return loss

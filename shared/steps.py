@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shared import zero
 from shared.config import CleanExit, ConfigError, data_parallel_size
@@ -40,9 +41,15 @@ class Stopped(CleanExit):
 
 @contextlib.contextmanager
 def accumulate(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Reduce gradients over ranks in the backward of a window's last micro-batch only. Every rank enters alike."""
+    """Reduce gradients over ranks in the backward of a window's last micro-batch only. Every rank enters alike.
+
+    FSDP reduces in every one, or each rank would hold whole gradients meanwhile; over HSDP's groups in the last.
+    """
     accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
-    with contextlib.nullcontext() if last else accelerator.no_sync(model):
+    sharded = isinstance(model, FSDPModule)
+    if sharded:
+        model.set_requires_all_reduce(last)
+    with contextlib.nullcontext() if last or sharded else accelerator.no_sync(model):
         yield
 
 
@@ -114,8 +121,9 @@ def largest_that_fits(
 ) -> int:
     """Rows of a micro-batch that memory suffices for, at most the loader's; the loader gets that many from now on.
 
-    Tries the longest sample with the optimizer's state and gradients in place, and halves where memory runs out on any
-    rank. The global batch stays what it is, so what is learned does, too. Every rank calls this, after `parallel.prepare`.
+    Tries the longest sample with the optimizer's state and gradients in place, and halves where memory runs out. The
+    global batch stays what it is, so what is learned does, too. Every rank calls this, after `parallel.prepare`; where
+    weights are cut over ranks these have to have equally much free memory, or one would wait for another that gave up.
 
     Raises:
         OutOfMemoryError: a single row does not fit.

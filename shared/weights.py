@@ -82,8 +82,10 @@ class WeightCopy:
     @torch.no_grad()
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.model = accelerator.unwrap_model(model)
-        if any(hasattr(p, "ds_id") for p in self.model.parameters()):
-            raise ConfigError("ZeRO-3 keeps no second set of weights (moving average, best ones): use fsdp2.yaml")
+        if zero.is_used(accelerator):
+            raise ConfigError(
+                "DeepSpeed keeps no second set of weights (moving average, best ones): use ddp.yaml or fsdp2.yaml"
+            )
         live: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
         buffers = persistent_buffers(self.model)
         self.live = live | buffers

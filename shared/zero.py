@@ -110,7 +110,7 @@ def load(
     stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
     for piece in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
         zero.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in MOMENTS}
-        zero.optimizer.state[piece]["step"] = torch.tensor(float(step))
+        zero.optimizer.state[piece]["step"] = torch.tensor(float(step), device=piece.device)  # for the fused kernel
     _link_moments(zero)
     for name, parameter in trainable.items():
         shape = getattr(parameter, "ds_shape", parameter.shape)

@@ -71,6 +71,8 @@ class Config:
             raise ConfigError("--pipeline_ranks must be at least 2 and --stages_per_rank at least 1")
         if self.text.streaming or self.batch.find_batch_size or self.speed.ddp_comm_hook != "none":
             raise ConfigError("--streaming, --find_batch_size and --ddp_comm_hook do not work with a pipeline")
+        if self.optim.layer_decay < 1 or self.optim.optim == "adamw_8bit":
+            raise ConfigError("--layer_decay and --optim adamw_8bit do not work with a pipeline")
         configs.set_pipeline_ranks(self.pipeline_ranks)
         self.batch.accumulation_steps()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):

@@ -28,9 +28,11 @@ def test_accumulation_has_one_owner(monkeypatch):
         launch.start(0)
 
 
-def test_a_rehearsal_says_that_it_is_one(tmp_path):
-    done = run("pretrain", tmp_path, "--max_steps", 1, "--eval_samples", 1, processes=2, config="fsdp2")
-    assert "rehearsal: FSDP on 2 CPU processes" in done.output
+@pytest.mark.parametrize(("config", "name"), [("ddp", "DDP x 2"), ("fsdp2", "FSDP2 x 2"), ("deepspeed_zero2", "ZeRO-2 x 2")])
+def test_a_rehearsal_says_that_it_is_one(small, tmp_path, config, name):
+    flags = (*small, "--per_device_train_batch_size", 4)
+    done = run("pretrain", tmp_path, *flags, "--max_steps", 1, processes=2, config=config)
+    assert f"rehearsal: {name} on cpu, fp32: 2 CPU processes in place of GPUs" in done.output
 
 
 def test_randomness_of_a_step_depends_on_seed_step_and_rank_alone():

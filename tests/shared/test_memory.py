@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 from shared import memory
@@ -29,13 +28,9 @@ def measure_memory():
     ("config", "processes", "precision", "lora_r", "checkpointing"),
     [
         (None, 1, "no", 0, "none"),
-        (None, 1, "no", 0, "2"),
         (None, 1, "no", 0, "full"),
-        (None, 1, "bf16", 0, "none"),
         (None, 1, "bf16", 8, "none"),
-        (None, 1, "bf16", 8, "full"),
         ("ddp", 2, "no", 0, "none"),
-        ("fsdp2", 2, "no", 0, "none"),
         ("fsdp2", 2, "no", 0, "full"),
         ("fsdp2", 2, "bf16", 0, "none"),
         ("fsdp2", 2, "bf16", 8, "none"),
@@ -82,11 +77,14 @@ def test_what_is_divided_is_divided(measure_memory):
         assert peak.total("full") < peak.total("2") < peak.total("none")
 
 
-def test_nothing_is_allocated(measure_memory):
-    before = torch.zeros(1).untyped_storage().nbytes()
+def test_a_model_of_70_billion_parameters_is_counted_without_memory_for_it(measure_memory):
+    import resource
+
     shape = measure_memory.SHAPE | {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     numbers = memory.count(memory.Job(LlamaConfig(**shape, head_dim=128), 1, 8))
-    assert numbers.all > 5e10 and before == 4
+    assert numbers.all > 5e10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 5e5  # kB; one block of it would be 2.8 GB
 
 
 @pytest.mark.parametrize(
@@ -97,7 +95,6 @@ def test_nothing_is_allocated(measure_memory):
             "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2",
         ),
         (("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits"),
-        (("--gpus", "1", "--lora_r", "8", "--load_in_4bit"), "accelerate_configs/single_gpu.yaml"),
     ],
 )
 def test_the_command_names_the_cheapest_that_fits(flags, expected):

@@ -1,6 +1,7 @@
 """The pipeline template learns what templates/pretrain.py learns, and either continues the other's checkpoints."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -91,6 +92,41 @@ def test_the_same_command_again_continues_bit_for_bit(pipeline, flags, tmp_path)
 def test_final_loads_with_from_pretrained(pipeline):
     model, loading = AutoModelForCausalLM.from_pretrained(pipeline.folder / "final", output_loading_info=True)
     assert not loading["missing_keys"] and model.config.num_hidden_layers == 4
+
+
+def test_is_launched_by_what_leaves_the_model_whole(flags, tmp_path):
+    given = (*flags, "--per_device_train_batch_size", 2)
+    done = run("pretrain_pipeline", tmp_path, *given, processes=4, config="hsdp", check=False)
+    assert done.output.count("error: a pipeline is launched with ddp.yaml") == 1
+
+
+def test_an_architecture_that_it_does_not_know_is_refused(flags, text_file, tmp_path):
+    from transformers import GPTNeoXConfig
+
+    GPTNeoXConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64).save_pretrained(
+        tmp_path / "neox"
+    )
+    given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
+    given += ["--config_name", tmp_path / "neox", "--per_device_train_batch_size", 4]
+    done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2, check=False)
+    assert done.output.count("error: GPTNeoXForCausalLM is not built like Llama") == 1
+
+
+def test_evaluates_without_dropout(flags, tmp_path):
+    given = [f if f != flags[-1] else f + ",attention_dropout=0.4" for f in flags]
+    given += ["--per_device_train_batch_size", 4, "--max_steps", 1]
+    ours = run("pretrain_pipeline", tmp_path / "pipeline", *given, processes=2)
+    theirs = run("pretrain", tmp_path / "plain", *given)
+    first = [next(row["eval_loss"] for row in r.rows if "eval_loss" in row) for r in (ours, theirs)]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+
+
+def test_killed_before_its_final_evaluation_it_still_finishes(pipeline, flags, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(pipeline.folder, folder)
+    shutil.rmtree(folder / "final")
+    again = run("pretrain_pipeline", folder, *flags, "--per_device_train_batch_size", 4, processes=2)
+    assert all(torch.equal(value, pipeline.weights()[key]) for key, value in again.weights().items())
 
 
 @pytest.mark.parametrize(
