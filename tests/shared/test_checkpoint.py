@@ -58,7 +58,7 @@ def test_resumes_bit_for_bit_buffers_and_optimizer_included(tmp_path, optim_name
 
 def test_only_what_is_trained_is_stored(tmp_path):
     _, _, saver = make(tmp_path / "run")
-    tensors, scalars = saver._state()
+    tensors, scalars = saver._state(0)
     assert "model.0.bias" not in tensors
     assert {"model.0.weight", "model.1.running_mean", "model.2.bias"} <= tensors.keys()
     assert scalars == {}

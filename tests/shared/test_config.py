@@ -561,7 +561,19 @@ def test_the_batch_must_divide_over_the_processes_that_were_launched(templates, 
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=r"not a multiple of 12 \(--per_device_train_batch_size 4 x 3 processes\)"):
         templates.pretrain.Config(batch=BatchConfig(32, 4))
-    assert BatchConfig(24, 4).accumulation_steps(3) == 2
+    assert BatchConfig(24, 4).accumulation_steps() == 2
+
+
+def test_processes_that_share_a_model_read_the_same(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert configs.data_parallel_size() == 8
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for name, size in {"DP_REPLICATE": 2, "DP_SHARD": 2, "TP": 2, "CP": 1, "SP": 1}.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
+    assert configs.data_parallel_size() == 4
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    with pytest.raises(ConfigError, match="dp_replicate_size 2 x dp_shard_size 2 x tp_size 4"):
+        configs.data_parallel_size()
 
 
 @settings(deadline=None, max_examples=100)
@@ -570,10 +582,12 @@ def test_accumulation_follows_from_batch_and_world_size(per_device, world, accum
     at_once = per_device * world
     size = at_once * accumulation
     batch = BatchConfig(size, per_device)
-    assert batch.accumulation_steps(world) == accumulation
-    if extra % at_once and extra % per_device == 0:
-        with pytest.raises(ConfigError, match=f"multiple of {at_once}"):
-            BatchConfig(size + extra, per_device).accumulation_steps(world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(world))
+        assert batch.accumulation_steps() == accumulation
+        if extra % at_once and extra % per_device == 0:
+            with pytest.raises(ConfigError, match=f"multiple of {at_once}"):
+                BatchConfig(size + extra, per_device).accumulation_steps()
 
 
 def test_total_steps_is_the_budget_that_was_given():
