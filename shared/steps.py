@@ -46,10 +46,10 @@ def accumulate(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Ite
     FSDP reduces in every one, or each rank would hold whole gradients meanwhile; over HSDP's groups in the last.
     """
     accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
-    sharded = isinstance(model, FSDPModule)
-    if sharded:
+    if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
-    with contextlib.nullcontext() if last or sharded else accelerator.no_sync(model):
+        last = True
+    with contextlib.nullcontext() if last else accelerator.no_sync(model):
         yield
 
 
