@@ -38,16 +38,15 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from about import about, cores, line
 from PIL import Image
-from plain_loop import ROOT, cores, device_name, run
+from plain_loop import ROOT, run
 from torch import nn
 from torch.nn import functional as F
 
@@ -437,17 +436,15 @@ def main() -> None:
             ResNetConfig(**sizes, layer_type="basic").save_pretrained(options.model_folder)
         options.model_folder = options.model_folder.resolve()
         results = measure(options)
-    about: dict[str, Any] = {package: version(package) for package in PACKAGES}
-    about |= {"device": device_name(), "cores": cores(), "date": datetime.now(UTC).date().isoformat()}
-    options.output.write_text(json.dumps({"about": about, "settings": settings, "results": results}, indent=1) + "\n")
+    facts = about(PACKAGES)
+    options.output.write_text(json.dumps({"about": facts, "settings": settings, "results": results}, indent=1) + "\n")
     print(f"{table(results, PROGRAMS, 'program')}\n\n{table(results, LOADERS, 'loader alone')}\n")
     precision = {"no": "fp32"}.get(options.mixed_precision, options.mixed_precision)
     size, switches = options.image_size, [name for name in ("channels_last", "torch_compile") if settings[name]]
     print(f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps of {options.batch_size} images.")
     what = ", ".join([settings["model_folder"], f"{size} x {size} pixels", precision, *switches])
     print(f"{what}, {options.workers} workers. Ratios are paired by round.")
-    versions = ", ".join(f"{package} {about[package]}" for package in PACKAGES)
-    print(f"{versions}; {about['device']}, {about['cores']} CPU cores; {about['date']}.")
+    print(line(facts))
 
 
 if __name__ == "__main__":

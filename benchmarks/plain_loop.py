@@ -18,20 +18,18 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from about import about, cores, line
 from torch import nn
 from torch.nn import functional as F
 
@@ -202,19 +200,6 @@ def measure(options: argparse.Namespace) -> list[dict]:
 # Report ----------------------------------------------------------------------------------------------------------------
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def device_name() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def table(pairs: list[dict]) -> str:
     """The Markdown table: medians over the rounds, and ranges."""
 
@@ -250,15 +235,13 @@ def main() -> None:
         parser.error("at least 2 steps and 1 round")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     pairs = measure(options)
-    about: dict[str, Any] = {package: version(package) for package in ("torch", "transformers", "accelerate", "peft")}
-    about |= {"device": device_name(), "cores": cores(), "date": datetime.now(UTC).date().isoformat()}
+    facts = about(("torch", "transformers", "accelerate", "peft"))
     settings = {k: getattr(options, k) for k in ("rounds", "steps", "mixed_precision", "pretrain_flags", "lora_flags")}
-    options.output.write_text(json.dumps({"about": about, "settings": settings, "pairs": pairs}, indent=1) + "\n")
-    versions = ", ".join(f"{package} {about[package]}" for package in ("torch", "transformers", "accelerate", "peft"))
+    options.output.write_text(json.dumps({"about": facts, "settings": settings, "pairs": pairs}, indent=1) + "\n")
     difference = max(pair["loss_difference"] for pair in pairs)
     precision = {"no": "fp32"}.get(options.mixed_precision, options.mixed_precision)
     print(f"{table(pairs)}\n\nMedians (and ranges) of {options.rounds} rounds of {options.steps} steps in {precision}.")
-    print(f"{versions}; {about['device']}, {about['cores']} CPU cores; {about['date']}.")
+    print(line(facts))
     print(f"Losses of the template and of the plain loop differ by {difference:.1e} at most.")
 
 

@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     """Tokens/s and peak bytes of the templates' step, in this process."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from shared import launch, model, optim, parallel, steps
+    from shared import launch, memory, model, optim, parallel, steps
     from shared.options import OptimConfig
 
     accelerator = launch.start(0)
@@ -82,13 +82,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         start = time.time_ns()
         step()
         profiler.stop()
-        trace: Any = profiler.profiler
-        events = [e for e in trace.kineto_results.events() if e.name() == "[memory]"]
-        now = peak = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            now += event.nbytes()
-            peak = max(peak, now) if event.start_ns() > start else peak
-        return {"peak": peak}
+        return {"peak": memory.traced_peak(profiler, start)}
     seconds = []
     for _ in range(args.steps):
         start_time = time.perf_counter()

@@ -203,15 +203,21 @@ def _enum_member(enum_class: Any, name: Any) -> Any:
     raise CheckpointError(f".metadata asks for {name!r} of {enum_class!r}, which no checkpoint of tensors holds")
 
 
-def read_weights(folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The model's tensors in a checkpoint, whole, on the CPU. Call on one rank."""
+def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose names begin with `prefix`, whole, on the CPU. Call on one rank."""
     metadata = _TensorReader(folder).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=True)
+    return tensors
+
+
+def read_weights(folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The model's tensors in a checkpoint by their own names, whole, on the CPU. Call on one rank."""
+    tensors = read_tensors(folder, "model.")
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
     return {name.removeprefix("model."): value for name, value in cast.items()}
 

@@ -73,6 +73,13 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def require_at_least_one(config: Any, *names: str) -> None:
+    """Raise a ConfigError that names the flag where one of these fields is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(config, name)}")
+
+
 _pipeline_ranks = 1
 
 

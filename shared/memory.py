@@ -210,6 +210,21 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
     return {setting: max(found) for setting, found in peaks.items()}
 
 
+def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
+    """Most bytes that were allocated at once on the CPU after `since` (time.time_ns()), of a profile with memory.
+
+    Args:
+        profiler: stopped, and started before anything that is to be counted was allocated.
+    """
+    trace: Any = profiler.profiler
+    events = [event for event in trace.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now) if event.start_ns() > since else peak
+    return peak
+
+
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     """Yield (launch config, devices it uses, peak of one device); estimates that are not checked come last.
 

@@ -37,9 +37,8 @@ class BatchConfig:
     """Decides initial weights, order of samples, augmentation and dropout."""
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        sizes = ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
+        configs.require_at_least_one(self, *sizes)
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
         for name in ("max_steps", "num_train_epochs"):
@@ -158,9 +157,7 @@ class CheckpointConfig:
     """Checkpoint to start from (default: the newest valid one in output_dir)."""
 
     def __post_init__(self) -> None:
-        for name in ("save_steps", "save_total_limit"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        configs.require_at_least_one(self, "save_steps", "save_total_limit")
 
 
 @dataclass(frozen=True)
@@ -177,8 +174,7 @@ class LogConfig:
     """Optimizer steps between logged values, which are means over them."""
 
     def __post_init__(self) -> None:
-        if self.logging_steps < 1:
-            raise ConfigError(f"--logging_steps must be at least 1, not {self.logging_steps}")
+        configs.require_at_least_one(self, "logging_steps")
 
 
 @dataclass(frozen=True)

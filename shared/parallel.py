@@ -155,7 +155,8 @@ def _one_mesh_a_group(optimizer: Any) -> None:
 def keeps_gradients(accelerator: Accelerator) -> bool:
     """Whether gradients are views of DDP's buckets: set to zero they stay so; dropped, accumulation would hold both."""
     ddp = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    return ddp and tensor_parallel_mesh(accelerator) is None
+    sizes = accelerator.parallelism_config
+    return ddp and not (sizes is not None and sizes.tp_enabled)
 
 
 def end_step(model: nn.Module) -> None:

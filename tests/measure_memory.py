@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shared import launch, model, optim, parallel, steps
+from shared import launch, memory, model, optim, parallel, steps
 from shared.options import OptimConfig
 
 SHAPE = {
@@ -59,13 +59,8 @@ def main(checkpointing: str, lora_r: int, output: Path) -> None:
     start = time.time_ns()
     step(1)
     profiler.stop()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now) if event.start_ns() > start else peak
     if accelerator.is_main_process:
-        facts = {"peak": peak, "strategy": launch.strategy(accelerator)}
+        facts = {"peak": memory.traced_peak(profiler, start), "strategy": launch.strategy(accelerator)}
         output.write_text(json.dumps(facts))
 
 

@@ -8,10 +8,8 @@ resumes any other's.
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shared.checkpoint import _TensorReader
+from shared.checkpoint import read_tensors
 from tests.conftest import ROOT, run
 
 # config: processes, as the manifest names it, share of the weights and of the optimizer state that each process holds
@@ -68,19 +66,6 @@ def launched(flags, tmp_path_factory):
     return launch
 
 
-def contents(folder):
-    """The tensors of a checkpoint, whole, by name."""
-    metadata = _TensorReader(folder).read_metadata()
-    entries = metadata.state_dict_metadata.items()
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=True)
-    return tensors
-
-
 def test_the_table_has_every_launch_config_of_several_processes():
     files = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
     elsewhere = {"cpu", "single_gpu", "fp8", "multi_node_ddp", "multi_node_hsdp", "context_parallel"}
@@ -113,8 +98,8 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
 @pytest.mark.parametrize("config", STRATEGIES)
 def test_a_checkpoint_holds_the_same_whatever_saved_it(reference, launched, config):
     step = f"checkpoint-{SAVED:06d}"
-    one = contents(reference["pretrain"].folder / step)
-    other = contents(launched("pretrain", config).folder / step)
+    one = read_tensors(reference["pretrain"].folder / step)
+    other = read_tensors(launched("pretrain", config).folder / step)
     assert other.keys() == one.keys()
     for name, value in one.items():
         scale = value.float().abs().max().item()  # second moments are tiny numbers

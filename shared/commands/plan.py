@@ -38,9 +38,7 @@ class PlanConfig:
     """Quantise the frozen base to 4 bits (with lora_r)."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_length", "per_device_train_batch_size", "gpus"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        configs.require_at_least_one(self, "seq_length", "per_device_train_batch_size", "gpus")
         if self.gpu_memory <= 0:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
         if self.load_in_4bit and not self.lora_r:
