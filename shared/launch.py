@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
+from accelerate.utils import AORecipeKwargs, DistributedDataParallelKwargs, broadcast_object_list, set_seed
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared import config as configs
@@ -106,7 +108,10 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
     accelerator = Accelerator(
         log_with=log_with,
         # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            *([_fp8_recipe()] if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" else []),
+        ],
     )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.mixed_precision_policy is not None:  # sums over ranks in fp32, as DDP's are
@@ -225,6 +230,24 @@ def _use_all_cores(world_size: int) -> None:
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and not _has_accelerator_device():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+
+
+def _fp8_recipe() -> AORecipeKwargs:
+    """Matrix products of the blocks in fp8 with one scale a tensor; the head, adapters and odd shapes stay in bf16."""
+    try:
+        from torchao.float8 import Float8LinearConfig
+    except ImportError:
+        raise ConfigError("mixed_precision fp8 needs torchao: pip install torchao==0.18.0") from None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(f"{torch.cuda.get_device_name()} has no fp8 (H100 and later, L4, RTX 40 have): use bf16")
+
+    def is_of_a_block(module: nn.Module, name: str) -> bool:
+        if type(module) is not nn.Linear or not re.search(r"\.\d+\.", name) or "lora_" in name:
+            return False
+        return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    # Accelerate's default would have FSDP gather weights in fp8, as a kind of tensor that cannot be saved.
+    return AORecipeKwargs(config=Float8LinearConfig(), module_filter_func=is_of_a_block)
 
 
 def _rehearse_on_cpu() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,13 @@ def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size
     position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
     training = model.training
     model.eval()
+    # fp8's scales depend on all tokens of a batch, so every token would notice: compute without them.
+    scaled = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
+    for module in scaled:
+        module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
     first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
+    for module in scaled:
+        del module.forward
     model.train(training)
     if not torch.allclose(first[:, 8:].float(), second[:, 8:].float(), atol=1e-3, rtol=1e-3):
         raise ConfigError(

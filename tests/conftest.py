@@ -169,11 +169,18 @@ def free_port() -> int:
                 return port
 
 
-def command(template: str, folder: Path, *args: object, processes: int = 1, config: str | None = None) -> list[str]:
+def command(
+    template: str, folder: Path, *args: object, processes: int = 1, config: str | None = None, precision: str = "no"
+) -> list[str]:
     """The arguments of `accelerate launch` for a template, in fp32; several processes rehearse `config` (ddp) on CPU."""
     launcher: list[object] = []
     if processes > 1 or config:
-        launcher += ["--config_file", ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml", "--mixed_precision", "no"]
+        launcher += [
+            "--config_file",
+            ROOT / "accelerate_configs" / f"{config or 'ddp'}.yaml",
+            "--mixed_precision",
+            precision,
+        ]
         launcher += ["--num_processes", processes, "--main_process_port", free_port()]
     common = ["--output_dir", folder, "--report_to", "none", "--logging_steps", 1]
     return [*map(str, [*launcher, ROOT / "templates" / f"{template}.py", *common, *args])]

@@ -68,7 +68,7 @@ def launched(flags, tmp_path_factory):
 
 def test_the_table_has_every_launch_config_of_several_processes():
     files = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
-    elsewhere = {"cpu", "single_gpu", "fp8", "multi_node_ddp", "multi_node_hsdp", "context_parallel"}
+    elsewhere = {"cpu", "single_gpu", "fp8", "multi_node_ddp", "multi_node_hsdp"}
     assert files - elsewhere == set(STRATEGIES)
 
 
@@ -170,3 +170,21 @@ def test_gradients_reduced_in_16_bits_are_nearly_those_in_32(flags, reference, t
     assert losses != exact and losses == pytest.approx(exact, rel=2e-3)  # bf16 keeps 8 bits of each gradient
     refused = run("pretrain", tmp_path / "fsdp2", *given, processes=2, config="fsdp2", check=False)
     assert "error: --ddp_comm_hook needs the processes of ddp.yaml" in refused.output
+
+
+@pytest.mark.parametrize("config", ["fp8", "fsdp2"])
+@pytest.mark.parametrize("template", ["pretrain", "lora_finetune"])
+def test_fp8_learns_nearly_what_bf16_learns_and_resumes_as_fp32(flags, launched, tmp_path, template, config):
+    given = (*flags[template], "--per_device_train_batch_size", 2)
+    one = run(template, tmp_path / "bf16", *given, config="single_gpu", precision="bf16")
+    processes = 2 if config == "fsdp2" else 1
+    how = {"processes": processes, "config": config}
+    eight = run(template, tmp_path / "fp8", *given, precision="fp8", **how)
+    spread = "FSDP2 x 2" if config == "fsdp2" else "1 process"
+    assert eight.manifest(STEPS)["strategy"] == f"{spread} on cpu, fp8"
+    assert eight.losses != one.losses
+    assert eight.losses == pytest.approx(one.losses, rel=5e-3)  # fp8 keeps 3 bits of each factor of a product
+    start = ("--resume_from_checkpoint", eight.folder / f"checkpoint-{SAVED:06d}")
+    resumed = run(template, tmp_path / "fp32", *given, *start)
+    assert resumed.losses == pytest.approx({s: v for s, v in one.losses.items() if s > SAVED}, rel=5e-3)
+    assert resumed.weights().keys() == eight.weights().keys()
