@@ -12,12 +12,11 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
 import pickle
 import re
 import shutil
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -27,20 +26,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from shared import optim, zero
+from shared import config as configs
+from shared import exits, faults, optim, zero
 from shared.config import CleanExit, ConfigError
 from shared.data import Window
+from shared.folder import commit, digest, remove, require_space
 from shared.launch import on_main, say, strategy
+from shared.options import CheckpointConfig
 from shared.parallel import held
 from shared.weights import WeightCopy, average_buffers, persistent_buffers
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
 NAME = re.compile(r"checkpoint-(\d+)")
+UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}  # differences that go without saying
 
 
 class CheckpointError(CleanExit):
@@ -56,6 +59,8 @@ class TrainState:
     step: int = 0  # optimizer steps done
     targets: int = 0  # target tokens (or images) trained on
     samples: int = 0  # samples trained on
+    skipped: int = 0  # steps whose update was skipped
+    evaluated: int = -1  # step of the latest evaluation
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
 
@@ -64,70 +69,14 @@ class TrainState:
         self.step += 1
         self.targets += window.num_targets
         self.samples += window.num_samples
+        exits.at_step(self.step)
+
+    def owes_evaluation(self, every: int, last: int | None = None) -> bool:
+        """Whether one is due, each `every` steps and at step `last`, and has not been made: it was stopped, say."""
+        return self.evaluated < self.step and (self.step % every == 0 or self.step == last)
 
 
 # Folders ---------------------------------------------------------------------------------------------------------------
-
-
-def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -> Path:
-    """The run's folder, made if need be, the same on every rank. Every rank calls this.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    folder = on_main(lambda: (output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")).resolve())
-    probe = folder / f".write-test-{accelerator.process_index}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"--output_dir {folder}: cannot be written ({error.strerror})") from None
-    return folder
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary sibling that becomes `folder`, replacing it, when the block ends without an error.
-
-    All files are on disk before the rename, and the rename before the return. Call on one rank.
-    """
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    _commit(temporary, folder)
-
-
-def _commit(temporary: Path, folder: Path) -> None:
-    os.umask(umask := os.umask(0))
-    for path in temporary.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
-        _fsync(path)
-    _fsync(temporary)
-    if folder.exists():  # rename cannot replace a folder that is not empty
-        old = folder.with_name(f".old-{folder.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(folder)
-    _fsync(folder.parent)
-
-
-def _hash(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": path.stat().st_size}
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -143,7 +92,9 @@ def verify(folder: Path) -> dict[str, Any]:
         CheckpointError: what is wrong with which file.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest.pop("sha256") != _digest_of(manifest):
+            raise ValueError
         files = {str(name): (fact["sha256"], fact["size"]) for name, fact in manifest["files"].items()}
         if any(Path(name).name != name for name in files) or not isinstance(manifest["step"], int):
             raise ValueError
@@ -151,11 +102,15 @@ def verify(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: no {MANIFEST}, not a complete checkpoint") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
-    for name, (digest, size) in files.items():
+    for name, (expected, size) in files.items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size or _hash(path)["sha256"] != digest:
+        if not path.is_file() or path.stat().st_size != size or digest(path)["sha256"] != expected:
             raise CheckpointError(f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}")
     return manifest
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 # Tensors ---------------------------------------------------------------------------------------------------------------
@@ -229,8 +184,8 @@ class Checkpointer:
         accelerator: of the run.
         model, optimizers: as `accelerator.prepare` returned them.
         run_dir: where `checkpoint-000120/` and its siblings go.
-        keep: how many checkpoints stay.
-        identity: facts that decide which samples a step means; resuming under others is refused.
+        config: the template's, whose `checkpoint` group says how many stay, and which is compared on resume.
+        data: fingerprint of the samples; resuming with others is refused.
         copies: second sets of the model's weights that belong to the run (their moving average, the best ones).
     """
 
@@ -240,17 +195,28 @@ class Checkpointer:
         model: nn.Module,
         optimizers: list[Any],
         run_dir: Path,
+        config: Any,
         *,
-        keep: int,
-        identity: dict[str, Any],
+        data: str,
         copies: Mapping[str, WeightCopy] | None = None,
     ) -> None:
         self.copies = dict(copies or {})
-        self.accelerator, self.run_dir, self.keep, self.identity = accelerator, run_dir, keep, identity
+        self.accelerator, self.run_dir, self.data = accelerator, run_dir, data
+        self.options: CheckpointConfig = config.checkpoint
+        self.settings = configs.flatten(config)
+        self.free = configs.free_fields(type(config))
         self.model = accelerator.unwrap_model(model)
         self.optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
         # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.latest: Path | None = None
+        self.pending: Future[None] | None = None
+        self.group: Any = None  # of the writing thread, which must not meet the training's collectives
+        if self.options.async_save:
+            self.thread = ThreadPoolExecutor(1, "checkpoint")
+            self.stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
+            if dist.is_initialized():
+                self.group = dist.new_group(backend="gloo")
 
     def _state(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trainable parameters, persistent buffers and optimizers."""
@@ -269,19 +235,23 @@ class Checkpointer:
                     into[f"optimizer.{name_of[parameter]}.{key}"] = value
         return tensors, scalars
 
-    def save(self, state: TrainState) -> Path:
+    def save(self, state: TrainState) -> None:
         """Write `checkpoint-<step>`, commit it, then prune. Every rank calls this.
 
         Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync, rename, fsync of the
-        parent, prune. Killed at any point, the checkpoints before it are what they were.
+        parent, prune. Killed at any point, the checkpoints before it are what they were. With --async_save all but a
+        copy to the host's memory happens in the background: see `wait`.
 
         Raises:
-            CheckpointError: on all ranks, naming the rank that failed; nothing saved before is lost.
+            CheckpointError: on all ranks, naming the rank that failed, here or in the save before, if that was in the
+                background; nothing saved before is lost.
         """
+        self.wait()
         folder = self.run_dir / f"checkpoint-{state.step:06d}"
+        if folder == self.latest:
+            return
         temporary = folder.with_name(f".tmp-{folder.name}")
-        rank = self.accelerator.process_index
-        if rank == 0:
+        if self.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
             with contextlib.suppress(OSError):  # reported below: writing into it fails
                 temporary.mkdir()
@@ -289,69 +259,131 @@ class Checkpointer:
         # One rank's buffers are written, so they are made one: BatchNorm statistics differ from rank to rank.
         average_buffers(self.accelerator, [persistent_buffers(self.model), *(c.buffers for c in self.copies.values())])
         tensors, scalars = self._state(state.step)
+        content = dataclasses.asdict(state) | {"scalars": scalars}
+        if self.accelerator.scaler is not None:  # fp16's loss scale
+            content["scaler"] = self.accelerator.scaler.state_dict()
+        manifest = {"format": 1, "step": state.step, "world_size": self.accelerator.num_processes}
+        manifest |= {"strategy": strategy(self.accelerator), "held": held(self.accelerator, self.model, self.optimizers)}
+        manifest |= {"versions": _versions(), "data": self.data, "settings": self.settings}
+        manifest |= {"tracker_run_id": state.tracker_run_id}
+        if self.options.async_save:
+            staged = self.stager.stage(tensors)
+            assert isinstance(staged, dict)
+            self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
+        else:
+            self._write(folder, tensors, content, manifest)
+
+    def save_and_load(self, state: TrainState) -> None:
+        """Save, verify, read back and delete: whether it works, and how long it takes. Every rank calls this."""
+        self.save(state)
+        self.wait()
+        folder = self.run_dir / f"checkpoint-{state.step:06d}"
+        on_main(lambda: verify(folder) and None)
+        self._load(folder, {}, state.step)
+        self.latest = None
+        self.accelerator.wait_for_everyone()
+        on_main(lambda: remove(folder))
+
+    def wait(self) -> None:
+        """Wait for a save in the background. Every rank calls this.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def _write(self, folder: Path, tensors: dict[str, Any], content: dict[str, Any], manifest: dict[str, Any]) -> None:
+        temporary = folder.with_name(f".tmp-{folder.name}")
+        rank = self.accelerator.process_index
         files: dict[str, Any] = {}
         problem = ""
         try:
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), no_dist=not dist.is_initialized())
-            files = {p.name: _hash(p) for p in temporary.glob(f"__{rank}_*")}
+            alone = not dist.is_initialized()
+            writer = dcp.FileSystemWriter(temporary)
+            dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
+            faults.point("save.shard")
+            files = {p.name: digest(p) for p in temporary.glob(f"__{rank}_*")}
+            faults.point("save.hash")
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
             problem = f"rank {rank}: {_cause(error)}"
-        reports = gather_object([(problem, files)])
+        reports = self._gather((problem, files))
         problems = [p for p, _ in reports if p]
         if not problems and rank == 0:
             try:
-                content = dataclasses.asdict(state) | {"scalars": scalars}
-                if self.accelerator.scaler is not None:  # fp16's loss scale
-                    content["scaler"] = self.accelerator.scaler.state_dict()
                 (temporary / STATE).write_text(json.dumps(content, indent=1))
                 files = {name: fact for _, part in reports for name, fact in part.items()}
-                files |= {name: _hash(temporary / name) for name in (STATE, ".metadata")}
-                manifest = {"format": 1, "step": state.step, "files": dict(sorted(files.items()))}
-                manifest |= {"world_size": self.accelerator.num_processes, "strategy": strategy(self.accelerator)}
-                manifest |= {"held": held(self.accelerator, self.model, self.optimizers)}
-                manifest |= {"versions": _versions(), "identity": self.identity}
-                (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-                _commit(temporary, folder)
-                self._prune(state.step)
+                files |= {name: digest(temporary / name) for name in (STATE, ".metadata")}
+                manifest |= {"files": dict(sorted(files.items()))}
+                (temporary / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1))
+                faults.point("save.manifest")
+                commit(temporary, folder)
+                self._prune(manifest["step"])
             except OSError as error:
                 problems = [f"rank 0: {_cause(error)}"]
-        outcome: list[Any] = [problems]
-        broadcast_object_list(outcome)
-        if outcome[0]:
+        problems = self._gather(problems)[0]
+        if problems:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"{folder.name} could not be saved: {'; '.join(outcome[0])}")
+            raise CheckpointError(f"{folder.name} could not be saved: {'; '.join(problems)}")
         self.latest = folder
-        return folder
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Each rank's value, by rank, over the group of the thread that this is."""
+        if not dist.is_initialized():
+            return [value]
+        values: list[Any] = [None] * self.accelerator.num_processes
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def _prune(self, step: int) -> None:
         """Keep the newest ones up to `step`. Later ones are of a run that was taken back to an earlier checkpoint."""
         own = checkpoints(self.run_dir)
         ahead = [p for p in own if int(p.name.split("-")[1]) > step]
-        for old in ahead + [p for p in own if p not in ahead][: -self.keep]:
-            shutil.rmtree(old)
+        for old in ahead + [p for p in own if p not in ahead][: -self.options.save_total_limit]:
+            faults.point("save.prune")
+            remove(old)
+
+    def size(self) -> int:
+        """Bytes of one checkpoint, also before the optimizers have any state."""
+        moments = {"AdamW": 8, "AdamW8bit": 2, "Muon": 4, "SGD": 4}  # bytes of state for a parameter
+        each = {p: moments.get(type(o).__name__, 8) for o in self.optimizers for g in o.param_groups for p in g["params"]}
+
+        def held_by(tensors: Iterable[torch.Tensor]) -> int:
+            return sum(getattr(t, "ds_numel", t.numel()) * t.element_size() for t in tensors)
+
+        trained = self.trainable.values()
+        state = sum(each.get(p, 8) * getattr(p, "ds_numel", p.numel()) for p in trained)
+        copies = sum(held_by(copy.tensors.values()) for copy in self.copies.values())
+        return held_by(trained) + held_by(persistent_buffers(self.model).values()) + state + copies
 
     def resume(self, named: Path | None = None) -> TrainState:
         """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls this.
 
-        A checkpoint named from outside the run's folder is where the run starts: once the run has checkpoints of its
-        own, the same command continues from those.
+        Also refuses to start what would fill the disk. A checkpoint named from outside the run's folder is where the run
+        starts: once the run has checkpoints of its own, the same command continues from those.
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
-            ConfigError: it was made with other data, seed or global batch size.
+            ConfigError: it was made with other data or other settings that change what is learned, or the disk is
+                too full for the checkpoints to come.
         """
         folder = on_main(lambda: self._choose(named))
+        on_main(self._require_space)
         if folder is None:
             return TrainState()
+        faults.point("resume.verified")
         content = json.loads((folder / STATE).read_text())
         self._load(folder, content.pop("scalars"), content["step"])
         scaler = content.pop("scaler", None)
         if scaler and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
         state = TrainState(**content)
+        exits.at_step(state.step)
+        faults.point("resume.loaded")
         self.latest = folder
         say(f"resumed from {folder} at step {state.step}")
         return state
@@ -359,7 +391,7 @@ class Checkpointer:
     def _choose(self, named: Path | None) -> Path | None:
         own = checkpoints(self.run_dir)
         if named is not None and (not own or named.resolve().parent == self.run_dir):
-            self._check_identity(named, verify(named))
+            self._compare(named, verify(named))
             return named.resolve()
         for folder in reversed(own):
             try:
@@ -367,7 +399,7 @@ class Checkpointer:
             except CheckpointError as error:
                 say(f"warning: {error}; the one before it is used")
                 continue
-            self._check_identity(folder, manifest)
+            self._compare(folder, manifest)
             return folder
         if own:
             raise CheckpointError(
@@ -375,14 +407,29 @@ class Checkpointer:
             )
         return None
 
-    def _check_identity(self, folder: Path, manifest: dict[str, Any]) -> None:
-        before = manifest.get("identity", {})
-        changed = [f"{k} was {before.get(k)!r}, now {v!r}" for k, v in self.identity.items() if before.get(k) != v]
-        if changed:
+    def _compare(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Print which settings are not the checkpoint's, and refuse those that change what is learned."""
+        if manifest.get("data") != self.data:
+            raise ConfigError(f"{folder} belongs to a run on other data: use the same, or another --output_dir")
+        before = manifest.get("settings", {})
+        changed = {k: (before[k], v) for k, v in self.settings.items() if k in before and before[k] != v}
+        lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
+        refused = sorted(set(lines) - self.free - set(self.options.allow_changed))
+        if refused:
             raise ConfigError(
-                f"{folder} belongs to a run that learns something else ({'; '.join(changed)}): "
-                "use the same settings, or another --output_dir"
+                f"{folder} belongs to a run that learns something else ({'; '.join(lines[n] for n in refused)}): use the "
+                f"same settings, another --output_dir, or --allow_changed {' '.join(refused)}"
             )
+        told = [line for name, line in lines.items() if name not in UNTOLD]
+        if told:
+            say(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
+
+    def _require_space(self) -> None:
+        if zero.is_used(self.accelerator) or configs.pipeline_ranks() > 1:
+            return  # whose ranks do not know the whole
+        kept, one = len(checkpoints(self.run_dir)), self.size()
+        more = max(1, self.options.save_total_limit + 1 - kept)  # a new one is there before the oldest goes
+        require_space(self.run_dir, more * one, f"{more} checkpoints of {one / 1e9:.1f} GB")
 
     def _load(self, folder: Path, scalars: dict[str, Any], step: int) -> None:
         def read(tensors: dict[str, torch.Tensor]) -> None:

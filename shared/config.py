@@ -63,14 +63,24 @@ def clean_exit() -> Iterator[None]:
         sys.exit(end.exit_code)
 
 
+def rank() -> int:
+    """This process's number in the launch, known from the environment before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_main_rank() -> bool:
-    """Whether this process prints: known from the environment, before any process group exists."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process prints."""
+    return rank() == 0
 
 
 def world_size() -> int:
     """Processes of this launch, known from the environment before any process group exists."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def flag(name: str) -> bool:
+    """Whether an environment variable, of Accelerate's launcher for one, says yes."""
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
 def require_at_least_one(config: Any, *names: str) -> None:
@@ -100,7 +110,7 @@ def data_parallel_size() -> int:
     Raises:
         ConfigError: the launch config's sizes do not divide the number of processes.
     """
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+    if not flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         if world_size() % _pipeline_ranks:
             raise ConfigError(f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} ranks")
         return world_size() // _pipeline_ranks
@@ -137,6 +147,13 @@ def flatten(config: Any) -> dict[str, Any]:
     return {
         name: plain(getattr(getattr(config, group) if group else config, name)) for name, _, group in fields(type(config))
     }
+
+
+def free_fields(config_class: type) -> frozenset[str]:
+    """The fields whose value does not change what is learned: those that the class and its groups list in `FREE`."""
+    hints = get_type_hints(config_class)
+    groups = [hints[field.name] for field in dataclasses.fields(config_class) if dataclasses.is_dataclass(hints[field.name])]
+    return frozenset().union(*(getattr(kind, "FREE", ()) for kind in (config_class, *groups)))
 
 
 def save(config: Any, path: Path) -> None:

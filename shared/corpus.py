@@ -410,7 +410,7 @@ class Stream:
         Raises:
             ConfigError: the stream holds less than one global batch.
         """
-        step = 0
+        step = epoch = 0
         while step < stop:
             batch: list[np.ndarray] = []
             first_step_of_epoch = step
@@ -418,20 +418,21 @@ class Stream:
                 batch.append(tokens)
                 if len(batch) == self.global_batch_size:
                     if step >= start:
-                        yield self._window(batch)
+                        yield self._window(batch, epoch, (step - first_step_of_epoch) * self.global_batch_size)
                     step, batch = step + 1, []
                     if step == stop:
                         return
             if step == first_step_of_epoch:
                 raise ConfigError(f"{self.source.name}: less than one global batch of {self.global_batch_size} sequences")
+            epoch += 1
 
-    def _window(self, sequences: list[np.ndarray]) -> Window:
+    def _window(self, sequences: list[np.ndarray], epoch: int, first: int) -> Window:
         split = data.micro_batches(np.arange(len(sequences)), self.rank, self.world_size, self.per_device)
         batches = []
         for indices in split:
             tokens = torch.from_numpy(np.stack([sequences[i] for i in indices])).to(self.device)
             batches.append({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
-        return Window(batches, len(sequences) * self.seq_length, len(sequences))
+        return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, split + first)
 
 
 class Rows(list[Row]):

@@ -158,6 +158,10 @@ class Order:
         whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        return min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
+
     def indices(self, step: int) -> np.ndarray:
         """The samples of optimizer step `step`, counted from 0 over all epochs: [<= global_batch_size] int64."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
@@ -230,6 +234,9 @@ class Window:
     micro_batches: list[Batch]
     num_targets: int  # of the whole global batch, over all ranks: what its loss is divided by
     num_samples: int  # likewise
+    epoch: int
+    epoch_samples: int | None  # that a whole epoch uses; None where a stream's length is not known
+    indices: np.ndarray  # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
 
 
 class _Rows(Dataset):
@@ -331,12 +338,14 @@ class Loader:
         batches = iter(self._readers[start, stop])
         for step in range(start, stop):
             indices = self.order.indices(step)
-            rows = [next(batches) for _ in self._split(indices)]
+            split = micro_batches(indices, self.rank, self.world_size, self.per_device)
+            rows = [next(batches) for _ in split]
             for batch in rows:
                 if isinstance(batch, CleanExit):
                     raise batch
             rows = [{k: v.to(self.device, non_blocking=True) for k, v in row.items()} for row in rows]
-            yield Window(rows, self.samples.num_targets(indices), len(indices))
+            epoch = step // self.order.steps_per_epoch
+            yield Window(rows, self.samples.num_targets(indices), len(indices), epoch, self.order.samples_per_epoch, split)
 
     def longest(self, rows: int) -> Batch:
         """A micro-batch of `rows` copies of the longest sample, on the device: what memory has to suffice for."""
@@ -358,9 +367,6 @@ class Loader:
             worker_init_fn=partial(_ignore_stop_signals, ending=_Ending().flag),
             generator=torch.Generator(),  # leave the global one alone
         )
-
-    def _split(self, indices: np.ndarray) -> np.ndarray:
-        return micro_batches(indices, self.rank, self.world_size, self.per_device)
 
 
 @dataclass(frozen=True)

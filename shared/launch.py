@@ -1,8 +1,9 @@
-"""The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, exit codes, a settings summary."""
+"""The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, a settings summary."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import logging
 import os
 import re
@@ -13,82 +14,42 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import AORecipeKwargs, DistributedDataParallelKwargs, broadcast_object_list, set_seed
+from accelerate.utils import (
+    AORecipeKwargs,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    set_seed,
+)
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared import config as configs
-from shared import zero
+from shared import exits, zero
 from shared.config import CleanExit, ConfigError
 from shared.data import seed_all
 from shared.options import BatchConfig
 
-C = TypeVar("C")
 T = TypeVar("T")
 
 
-class OutOfMemory(CleanExit):
-    """The device's memory does not suffice: what it holds, and which lever to pull next."""
-
-    exit_code = 2
-
-    def __init__(self, error: torch.OutOfMemoryError, config: Any) -> None:
-        rows, checkpointing = config.batch.per_device_train_batch_size, config.speed.gradient_checkpointing
-        sharded, deepspeed = _flag("ACCELERATE_USE_FSDP"), _flag("ACCELERATE_USE_DEEPSPEED")
-        pipeline, cut = configs.pipeline_ranks() > 1, _flag("ACCELERATE_USE_PARALLELISM_CONFIG")
-        find = "" if deepspeed or pipeline else " (or --find_batch_size)"
-        whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
-        levers = [
-            (rows > 1, f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same"),
-            (checkpointing != "full", "--gradient_checkpointing full: recomputes activations, a third slower"),
-            (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
-            (whole and config.optim.optim == "adamw", "--optim adamw_8bit: a quarter of the optimizer's state"),
-            (pipeline, "more --pipeline_ranks"),
-            (
-                not (pipeline or _flag("FSDP_OFFLOAD_PARAMS")),
-                "accelerate_configs/fsdp2_offload.yaml: weights in the machine's memory",
-            ),
-            (True, "shorter rows, or a smaller model"),
-        ]
-        if torch.cuda.is_available():
-            print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
-        advice = [text for applies, text in levers if applies]
-        super().__init__(
-            f"out of memory: {configs.first_line(error)}\n  next: {advice[0]}\n  then: {'; '.join(advice[1:])}\n"
-            "  `python -m shared plan --help` predicts what fits"
-        )
-
-
-def run(main: Callable[[C], None], config: C) -> None:
-    """Call `main(config)` and end with one line and the exit code that names the cause. Every rank calls this.
-
-    Exit codes: 0 done, 2 input or configuration, 3 checkpoint, 4 loss or gradient not finite, 143 stopped by a
-    signal after a checkpoint, 1 with a traceback for anything unforeseen. `accelerate launch` itself turns every
-    failure into 1.
-    """
-    with configs.clean_exit():
-        try:
-            main(config)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(error, config) from None
-    if configs.world_size() > 1:
-        # All ranks are done and every file is written. The interpreter's own teardown can abort in a thread that a
-        # process group left behind, which would make a finished run look failed.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def start(seed: int, *, log_with: str | None = None) -> Accelerator:
+def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> Accelerator:
     """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this, first of all.
 
     Accumulation, clipping and learning-rate schedules are the template's own; the launch config decides on
-    processes, strategy and precision alone.
+    processes, strategy and precision alone. From here on SIGTERM and SIGUSR1 end the run with code 143.
+
+    Args:
+        seed: of all generators.
+        log_with: tracker, by Accelerate's name.
+        timeout: seconds that a rank waits for the others in a collective before it ends with an error.
 
     Raises:
         ConfigError: the launch would train something else than it seems to: processes that each believe they are
             alone, or a second answer to a question that the template's config already answers.
     """
+    exits.stop_at_once()
+    exits.end_with_the_launcher()
     _quieten_libraries()
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation not in ("1", "auto"):
@@ -97,19 +58,21 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
             "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
         )
     world_size = configs.world_size()
-    on_cpu = _flag("ACCELERATE_USE_CPU")
+    on_cpu = configs.flag("ACCELERATE_USE_CPU")
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
         raise ConfigError(
             f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
     _use_all_cores(world_size)
-    rehearsal = on_cpu and world_size > 1 and _rehearse_on_cpu()
+    wait = datetime.timedelta(seconds=timeout)
+    rehearsal = on_cpu and world_size > 1 and _rehearse_on_cpu(wait)
     accelerator = Accelerator(
         log_with=log_with,
         # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=wait),
             *([_fp8_recipe()] if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" else []),
         ],
     )
@@ -121,7 +84,7 @@ def start(seed: int, *, log_with: str | None = None) -> Accelerator:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
     if zero.is_used(accelerator):
         zero.make_whole_models()
-    if zero.is_used(accelerator) != _flag("ACCELERATE_USE_DEEPSPEED"):
+    if zero.is_used(accelerator) != configs.flag("ACCELERATE_USE_DEEPSPEED"):
         raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:
         raise ConfigError(
@@ -250,7 +213,7 @@ def _fp8_recipe() -> AORecipeKwargs:
     return AORecipeKwargs(config=Float8LinearConfig(), module_filter_func=is_of_a_block)
 
 
-def _rehearse_on_cpu() -> bool:
+def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
     """Make Accelerate honour DeepSpeed, FSDP and parallelism configs in a CPU process group, not turn them to DDP.
 
     Accelerate looks at `fsdp_config` and `ParallelismConfig` only where the state says MULTI_GPU, and at DeepSpeed only
@@ -259,8 +222,8 @@ def _rehearse_on_cpu() -> bool:
     Returns:
         Whether this is a rehearsal of a sharded strategy.
     """
-    asked = {name for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG") if _flag(f"ACCELERATE_USE_{name}")}
-    state = PartialState(cpu=True)
+    asked = {name for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG") if configs.flag(f"ACCELERATE_USE_{name}")}
+    state = PartialState(cpu=True, timeout=timeout)
     if not asked or state.distributed_type != DistributedType.MULTI_CPU:
         return False
     if "DEEPSPEED" in asked:
@@ -268,10 +231,6 @@ def _rehearse_on_cpu() -> bool:
         del os.environ["ACCELERATE_USE_CPU"]
     state.distributed_type = DistributedType.DEEPSPEED if "DEEPSPEED" in asked else DistributedType.MULTI_GPU
     return True
-
-
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes")
 
 
 def _quieten_libraries() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import secrets
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +21,11 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from shared import audit
 from shared.checkpoint import TrainState
-from shared.config import ConfigError
+from shared.config import ConfigError, first_line
 from shared.data import Window
+from shared.folder import read_json_lines
 from shared.launch import say
 from shared.options import LogConfig
 from shared.parallel import total
@@ -93,9 +98,11 @@ class Logger:
         self.main = accelerator.is_main_process
         self.file = run_dir / "metrics.jsonl"
         if self.main:
-            _keep_whole_lines(self.file, state.step)
+            _keep_whole_lines(self.file, state)
             if self.tracker:
                 self._start_tracker(template, settings)
+        self.recorder = audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
+        self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
         self.bar = tqdm(
             total=total_steps,
             initial=state.step,
@@ -132,19 +139,24 @@ class Logger:
         yield
         self.mark = time.perf_counter()
 
-    def step(self, loss: torch.Tensor, window: Window, *, grad_norm: torch.Tensor, learning_rate: float) -> None:
+    def step(
+        self, losses: list[torch.Tensor] | None, window: Window, *, grad_norm: torch.Tensor, learning_rate: float
+    ) -> None:
         """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this.
 
         Args:
-            loss: this rank's share of the global mean loss: its summed loss / the global batch's targets.
+            losses: summed losses of this rank's micro-batches; None if the update was skipped.
             window: what was computed.
             grad_norm: before clipping, the same on all ranks.
             learning_rate: of this step.
         """
-        self.steps += 1
+        if self.recorder is not None:
+            self.recorder.write(self.state.step, window)
+        if losses is not None:
+            self.steps += 1
+            self.loss += torch.stack(losses).detach().sum() / window.num_targets
         self.targets += window.num_targets
         self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
-        self.loss += loss.detach()
         self.bar.update()
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             return
@@ -154,7 +166,7 @@ class Logger:
         seconds = self.seconds + now - self.mark
         processed = positions / seconds
         values = {
-            "loss": summed_loss / self.steps,
+            "loss": summed_loss / self.steps if self.steps else math.nan,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm.item(),
             f"trained_{self.unit}_per_second": self.targets / seconds,
@@ -166,6 +178,9 @@ class Logger:
         peak = peak_flops(self.accelerator.device)
         if peak and self.flops:
             values["mfu"] = self.flops * processed / self.accelerator.num_processes / peak
+        if self.state.skipped:
+            values["skipped_steps"] = self.state.skipped
+        self._warn_of_a_spike(values["loss"])
         progress = f"loss {values['loss']:.3f}, {processed:,.0f} {self.unit}/s"
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
@@ -174,14 +189,38 @@ class Logger:
         self._reset()
         self.mark = time.perf_counter()
 
+    def _warn_of_a_spike(self, loss: float) -> None:
+        """A loss far above the recent ones, in units of how much these differ, deserves a look."""
+        if len(self.recent) >= 5:
+            middle = statistics.median(self.recent)
+            spread = statistics.median(abs(value - middle) for value in self.recent)
+            if loss > middle + max(8 * spread, 0.1 * abs(middle)):
+                say(f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of {middle:.4g} before")
+        if math.isfinite(loss):
+            self.recent.append(loss)
+
     def log(self, values: dict[str, Any]) -> None:
         """Write values of this step to metrics.jsonl and the trackers. The main rank acts."""
         if not self.main:
             return
+        # JSON has no NaN.
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self.state.step, **values}) + "\n")
+            file.write(json.dumps({"step": self.state.step, **row}) + "\n")
         # As a value, not as the tracker's own step: W&B drops steps that a resumed run repeats.
-        self.accelerator.log({**values, "step": self.state.step}, step=self._tracker_step)
+        with self._tracking():
+            self.accelerator.log({**values, "step": self.state.step}, step=self._tracker_step)
+
+    @contextlib.contextmanager
+    def _tracking(self) -> Iterator[None]:
+        """What goes wrong in a tracker is said once, and the run goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            if self.tracker:
+                say(f"warning: {self.tracker} failed and is left out from here on ({first_line(error)})")
+            self.tracker = None
+            self.accelerator.trackers.clear()
 
     @property
     def _tracker_step(self) -> int | None:
@@ -190,7 +229,8 @@ class Logger:
     def log_table(self, name: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table of texts in W&B; other trackers have none. The main rank acts."""
         if self.main and self.tracker == "wandb":
-            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=rows, step=None)
+            with self._tracking():
+                self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=rows, step=None)
 
     def log_picture(self, name: str, file: Path) -> None:
         """Show a picture in the tracker, where it takes pictures. The main rank acts."""
@@ -199,18 +239,20 @@ class Logger:
         from PIL import Image
 
         picture = Image.open(file).convert("RGB")
-        if self.tracker == "wandb":
-            self.accelerator.get_tracker("wandb").log_images({name: [picture]}, step=None)
-        else:
-            array = np.asarray(picture).transpose(2, 0, 1)[None]
-            self.accelerator.get_tracker("tensorboard").log_images({name: array}, step=self.state.step)
+        with self._tracking():
+            if self.tracker == "wandb":
+                self.accelerator.get_tracker("wandb").log_images({name: [picture]}, step=None)
+            else:
+                array = np.asarray(picture).transpose(2, 0, 1)[None]
+                self.accelerator.get_tracker("tensorboard").log_images({name: array}, step=self.state.step)
 
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
         self.bar.close()
         self.draw()
         self.accelerator.wait_for_everyone()  # end_training takes the process group down; others may still write
-        self.accelerator.end_training()
+        with self._tracking():
+            self.accelerator.end_training()
 
     def draw(self) -> None:
         """Draw curves.png from metrics.jsonl. The main rank acts."""
@@ -259,15 +301,16 @@ def _wandb_login() -> bool:
     return False
 
 
-def _keep_whole_lines(file: Path, last_step: int) -> None:
+def _keep_whole_lines(file: Path, state: TrainState) -> None:
     """Drop a half-written last line, and what a killed run logged after the checkpoint that is resumed."""
     if not file.exists():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
+    for row in read_json_lines(file):
+        evaluation = any(key.startswith("eval_") for key in row)
+        last = state.evaluated if evaluation else state.step
+        if isinstance(row.get("step"), int) and row["step"] <= last:
+            kept.append(json.dumps(row) + "\n")
     temporary = file.with_name(".metrics.jsonl")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(file)
@@ -306,7 +349,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     panels = figure.subplots(1, len(titles))
     for panel, (title, labels) in zip(panels, titles.items(), strict=True):
         for key, label in labels.items():
-            points = [(row["step"], row[key]) for row in rows if key in row]
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if points:
                 panel.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None, markersize=3)
         panel.set(title=title, xlabel="optimizer step")

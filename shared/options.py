@@ -1,5 +1,8 @@
 """The groups of flags that templates compose their `Config` from. Each field's docstring is its --help.
 
+`FREE` names the fields that do not change what is learned: a run resumes with other values of these. Any other field that
+differs from the checkpoint's is refused unless --allow_changed names it. Data files are free: their content is compared.
+
 This module and the ones it imports stay clear of torch, so that --help and a mistyped flag answer at once.
 """
 
@@ -8,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shared import config as configs
 from shared import records
@@ -18,6 +21,10 @@ from shared.config import ConfigError
 @dataclass(frozen=True)
 class BatchConfig:
     """Batch and budget."""
+
+    FREE: ClassVar = frozenset(
+        {"per_device_train_batch_size", "per_device_eval_batch_size", "find_batch_size", "dataloader_num_workers"}
+    )
 
     global_batch_size: int = 16
     """Samples in one optimizer step, over all devices and accumulated micro-batches."""
@@ -79,6 +86,8 @@ class BatchConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
+    FREE: ClassVar = frozenset({"max_skipped_steps"})
+
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
     """adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes. sgd:
     with Nesterov momentum; its --weight_decay is usually 1e-4 and less."""
@@ -106,6 +115,8 @@ class OptimConfig:
     """Share of the run in which wsd decays."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a share of the peak."""
+    max_skipped_steps: int = 5
+    """Steps whose update may be skipped because loss or gradient is not finite, in the whole run; one more ends it."""
     layer_decay: float = 1.0
     """Factor on the learning rate from each block to the one before it; 1: the same rate everywhere."""
 
@@ -117,7 +128,7 @@ class OptimConfig:
                 raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
         if self.optim == "sgd" and not 0 < self.sgd_momentum < 1:
             raise ConfigError(f"--sgd_momentum is between 0 and 1, not {self.sgd_momentum}")
-        for name in ("weight_decay", "max_grad_norm"):
+        for name in ("weight_decay", "max_grad_norm", "max_skipped_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} must not be negative")
         if not 0 < self.layer_decay <= 1:
@@ -128,12 +139,18 @@ class OptimConfig:
 class SpeedConfig:
     """Memory and speed."""
 
+    FREE: ClassVar = frozenset(
+        {"gradient_checkpointing", "torch_compile", "ddp_comm_hook", "ddp_timeout", "attn_implementation"}
+    )
+
     gradient_checkpointing: str = "none"
     """none, full, or N: recompute the activations of every N-th block in the backward pass to save memory."""
     torch_compile: bool = False
     """torch.compile each block (image models whole); needs a C compiler, pays off from some minutes of training on."""
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
     """Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits."""
+    ddp_timeout: float = 1800.0
+    """Seconds that a process waits for the others before it ends the run, which may then be started again."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
     """Attention kernel; flash_attention_* need their own packages."""
 
@@ -141,11 +158,20 @@ class SpeedConfig:
         value = self.gradient_checkpointing
         if value not in ("none", "full") and not (value.isdecimal() and int(value) >= 1):
             raise ConfigError(f"--gradient_checkpointing is none, full or a number of blocks, not {value!r}")
+        if not 1 <= self.ddp_timeout < 1e7:
+            raise ConfigError(f"--ddp_timeout is a number of seconds from 1 on, not {self.ddp_timeout}")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Output and checkpoints."""
+
+    FREE: ClassVar = frozenset(
+        {
+            *("output_dir", "save_steps", "save_total_limit", "async_save"),
+            *("resume_from_checkpoint", "allow_changed", "dress_rehearsal"),
+        }
+    )
 
     output_dir: Path | None = None
     """Folder of the run; what is in it is continued (default: a new outputs/<template>/<time>)."""
@@ -153,8 +179,14 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; one is always written at the end."""
     save_total_limit: int = 2
     """Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk."""
+    async_save: bool = False
+    """Write checkpoints in the background; training waits for a copy to the host's memory only."""
     resume_from_checkpoint: Path | None = None
     """Checkpoint to start from (default: the newest valid one in output_dir)."""
+    allow_changed: tuple[str, ...] = ()
+    """Names of settings that may differ from the checkpoint's although they change what is learned."""
+    dress_rehearsal: bool = False
+    """Before the first step: the longest batch forward and backward, an evaluation, a save and a load."""
 
     def __post_init__(self) -> None:
         configs.require_at_least_one(self, "save_steps", "save_total_limit")
@@ -164,6 +196,8 @@ class CheckpointConfig:
 class LogConfig:
     """Logging."""
 
+    FREE: ClassVar = frozenset({"report_to", "project_name", "run_name", "logging_steps", "audit_data"})
+
     report_to: str = "wandb"
     """Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written."""
     project_name: str | None = None
@@ -172,6 +206,8 @@ class LogConfig:
     """Name of the run in W&B (default: the run folder's name)."""
     logging_steps: int = 10
     """Optimizer steps between logged values, which are means over them."""
+    audit_data: bool = False
+    """Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`."""
 
     def __post_init__(self) -> None:
         configs.require_at_least_one(self, "logging_steps")
@@ -180,6 +216,8 @@ class LogConfig:
 @dataclass(frozen=True)
 class DataConfig:
     """Data."""
+
+    FREE: ClassVar = frozenset({"train_file", "validation_file", "dataset_name", "dataset_config_name"})
 
     train_file: tuple[str, ...] = ()
     """Files, folders or globs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text."""
@@ -211,6 +249,8 @@ class DataConfig:
 @dataclass(frozen=True)
 class CorpusConfig(DataConfig):
     """Text and tokenizer."""
+
+    FREE: ClassVar = DataConfig.FREE | {"tokenizer_name", "preprocessing_num_workers", "preprocess_only"}
 
     text_column: str = "text"
     """Column or key that holds the text."""
@@ -255,6 +295,8 @@ class ChatConfig(DataConfig):
 @dataclass(frozen=True)
 class ImageConfig(DataConfig):
     """Images."""
+
+    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir"}
 
     train_dir: Path | None = None
     """Folder of class folders, or one with such folders in train/ and val/ (or validation/)."""

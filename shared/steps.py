@@ -1,42 +1,38 @@
-"""One optimizer step done right: when gradients are reduced, clipping with a guard, and the signal to stop."""
+"""One optimizer step done right: when gradients are reduced, clipping, and what all ranks must agree on."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shared import zero
+from shared import faults, zero
+from shared.checkpoint import Checkpointer, TrainState
 from shared.config import CleanExit, ConfigError, data_parallel_size
-from shared.data import STOP_SIGNALS, Batch, Loader
+from shared.data import STOP_SIGNALS, Batch, Loader, Window
+from shared.exits import Stopped, stop_at_once
 from shared.launch import say
 from shared.optim import fill_state
 from shared.parallel import end_step, gradient_norm, keeps_gradients, scale_gradients
 from shared.weights import persistent_buffers
 
+T = TypeVar("T")
+
 
 class NonFiniteError(CleanExit):
-    """The gradient is not finite. All ranks see it together, before any weight has changed."""
+    """Loss or gradient is not finite, too often. All ranks see it together; no weight was changed by it."""
 
     exit_code = 4
-
-
-class Stopped(CleanExit):
-    """A signal asked the run to stop, and it has saved a checkpoint. The same command again continues."""
-
-    exit_code = 143
-
-    def __init__(self, signal_: StopSignal, run_dir: Path, step: int) -> None:
-        again = f"the same command with --output_dir {run_dir} continues"
-        super().__init__(f"stopped by {signal_.name} at step {step}, after a checkpoint; {again}")
 
 
 @contextlib.contextmanager
@@ -49,6 +45,7 @@ def accumulate(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Ite
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
         last = True
+    faults.point("micro_batch")
     with contextlib.nullcontext() if last else accelerator.no_sync(model):
         yield
 
@@ -62,54 +59,145 @@ def loss_scale(num_targets: int) -> float:
     return data_parallel_size() / max(1, num_targets)
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float, *, step: int) -> torch.Tensor:
+def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients down to a global L2 norm of `max_norm`, if that is not 0, and return their norm before.
 
-    Every rank calls this, once a step and before the optimizer. Reads the norm on the host: the guard must know it
-    before the weights change.
+    Every rank calls this, once a step and before the optimizer.
 
     Returns:
-        Scalar tensor, the same on all ranks.
-
-    Raises:
-        NonFiniteError: on all ranks, if any rank's gradient is NaN or infinite. With fp16, where the loss scaler
-            skips such steps and lowers its scale, nothing is raised.
+        Scalar tensor on the device, the same on all ranks; not finite where any rank's gradient is not.
     """
     if zero.is_used(accelerator):  # which has clipped and stepped in the last backward
-        norm = torch.tensor(float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()))
-    else:
-        accelerator.unscale_gradients()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = gradient_norm(accelerator, gradients)
-        if max_norm:
-            shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            scale_gradients(gradients, shrink)
-    if accelerator.scaler is None and not torch.isfinite(norm):
-        raise NonFiniteError(
-            f"step {step}: the gradient norm is {norm.item()}; no weight was changed and saved checkpoints are good. "
-            "Lower --learning_rate, or look at this step's data"
-        )
+        return torch.tensor(float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()), device=accelerator.device)
+    accelerator.unscale_gradients()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = gradient_norm(accelerator, gradients)
+    if max_norm:
+        shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale_gradients(gradients, shrink)
     return norm
 
 
-def update(accelerator: Accelerator, optimizers: list[Any]) -> None:
-    """Step all optimizers and clear the gradients.
+def update(accelerator: Accelerator, optimizers: list[Any], *, skip: bool = False) -> None:
+    """Step all optimizers, unless this one is skipped, and clear the gradients.
 
     The inner ones are driven directly: with fp16, Accelerate's wrappers would each update the loss scale, so that a
     second optimizer's gradients were unscaled twice.
     """
+    faults.point("update")
     if zero.is_used(accelerator):
         return
     scaler = accelerator.scaler
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)
-        if scaler is None:
-            inner.step()
-        else:
+        if scaler is not None and not skip:
             scaler.step(inner)
+        elif not skip:
+            inner.step()
         inner.zero_grad(set_to_none=not keeps_gradients(accelerator))
     if scaler is not None:
         scaler.update()
+
+
+class Guard:
+    """What all ranks agree on once a step: is everything finite, and does a signal ask to stop.
+
+    From its making on, SIGTERM and SIGUSR1 are noted and acted on between steps. Every rank makes one, before any
+    reading process is started, and calls its methods alike.
+
+    Args:
+        accelerator: of the run.
+        model: as prepared.
+        state: of the run; skipped steps are counted in it.
+        max_skipped: so many steps may be skipped in the whole run.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, state: TrainState, *, max_skipped: int) -> None:
+        self.accelerator, self.model, self.state, self.max_skipped = accelerator, model, state, max_skipped
+        self.received = self.agreed = 0
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.received = number
+
+    def _agree(self, spoiled: torch.Tensor) -> bool:
+        """Whether it is true on any rank; the signal that any rank has received is noted alongside."""
+        verdict = torch.stack([spoiled.int(), torch.tensor(self.received, device=spoiled.device, dtype=torch.int)])
+        if self.accelerator.num_processes > 1:
+            dist.all_reduce(verdict, dist.ReduceOp.MAX)
+        anywhere, self.agreed = verdict.tolist()
+        return bool(anywhere)
+
+    def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, window: Window) -> bool:
+        """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, skip the update.
+
+        With fp16 an infinite gradient is the loss scaler's business, which skips the update and lowers its scale.
+
+        Args:
+            losses: of this rank's micro-batches, scalars.
+            norm: of the gradient.
+            window: what was computed, whose samples are named where the loss is not finite.
+
+        Raises:
+            NonFiniteError: on all ranks: the limit is reached, or what a skipped update leaves is already spoiled.
+        """
+        scaler = self.accelerator.scaler
+        values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
+        spoiled = ~torch.isfinite(torch.stack([v.float() for v in values])).all()
+        if not self._agree(spoiled):
+            return True
+        guilty = [i for i, loss in enumerate(losses) if not torch.isfinite(loss)]
+        each: list[Any] = gather_object([(self.accelerator.process_index, guilty, window.indices.tolist())])
+        named = [(rank, i, rows[i]) for rank, own, rows in each for i in own if i < len(rows)]
+        where = "; ".join(
+            f"rank {rank}, micro-batch {i + 1}: {', '.join(str(s) for s in rows if s >= 0)}" for rank, i, rows in named[:8]
+        )
+        everything = sorted({s for _, _, rows in each for row in rows for s in row if s >= 0})
+        samples = f"samples of {where}" if where else f"the gradient, not the loss; samples {str(everything)[1:-1]}"
+        what = f"step {self.state.step + 1}: loss or gradient is not finite (gradient norm {norm.item():g}; {samples})"
+        buffers = [b for b in persistent_buffers(self.model).values() if b.is_floating_point()]
+        if self._agree(torch.tensor(any(not torch.isfinite(b).all() for b in buffers), device=spoiled.device)):
+            raise NonFiniteError(f"{what}. The running statistics have taken it in: continue from the last checkpoint")
+        if zero.is_used(self.accelerator):
+            raise NonFiniteError(f"{what}. DeepSpeed has updated with it: continue from the last checkpoint")
+        self.state.skipped += 1
+        if self.state.skipped > self.max_skipped:
+            raise NonFiniteError(
+                f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been skipped before: "
+                "look at these samples, lower --learning_rate, or raise --max_skipped_steps"
+            )
+        say(f"warning: {what}; the update is skipped ({self.state.skipped} of at most {self.max_skipped})")
+        return False
+
+    def stop_if_asked(self) -> None:
+        """End the run if any rank had been asked to when `finite` was called.
+
+        Raises:
+            Stopped: on all ranks. The one who catches it saves a checkpoint.
+        """
+        if self.agreed:
+            self.received = self.agreed  # also where another rank was told
+            raise Stopped(f"stopped by {signal.Signals(self.agreed).name} at step {self.state.step}")
+
+    def watch(self, windows: Iterable[T]) -> Iterator[T]:
+        """Pass an evaluation's windows on, and end it if a signal asks to. Every rank calls this alike.
+
+        Raises:
+            Stopped: as `stop_if_asked` does.
+        """
+        for i, window in enumerate(windows):
+            if i % 8 == 0:
+                self._agree(torch.zeros((), device=self.accelerator.device))
+                self.stop_if_asked()
+            faults.point("evaluation")
+            yield window
+
+    def release(self) -> None:
+        """From here on a signal ends the run at once: all that could be lost is saved."""
+        stop_at_once()
+        if self.received:
+            raise Stopped(f"stopped by {signal.Signals(self.received).name} at step {self.state.step}")
 
 
 def largest_that_fits(
@@ -151,6 +239,46 @@ def largest_that_fits(
     return rows
 
 
+def dress_rehearsal(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: list[Any],
+    loader: Loader,
+    loss: Callable[[Batch], torch.Tensor],
+    saver: Checkpointer,
+    state: TrainState,
+) -> None:
+    """Do once what would otherwise fail after hours: the longest batch, a save and a load. Every rank calls this.
+
+    Leaves weights, buffers and optimizers as they were. Call before the first step; the evaluation that comes next
+    belongs to the rehearsal.
+
+    Raises:
+        OutOfMemoryError: the longest batch does not fit, with gradients and the optimizer's state in place.
+        CheckpointError: a checkpoint cannot be written, or not be read back.
+    """
+    start = time.perf_counter()
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    if zero.is_used(accelerator):
+        raise ConfigError("--dress_rehearsal does not work under DeepSpeed, whose engine cannot take a step back")
+    for optimizer in inner:
+        fill_state(optimizer)
+    buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
+    if not _fits(accelerator, model, inner, loss, loader.longest(loader.per_device)):
+        raise torch.OutOfMemoryError("the longest batch does not fit")
+    trained = time.perf_counter()
+    saver.save_and_load(state)
+    for optimizer in inner:
+        optimizer.state.clear()
+    for buffer, value in buffers.items():
+        buffer.copy_(value)
+    saved = time.perf_counter()
+    say(
+        f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of {saver.size() / 1e9:.2f} GB "
+        f"saved and read back: {saved - trained:.1f} s"
+    )
+
+
 def _fits(
     accelerator: Accelerator,
     model: nn.Module,
@@ -173,34 +301,3 @@ def _fits(
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
     return bool(accelerator.reduce(torch.tensor(float(enough), device=accelerator.device), "mean") == 1)
-
-
-class StopSignal:
-    """SIGTERM and SIGUSR1 on any rank stop all ranks after the same optimizer step.
-
-    Make it before any reading process is started. Calling it is a collective: every rank asks once a step.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.received = 0
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.received = number
-
-    def __call__(self) -> bool:
-        """Whether any rank has been asked to stop."""
-        if self.accelerator.num_processes > 1:
-            flag = torch.tensor(self.received, device=self.accelerator.device)
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-            # A signal that arrives while the flag is read has set `received` meanwhile: it counts at the next step.
-            agreed = int(flag)
-            self.received = agreed or self.received
-            return bool(agreed)
-        return bool(self.received)
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.received).name if self.received else "no signal"

@@ -14,7 +14,7 @@ import importlib.util
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from shared import config as configs
 from shared.config import ConfigError
@@ -29,6 +29,9 @@ USUAL = {"crop_min_scale": 0.35, "horizontal_flip": 0.5}
 @dataclass(frozen=True)
 class Config:
     """Train an image classifier."""
+
+    # What may differ from the checkpoint on resume, because it does not change what is learned.
+    FREE: ClassVar = frozenset({"channels_last", "export_onnx"})
 
     model_name_or_path: str | None = None
     """Model on the Hub or in a folder to fine-tune (timm's, too, where timm is installed)."""
@@ -104,11 +107,12 @@ from torch.utils.data import default_collate
 from torchvision.transforms import v2
 from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
 
-from shared import checkpoint, classifier, images, launch, metrics, optim, parallel, steps
+from shared import classifier, exits, images, launch, metrics, optim, parallel, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.classifier import ToModel
 from shared.data import IGNORED, Loader, Order, Row
+from shared.folder import open_run, whole_folder
 from shared.images import ImageData
 from shared.report import Predictions, scores
 from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
@@ -188,12 +192,14 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, to_model: ToModel, classes) -> Predictions:
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, loader: Loader, to_model: ToModel, classes, guard: steps.Guard
+) -> Predictions:
     """What the model says of the validation images, each counted once on any world size."""
     average_buffers(accelerator, [persistent_buffers(model)])  # BatchNorm's statistics
     model.eval()
     batches = []
-    for window in loader.windows(0, loader.order.steps_per_epoch):
+    for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
         (batch,) = window.micro_batches
         batches.append(scores(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
     classifier.training_mode(model)
@@ -203,11 +209,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, to_mode
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
     config = with_defaults(config)
-    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
+    tracker = metrics.tracker_name(config.log.report_to)
+    accelerator = launch.start(config.batch.seed, log_with=tracker, timeout=config.speed.ddp_timeout)
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded and config.channels_last:
         raise ConfigError("--channels_last does not work with FSDP, which shards contiguous weights only")
-    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "image_classification")
+    run_dir = open_run(accelerator, config.checkpoint.output_dir, "image_classification")
 
     # Data --------------------------------------------------------------------------------------------------------
     data = images.prepare(config.images)
@@ -257,16 +264,8 @@ def main(config: Config) -> None:
         return (losses * (batch["labels"] != IGNORED)).sum()
 
     # Resume ------------------------------------------------------------------------------------------------------
-    identity = {
-        "data": data.identity,
-        "global_batch_size": config.batch.global_batch_size,
-        "seed": config.batch.seed,
-        "metric_for_best_model": config.metric_for_best_model,
-        "ema": ema is not None,
-    }
     copies = {name: copy for name, copy in (("ema", ema), ("best", best)) if copy is not None}
-    keep = config.checkpoint.save_total_limit
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=keep, identity=identity, copies=copies)
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, copies=copies)
     state = saver.resume(config.checkpoint.resume_from_checkpoint)
     limits = [total_steps, config.early_stopping_patience]
     if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
@@ -307,7 +306,7 @@ def main(config: Config) -> None:
 
     def evaluate_and_log() -> None:
         with ema.swapped_in() if ema else contextlib.nullcontext():
-            values = evaluate(accelerator, model, eval_loader, to_model, classes).summary()
+            values = evaluate(accelerator, model, eval_loader, to_model, classes, guard).summary()
             score = values.get(f"eval_{config.metric_for_best_model}", 0.0)
             score = -score if config.metric_for_best_model == "loss" else score
             if best is not None and ("best_step" not in state.notes or score > state.notes["best_score"]):
@@ -318,56 +317,65 @@ def main(config: Config) -> None:
             state.notes["stopped_early"] = limits
             launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
         logger.log(values)
+        state.evaluated = state.step
         launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
 
-    stop = steps.StopSignal(accelerator)
-    if state.notes.pop("evaluation_due", False):
-        evaluate_and_log()
-        total_steps = state.step if "stopped_early" in state.notes else total_steps
-    for window in logger.waiting(train_loader.windows(state.step, total_steps)):
-        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
-        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-        scale = steps.loss_scale(window.num_targets)
-        step_loss = torch.zeros((), device=accelerator.device)
-        for i, batch in enumerate(window.micro_batches):
-            with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                loss = batch_loss(batch)
-                accelerator.backward(loss * scale)
-            step_loss += loss.detach() / window.num_targets
-        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
-        steps.update(accelerator, optimizers)
-        if ema:
-            ema.average_in(min(config.recipe.ema_decay, (1 + state.step) / (10 + state.step)))
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    if config.checkpoint.dress_rehearsal and state.step == 0:
+        steps.dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
+    try:
+        if state.step > 0 and state.owes_evaluation(eval_steps, total_steps):
+            with logger.pause():
+                evaluate_and_log()
+            total_steps = state.step if "stopped_early" in state.notes else total_steps
+        for window in logger.waiting(train_loader.windows(state.step, total_steps)):
+            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+            scale = steps.loss_scale(window.num_targets)
+            losses = []
+            for i, batch in enumerate(window.micro_batches):
+                with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
+                    loss = batch_loss(batch)
+                    accelerator.backward(loss * scale)
+                losses.append(loss.detach())
+            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            finite = guard.finite(losses, grad_norm, window)
+            steps.update(accelerator, optimizers, skip=not finite)
+            if ema:
+                ema.average_in(min(config.recipe.ema_decay, (1 + state.step) / (10 + state.step)))
 
-        state.advance(window)
-        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
-        stopping, last = stop(), state.step == total_steps
-        with logger.pause():
-            if state.step % eval_steps == 0 or last:
-                if stopping:  # there may be no time for it now
-                    state.notes["evaluation_due"] = True
-                else:
+            state.advance(window)
+            logger.step(losses if finite else None, window, grad_norm=grad_norm, learning_rate=learning_rate)
+            guard.stop_if_asked()
+            last = state.step == total_steps
+            with logger.pause():
+                if state.owes_evaluation(eval_steps, total_steps):
                     evaluate_and_log()
-                last = last or "stopped_early" in state.notes
-            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
-                saver.save(state)
-        if stopping:
-            logger.close()
-            raise steps.Stopped(stop, run_dir, state.step)
-        if last:
-            break
+                    logger.draw()
+                    last = last or "stopped_early" in state.notes
+                if state.step % config.checkpoint.save_steps == 0 or last:
+                    saver.save(state)
+            if last:
+                break
+    except exits.Stopped:  # by a signal, on all ranks
+        saver.save(state)
+        saver.wait()
+        logger.close()
+        raise
+    guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
+    saver.wait()
     chosen = best or ema
     with chosen.swapped_in() if chosen else contextlib.nullcontext():
-        predictions = evaluate(accelerator, model, eval_loader, to_model, classes)
+        predictions = evaluate(accelerator, model, eval_loader, to_model, classes, guard)
         weights = gather_weights(accelerator, model)
     values = predictions.summary()
     launch.say(f"best by {config.metric_for_best_model}: step {state.notes['best_step']}" if best else "weights of the end")
     if accelerator.is_main_process:
         for picture in predictions.write(run_dir, data.validation):
             logger.log_picture(picture.stem, picture)
-        with checkpoint.whole_folder(run_dir / "final") as folder:
+        with whole_folder(run_dir / "final") as folder:
             accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
             processor.save_pretrained(folder)
             card = models.card("Image classifier", data.about, values, settings, pipeline_tag="image-classification")
@@ -380,4 +388,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main, CONFIG)
+    exits.run(main, CONFIG)

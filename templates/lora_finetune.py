@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from shared import config as configs
 from shared import demo
@@ -28,6 +28,9 @@ DEMO_SAMPLES = 2000
 @dataclass(frozen=True)
 class Config:
     """Fine-tune a causal language model with LoRA or QLoRA."""
+
+    # What may differ from the checkpoint on resume, because it does not change what is learned.
+    FREE: ClassVar = frozenset({"eval_steps", "eval_samples", "num_generations", "max_new_tokens", "merge_adapter"})
 
     model_name_or_path: str = str(demo.MODEL)
     """Model on the Hub or in a folder (default: the small Llama that comes with the demo)."""
@@ -91,10 +94,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from shared import chat, checkpoint, launch, metrics, optim, parallel, steps
+from shared import chat, exits, launch, metrics, optim, parallel, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
+from shared.folder import open_run, whole_folder
 from shared.weights import gather_weights
 
 
@@ -190,11 +194,11 @@ def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Modul
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader) -> dict[str, float]:
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard) -> dict[str, float]:
     """Loss a learned token, and perplexity, of the validation samples, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    for window in loader.windows(0, loader.order.steps_per_epoch):
+    for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
         for batch in window.micro_batches:
             total += models.causal_lm_loss(model, batch)
         targets += window.num_targets
@@ -211,7 +215,7 @@ def save_final(
     if not accelerator.is_main_process:
         return
     peft_model = accelerator.unwrap_model(model)
-    with checkpoint.whole_folder(run_dir / "final") as folder:
+    with whole_folder(run_dir / "final") as folder:
         lora = peft_model.peft_config["default"]
         if config.init_lora_weights == "pissa":
             weights = models.pissa_to_lora(weights, initial)
@@ -223,15 +227,16 @@ def save_final(
     if config.merge_adapter:
         base = load_base(config, accelerator)
         base = base.dequantize() if config.load_in_4bit or config.load_in_8bit else base
-        with checkpoint.whole_folder(run_dir / "merged") as folder:
+        with whole_folder(run_dir / "merged") as folder:
             PeftModel.from_pretrained(base, str(run_dir / "final")).merge_and_unload().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
 
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
-    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
-    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "lora_finetune")
+    tracker = metrics.tracker_name(config.log.report_to)
+    accelerator = launch.start(config.batch.seed, log_with=tracker, timeout=config.speed.ddp_timeout)
+    run_dir = open_run(accelerator, config.checkpoint.output_dir, "lora_finetune")
 
     # Data --------------------------------------------------------------------------------------------------------
     tokenizer = models.from_hub(AutoTokenizer, config.model_name_or_path)
@@ -255,14 +260,7 @@ def main(config: Config) -> None:
         models.require_packing_isolation(model, accelerator.device, len(tokenizer), at_once)
 
     # Resume ------------------------------------------------------------------------------------------------------
-    identity = {
-        "data": held_out.meta["sha256"],
-        "packing": config.chat.packing,
-        "seq_length": config.chat.seq_length,
-        "global_batch_size": config.batch.global_batch_size,
-        "seed": config.batch.seed,
-    }
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=config.checkpoint.save_total_limit, identity=identity)
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=held_out.meta["sha256"])
     state = saver.resume(config.checkpoint.resume_from_checkpoint)
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
@@ -301,8 +299,11 @@ def main(config: Config) -> None:
     )
 
     def evaluate_and_log(*, generate: bool = False) -> dict[str, float]:
-        values = evaluate(accelerator, model, eval_loader)
+        values = evaluate(accelerator, model, eval_loader, guard)
         logger.log(values)
+        state.evaluated = state.step
+        if state.step == 0:
+            state.notes["before"] = values
         launch.say(
             f"step {state.step}: validation loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}"
         )
@@ -318,36 +319,47 @@ def main(config: Config) -> None:
             logger.log_table("generations", ["step", "prompt", "reference", "output"], [[str(state.step), *r] for r in rows])
         return values
 
-    stop = steps.StopSignal(accelerator)
-    if state.step == 0:
-        with logger.pause():
-            state.notes["before"] = evaluate_and_log(generate=True)
-    for window in logger.waiting(train_loader.windows(state.step, total_steps)):
-        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
-        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-        scale = steps.loss_scale(window.num_targets)
-        step_loss = torch.zeros((), device=accelerator.device)
-        for i, batch in enumerate(window.micro_batches):
-            with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                loss = models.causal_lm_loss(model, batch)
-                accelerator.backward(loss * scale)
-            step_loss += loss.detach() / window.num_targets
-        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
-        steps.update(accelerator, optimizers)
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    if config.checkpoint.dress_rehearsal and state.step == 0:
+        loss_of = partial(models.causal_lm_loss, model)
+        steps.dress_rehearsal(accelerator, model, optimizers, train_loader, loss_of, saver, state)
+    try:
+        if state.step < total_steps and state.owes_evaluation(config.eval_steps):
+            with logger.pause():
+                evaluate_and_log(generate=state.step == 0)
+        for window in logger.waiting(train_loader.windows(state.step, total_steps)):
+            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+            scale = steps.loss_scale(window.num_targets)
+            losses = []
+            for i, batch in enumerate(window.micro_batches):
+                with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
+                    loss = models.causal_lm_loss(model, batch)
+                    accelerator.backward(loss * scale)
+                losses.append(loss.detach())
+            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            finite = guard.finite(losses, grad_norm, window)
+            steps.update(accelerator, optimizers, skip=not finite)
 
-        state.advance(window)
-        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
-        stopping, last = stop(), state.step == total_steps
-        with logger.pause():
-            if state.step % config.eval_steps == 0 and not (last or stopping):
-                evaluate_and_log()
-            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
-                saver.save(state)
-        if stopping and not last:
-            logger.close()
-            raise steps.Stopped(stop, run_dir, state.step)
+            state.advance(window)
+            logger.step(losses if finite else None, window, grad_norm=grad_norm, learning_rate=learning_rate)
+            guard.stop_if_asked()
+            last = state.step == total_steps
+            with logger.pause():
+                if not last and state.owes_evaluation(config.eval_steps):
+                    evaluate_and_log()
+                    logger.draw()
+                if state.step % config.checkpoint.save_steps == 0 or last:
+                    saver.save(state)
+    except exits.Stopped:  # by a signal, on all ranks
+        saver.save(state)
+        saver.wait()
+        logger.close()
+        raise
+    guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
+    saver.wait()
     values = evaluate_and_log(generate=True)
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
     card = models.card(
@@ -364,4 +376,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main, CONFIG)
+    exits.run(main, CONFIG)

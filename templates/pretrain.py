@@ -13,7 +13,7 @@ model (Touvron et al., arXiv 2302.13971) unless another is named.
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shared import config as configs
 from shared.config import ConfigError
@@ -32,6 +32,9 @@ PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forwa
 @dataclass(frozen=True)
 class Config:
     """Pretrain a causal language model."""
+
+    # What may differ from the checkpoint on resume, because it does not change what is learned.
+    FREE: ClassVar = frozenset({"eval_steps", "eval_samples", "final_dtype", "sample_prompt"})
 
     model_preset: str = "3M"
     """Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B."""
@@ -80,10 +83,11 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from shared import checkpoint, corpus, launch, metrics, optim, parallel, records, steps
+from shared import corpus, exits, launch, metrics, optim, parallel, records, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
+from shared.folder import open_run, whole_folder
 from shared.weights import gather_weights
 
 
@@ -177,11 +181,13 @@ def build_model(config: Config, tokenizer) -> nn.Module:
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, bytes_per_token: float | None) -> dict[str, float]:
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard, bytes_per_token: float | None
+) -> dict[str, float]:
     """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    for window in loader.windows(0, loader.order.steps_per_epoch):
+    for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
         for batch in window.micro_batches:
             total += models.causal_lm_loss(model, batch)
         targets += window.num_targets
@@ -193,14 +199,15 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, bytes_p
 
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
-    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
+    tracker = metrics.tracker_name(config.log.report_to)
+    accelerator = launch.start(config.batch.seed, log_with=tracker, timeout=config.speed.ddp_timeout)
 
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
     if config.text.preprocess_only:
         launch.say(f"prepared {data.about}")
         return
-    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "pretrain")
+    run_dir = open_run(accelerator, config.checkpoint.output_dir, "pretrain")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     if config.max_tokens is not None:
         total_steps = max(1, config.max_tokens // tokens_per_step)
@@ -218,13 +225,7 @@ def main(config: Config) -> None:
     )
 
     # Resume ------------------------------------------------------------------------------------------------------
-    identity = {
-        "data": data.identity,
-        "seq_length": config.seq_length,
-        "global_batch_size": config.batch.global_batch_size,
-        "seed": config.batch.seed,
-    }
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=config.checkpoint.save_total_limit, identity=identity)
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint)
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
@@ -257,50 +258,62 @@ def main(config: Config) -> None:
     )
 
     def evaluate_and_log() -> dict[str, float]:
-        values = evaluate(accelerator, model, data.validation, data.bytes_per_token)
+        values = evaluate(accelerator, model, data.validation, guard, data.bytes_per_token)
         prompt = data.tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"]
         (text,) = models.continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
         logger.log(values)
+        state.evaluated = state.step
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
         launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
         launch.say("  " + repr(config.sample_prompt + text))
         return values
 
-    stop = steps.StopSignal(accelerator)
-    if state.step == 0:
-        with logger.pause():
-            evaluate_and_log()
-    for window in logger.waiting(data.train.windows(state.step, total_steps)):
-        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
-        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-        scale = steps.loss_scale(window.num_targets)
-        step_loss = torch.zeros((), device=accelerator.device)
-        for i, batch in enumerate(window.micro_batches):
-            with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                loss = models.causal_lm_loss(model, batch)
-                accelerator.backward(loss * scale)
-            step_loss += loss.detach() / window.num_targets
-        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
-        steps.update(accelerator, optimizers)
-
-        state.advance(window)
-        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
-        stopping, last = stop(), state.step == total_steps
-        with logger.pause():
-            if state.step % config.eval_steps == 0 and not last and not stopping:
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    if config.checkpoint.dress_rehearsal and state.step == 0:
+        assert isinstance(data.train, Loader)
+        loss_of = partial(models.causal_lm_loss, model)
+        steps.dress_rehearsal(accelerator, model, optimizers, data.train, loss_of, saver, state)
+    try:
+        if state.step < total_steps and state.owes_evaluation(config.eval_steps):
+            with logger.pause():
                 evaluate_and_log()
-                logger.draw()
-            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
-                saver.save(state)
-        if stopping and not last:
-            logger.close()
-            raise steps.Stopped(stop, run_dir, state.step)
+        for window in logger.waiting(data.train.windows(state.step, total_steps)):
+            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+            scale = steps.loss_scale(window.num_targets)
+            losses = []
+            for i, batch in enumerate(window.micro_batches):
+                with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
+                    loss = models.causal_lm_loss(model, batch)
+                    accelerator.backward(loss * scale)
+                losses.append(loss.detach())
+            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            finite = guard.finite(losses, grad_norm, window)
+            steps.update(accelerator, optimizers, skip=not finite)
+
+            state.advance(window)
+            logger.step(losses if finite else None, window, grad_norm=grad_norm, learning_rate=learning_rate)
+            guard.stop_if_asked()
+            last = state.step == total_steps
+            with logger.pause():
+                if not last and state.owes_evaluation(config.eval_steps):
+                    evaluate_and_log()
+                    logger.draw()
+                if state.step % config.checkpoint.save_steps == 0 or last:
+                    saver.save(state)
+    except exits.Stopped:  # by a signal, on all ranks
+        saver.save(state)
+        saver.wait()
+        logger.close()
+        raise
+    guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
+    saver.wait()
     values = evaluate_and_log()
     weights = gather_weights(accelerator, model, dtype=getattr(torch, config.final_dtype))
     if accelerator.is_main_process:
-        with checkpoint.whole_folder(run_dir / "final") as folder:
+        with whole_folder(run_dir / "final") as folder:
             unwrapped = accelerator.unwrap_model(model)
             unwrapped.save_pretrained(folder, state_dict=weights)
             unwrapped.config.dtype = config.final_dtype  # save_pretrained notes that of the weights in training
@@ -312,4 +325,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main, CONFIG)
+    exits.run(main, CONFIG)

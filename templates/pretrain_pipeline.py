@@ -13,7 +13,7 @@ learned is what templates/pretrain.py learns. For slow links between GPUs: only 
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from shared import config as configs
 from shared.config import ConfigError
@@ -32,6 +32,9 @@ PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forwa
 @dataclass(frozen=True)
 class Config:
     """Pretrain a causal language model as a pipeline."""
+
+    # What may differ from the checkpoint on resume, because it does not change what is learned.
+    FREE: ClassVar = frozenset({"eval_steps", "eval_samples", "final_dtype", "pipeline_ranks", "stages_per_rank"})
 
     model_preset: str = "3M"
     """Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B."""
@@ -87,10 +90,11 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from shared import checkpoint, corpus, launch, metrics, optim, parallel, steps
+from shared import checkpoint, corpus, exits, launch, metrics, optim, parallel, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Spread
+from shared.folder import open_run, whole_folder
 from shared.pipeline import Pipeline
 
 
@@ -160,10 +164,12 @@ def build_model(config: Config, tokenizer) -> nn.Module:
     return model.train()  # from_pretrained leaves dropout off
 
 
-def evaluate(accelerator: Accelerator, pipeline: Pipeline, loader: Loader, bytes_per_token: float) -> dict[str, float]:
+def evaluate(
+    accelerator: Accelerator, pipeline: Pipeline, loader: Loader, guard: steps.Guard, bytes_per_token: float
+) -> dict[str, float]:
     """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     total, targets = torch.zeros((), device=accelerator.device), 0
-    for window in loader.windows(0, loader.order.steps_per_epoch):
+    for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
         total += pipeline.evaluate(window.micro_batches)
         targets += window.num_targets
     loss = parallel.total(accelerator, total).item() / targets
@@ -173,14 +179,15 @@ def evaluate(accelerator: Accelerator, pipeline: Pipeline, loader: Loader, bytes
 
 def main(config: Config) -> None:
     # Setup -------------------------------------------------------------------------------------------------------
-    accelerator = launch.start(config.batch.seed, log_with=metrics.tracker_name(config.log.report_to))
+    tracker = metrics.tracker_name(config.log.report_to)
+    accelerator = launch.start(config.batch.seed, log_with=tracker, timeout=config.speed.ddp_timeout)
 
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
     if config.text.preprocess_only:
         launch.say(f"prepared {data.about}")
         return
-    run_dir = checkpoint.open_run(accelerator, config.checkpoint.output_dir, "pretrain_pipeline")
+    run_dir = open_run(accelerator, config.checkpoint.output_dir, "pretrain_pipeline")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     if config.max_tokens is not None:
         total_steps = max(1, config.max_tokens // tokens_per_step)
@@ -203,13 +210,7 @@ def main(config: Config) -> None:
     optimizers = optim.build(model, config.optim)
 
     # Resume ------------------------------------------------------------------------------------------------------
-    identity = {
-        "data": data.identity,
-        "seq_length": config.seq_length,
-        "global_batch_size": config.batch.global_batch_size,
-        "seed": config.batch.seed,
-    }
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, keep=config.checkpoint.save_total_limit, identity=identity)
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint)
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
@@ -237,41 +238,50 @@ def main(config: Config) -> None:
     )
 
     def evaluate_and_log() -> dict[str, float]:
-        values = evaluate(accelerator, pipeline, data.validation, data.bytes_per_token)
+        values = evaluate(accelerator, pipeline, data.validation, guard, data.bytes_per_token)
         logger.log(values)
+        state.evaluated = state.step
         launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
         return values
 
-    stop = steps.StopSignal(accelerator)
-    if state.step == 0:
-        with logger.pause():
-            evaluate_and_log()
-    for window in logger.waiting(data.train.windows(state.step, total_steps)):
-        launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
-        learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-        scale = steps.loss_scale(window.num_targets)
-        step_loss = pipeline.train(window.micro_batches, scale) / window.num_targets
-        grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm, step=state.step)
-        steps.update(accelerator, optimizers)
-
-        state.advance(window)
-        logger.step(step_loss, window, grad_norm=grad_norm, learning_rate=learning_rate)
-        stopping, last = stop(), state.step == total_steps
-        with logger.pause():
-            if state.step % config.eval_steps == 0 and not last and not stopping:
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    try:
+        if state.step < total_steps and state.owes_evaluation(config.eval_steps):
+            with logger.pause():
                 evaluate_and_log()
-                logger.draw()
-            if state.step % config.checkpoint.save_steps == 0 or last or stopping:
-                saver.save(state)
-        if stopping and not last:
-            logger.close()
-            raise steps.Stopped(stop, run_dir, state.step)
+        for window in logger.waiting(data.train.windows(state.step, total_steps)):
+            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
+            scale = steps.loss_scale(window.num_targets)
+            losses = [pipeline.train(window.micro_batches, scale)]
+            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            finite = guard.finite(losses, grad_norm, window)
+            steps.update(accelerator, optimizers, skip=not finite)
+
+            state.advance(window)
+            logger.step(losses if finite else None, window, grad_norm=grad_norm, learning_rate=learning_rate)
+            guard.stop_if_asked()
+            last = state.step == total_steps
+            with logger.pause():
+                if not last and state.owes_evaluation(config.eval_steps):
+                    evaluate_and_log()
+                    logger.draw()
+                if state.step % config.checkpoint.save_steps == 0 or last:
+                    saver.save(state)
+    except exits.Stopped:  # by a signal, on all ranks
+        saver.save(state)
+        saver.wait()
+        logger.close()
+        raise
+    guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
+    saver.wait()
+    assert saver.latest is not None
     values = evaluate_and_log()
     if accelerator.is_main_process:
         weights = checkpoint.read_weights(saver.latest, dtype=getattr(torch, config.final_dtype))  # of all stages
-        with checkpoint.whole_folder(run_dir / "final") as folder:
+        with whole_folder(run_dir / "final") as folder:
             with torch.device("meta"):
                 whole = AutoModelForCausalLM.from_config(model.config)
             whole.save_pretrained(folder, state_dict=weights)
@@ -284,4 +294,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main, CONFIG)
+    exits.run(main, CONFIG)

@@ -10,10 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+
+from shared.options import BatchConfig, CheckpointConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
@@ -129,6 +132,16 @@ def architectures(tmp_path_factory) -> Path:
     for name, config in configs.items():
         config.save_pretrained(folder / name)
     return folder
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """The part of a template's config that a Checkpointer looks at."""
+
+    FREE: ClassVar = frozenset({"eval_steps"})
+    eval_steps: int = 5
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass
@@ -279,10 +292,14 @@ def run_here(template: str, *args: object) -> None:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from shared import config as configs
+    from shared import folder
 
     module = load_template(template)
     for state in (AcceleratorState, PartialState, GradientState):
         state._shared_state.clear()
+    for lock in folder._locks.values():
+        lock.close()
+    folder._locks.clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))

@@ -52,7 +52,7 @@ def main(checkpointing: str, lora_r: int, output: Path) -> None:
         for last in (False, True):
             with steps.accumulate(accelerator, prepared, last=last):
                 accelerator.backward(model.causal_lm_loss(prepared, batch) / 1000)
-        steps.clip_gradients(accelerator, prepared, 1.0, step=number)
+        steps.clip_gradients(accelerator, prepared, 1.0)
         steps.update(accelerator, optimizers)
 
     step(0)

@@ -9,6 +9,7 @@ from shared import optim
 from shared.checkpoint import Checkpointer, CheckpointError, TrainState
 from shared.options import OptimConfig
 from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+from tests.conftest import SmallConfig
 
 
 class Subject(nn.Module):
@@ -184,7 +185,7 @@ def run(folder):
     model, *optimizers = accelerator.prepare(model, *optimizers)
     copies = {"ema": WeightCopy(accelerator, model), "best": WeightCopy(accelerator, model)}
     folder.mkdir(exist_ok=True)
-    saver = Checkpointer(accelerator, model, optimizers, folder, keep=2, identity={"seed": 0}, copies=copies)
+    saver = Checkpointer(accelerator, model, optimizers, folder, SmallConfig(), data="abc", copies=copies)
     return model, optimizers, copies, saver
 
 

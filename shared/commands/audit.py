@@ -1,0 +1,28 @@
+"""python -m shared audit RUN: prove that each sample was used exactly once an epoch, over all restarts.
+
+Reads what `--audit_data` wrote. Exit code 0 if it was so, 3 if not.
+"""
+
+import argparse
+from pathlib import Path
+
+from shared import audit
+from shared.config import CleanExit
+
+
+class Differs(CleanExit):
+    exit_code = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m shared audit", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's output_dir")
+    run_dir = parser.parse_args().run
+    findings = audit.check(run_dir)
+    print(f"{run_dir}: {findings.steps:,} optimizer steps")
+    for epoch, (count, of) in findings.epochs.items():
+        whole = f"of {of:,} samples" if of is not None else "samples"
+        print(f"  epoch {epoch}: {count:,} {whole}{' so far' if of is not None and count < of else ''}")
+    if findings.problems:
+        raise Differs("; ".join(findings.problems))
+    print("each sample was used at most once an epoch, and in whole epochs exactly once; each step was done once")

@@ -1,0 +1,73 @@
+"""Faults on purpose: kill, stop, hang or spoil a run at a named place, for tests. Inert without TEMPLATES_FAULT.
+
+    TEMPLATES_FAULT=save.rename:kill            SIGKILL of this process when it is about to rename a checkpoint
+    TEMPLATES_FAULT=micro_batch:nan@3           the third micro-batch of each rank
+    TEMPLATES_FAULT=micro_batch:kill@3#1        of rank 1 alone
+
+Places: setup, micro_batch, update, evaluation, save.shard, save.hash, save.manifest, save.fsync, save.rename,
+save.renamed, save.prune, resume.verified, resume.loaded, finish. Several faults are separated by commas.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+_seen: Counter[str] = Counter()
+
+
+def point(place: str) -> None:
+    """Do what TEMPLATES_FAULT asks for here, if anything."""
+    faults = os.environ.get("TEMPLATES_FAULT")
+    if not faults:
+        return
+    _seen[place] += 1
+    for fault in faults.split(","):
+        match = re.fullmatch(r"([a-z_.]+):([a-z]+)(?:@(\d+))?(?:#(\d+))?", fault)
+        if match is None:
+            raise ValueError(f"TEMPLATES_FAULT: {fault!r} is not PLACE:ACTION[@TIMES][#RANK]")
+        where, action, count, rank = match.groups()
+        if where == place and _seen[place] == int(count or 1) and os.environ.get("RANK", "0") == (rank or _rank()):
+            _act(action)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _act(action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif action == "usr":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    elif action == "hang":
+        time.sleep(1e6)
+    elif action == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif action == "error":
+        raise RuntimeError("a fault on purpose")
+    elif action in ("nan", "inf"):
+        _spoil(float(action))
+    else:
+        raise ValueError(f"TEMPLATES_FAULT: unknown action {action!r}")
+
+
+def _spoil(factor: float) -> None:
+    """Multiply what the next module computes by NaN or infinity."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_hook
+
+    def hook(_module: Any, _arguments: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return None
+        handle.remove()
+        return output * factor
+
+    handle = register_module_forward_hook(hook)

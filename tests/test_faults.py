@@ -1,0 +1,489 @@
+"""Whatever happens to a run, the same command again continues it as if nothing had happened.
+
+Each fault happens at a named place in a real `accelerate launch` (see shared/faults.py) or comes from outside. The
+continued run is compared with one that was left alone: samples of each step, losses, learning rates, evaluations, weights
+and the optimizer's state, bit for bit.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from shared import audit
+from shared.checkpoint import CheckpointError, checkpoints, verify
+from shared.commands.verify_resume import compare, kill
+from tests.conftest import ACCELERATE, ROOT, Run, command, run
+
+STEPS = 8
+SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
+COMMON = ("--max_steps", STEPS, "--save_steps", 2, "--save_total_limit", 2, "--eval_steps", 3, "--audit_data")
+
+
+@pytest.fixture(scope="module")
+def flags(text_file, chat_file, tiny_model, image_folder, architectures):
+    """By template: a small run with accumulation, evaluations between the saves, and something random in each step."""
+    batch = ("--global_batch_size", 8, "--per_device_train_batch_size", 2)
+    return {
+        "pretrain": (
+            *(*COMMON, *batch, "--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--eval_samples", 4),
+            *("--config_overrides", SHAPE + ",attention_dropout=0.1"),
+        ),
+        "lora_finetune": (
+            *(*COMMON, *batch, "--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64),
+            *("--lora_dropout", 0.1, "--num_generations", 0, "--eval_samples", 4),
+        ),
+        "image_classification": (
+            *(*COMMON, *batch, "--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 16),
+            *("--dataloader_num_workers", 2, "--ema_decay", 0.9, "--mixup_alpha", 0.2),
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """(template, processes) -> the run that was left alone, made once."""
+    runs: dict[tuple[str, int], Run] = {}
+
+    def launch(template: str, processes: int) -> Run:
+        if (template, processes) not in runs:
+            folder = tmp_path_factory.mktemp(f"{template}-{processes}") / "run"
+            runs[template, processes] = run(template, folder, *flags[template], processes=processes)
+        return runs[template, processes]
+
+    return launch
+
+
+def with_fault(template, folder, fault, *given, **kwargs) -> Run:
+    return run(template, folder, *given, env={"TEMPLATES_FAULT": fault}, check=False, **kwargs)
+
+
+def assert_continues(template, folder, given, straight, processes) -> Run:
+    """The same command again ends well, and all is as it would have been."""
+    again = run(template, folder, *given, processes=processes)
+    one = straight(template, processes)
+    assert compare(one.folder, folder) == dict.fromkeys(compare(one.folder, folder), "")
+    ours, theirs = again.weights(), one.weights()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not audit.check(folder).problems
+    assert exit_of(folder)["exit_code"] == 0
+    left = {p.name for p in folder.iterdir() if p.name.startswith((".tmp", ".old", ".write"))}
+    assert not left
+    return again
+
+
+def exit_of(folder) -> dict:
+    return json.loads((folder / "exit.json").read_text())
+
+
+def valid_checkpoints(folder) -> list[int]:
+    steps = []
+    for path in checkpoints(folder):
+        try:
+            steps.append(verify(path)["step"])
+        except CheckpointError:
+            continue
+    return steps
+
+
+# SIGKILL -------------------------------------------------------------------------------------------------------------
+
+# place: checkpoints that are whole when it has happened (the second save is at step 4, its prune comes at step 6)
+KILLS = {
+    "setup:kill": [],
+    "micro_batch:kill@1": [],
+    "micro_batch:kill@6": [2],  # in the middle of accumulation
+    "update:kill@3": [2],
+    "evaluation:kill@2": None,  # depends on the template
+    "save.shard:kill@2": [2],
+    "save.hash:kill@2": [2],
+    "save.manifest:kill@2": [2],
+    "save.rename:kill@2": [2],
+    "save.renamed:kill@2": [2, 4],
+    "save.prune:kill@1": [2, 4, 6],
+    "finish:kill": [6, 8],
+}
+
+
+@pytest.mark.parametrize("fault", KILLS)
+def test_killed_at_a_place(flags, straight, tmp_path, fault):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    killed = with_fault("pretrain", folder, fault, *given, processes=2)
+    assert killed.returncode != 0 and not (folder / "final").exists()
+    if KILLS[fault] is not None:
+        assert (valid_checkpoints(folder) if folder.exists() else []) == KILLS[fault]
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+@pytest.mark.parametrize("template", ["lora_finetune", "image_classification"])
+@pytest.mark.parametrize("fault", ["micro_batch:kill@22", "evaluation:kill@3", "save.manifest:kill@3"])
+def test_killed_in_the_other_templates(flags, straight, tmp_path, template, fault):
+    given, folder = flags[template], tmp_path / "run"
+    killed = with_fault(template, folder, fault, *given)
+    assert killed.returncode != 0 and valid_checkpoints(folder)
+    assert_continues(template, folder, given, straight, 1)
+
+
+@pytest.mark.parametrize("fault", ["resume.verified:kill#1", "resume.loaded:kill"])
+def test_killed_while_it_resumes(flags, straight, tmp_path, fault):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    with_fault("pretrain", folder, "update:kill@6", *given, processes=2)
+    assert with_fault("pretrain", folder, fault, *given, processes=2).returncode != 0
+    assert valid_checkpoints(folder) == [2, 4]
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+def test_killed_ten_times(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    early = ("micro_batch:kill@3", "update:kill@2", "save.rename:kill", "micro_batch:kill@11", "save.manifest:kill")
+    late = ("evaluation:kill", "update:kill@3", "save.shard:kill", "resume.loaded:kill", "save.renamed:kill")
+    for fault in early + late:
+        assert with_fault("pretrain", folder, fault, *given).returncode != 0, fault
+    assert not (folder / "final").exists()
+    assert_continues("pretrain", folder, given, straight, 1)
+
+
+def test_killed_while_it_saves_in_the_background(flags, straight, tmp_path):
+    given, folder = (*flags["pretrain"], "--async_save"), tmp_path / "run"
+    for fault in ("save.shard:kill@2", "save.rename:kill@1#0", "micro_batch:kill@9"):
+        assert with_fault("pretrain", folder, fault, *given, processes=2).returncode != 0
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+# Signals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [
+        ("micro_batch:term@6#1", 3),
+        ("micro_batch:usr@6#0", 3),
+        ("save.shard:term@1#1", 3),  # noted while it saves
+        ("micro_batch:term@6#1,update:term@3#1", 3),  # twice
+        ("evaluation:term@3#1", 3),  # the evaluation is broken off, and made after the resume
+        ("micro_batch:term@6#1,save.manifest:kill@2", 2),  # too slow: killed in the save that the signal asked for
+    ],
+)
+def test_asked_to_stop_on_one_rank(flags, straight, tmp_path, fault, step):
+    given, folder = (*flags["pretrain"], "--per_device_eval_batch_size", 1, "--eval_samples", 40), tmp_path / "run"
+    reference = run("pretrain", tmp_path / "straight", *given, processes=2)
+    stopped = with_fault("pretrain", folder, fault, *given, processes=2)
+    assert stopped.returncode != 0
+    if "kill" not in fault:
+        cause = exit_of(folder)
+        assert cause["exit_code"] == 143 and cause["cause"].startswith("stopped by SIG")
+        assert stopped.output.count("stopped by SIG") == 1 and "/shared/" not in stopped.output  # no traceback of ours
+    assert max(valid_checkpoints(folder)) >= step - 1
+    assert_continues("pretrain", folder, given, lambda *_: reference, 2)
+
+
+def start(template, folder, *given, processes=1, env=None):
+    """A real launch in the background, and the file that its output goes to."""
+    log = folder.parent / f"{folder.name}.log"
+    return subprocess.Popen(
+        [*ACCELERATE, *command(template, folder, *given, processes=processes)],
+        stdout=log.open("a"),
+        stderr=subprocess.STDOUT,
+        env=os.environ | (env or {}),
+        start_new_session=True,
+    ), log
+
+
+def wait_for(log, text, process, seconds=180):
+    deadline = time.monotonic() + seconds
+    while text not in log.read_text():
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.02)
+
+
+def processes_of(folder):
+    """Those whose command line names the run's folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if str(folder) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def assert_nothing_is_left(folder, seconds=40):
+    deadline = time.monotonic() + seconds
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_asking_the_launcher_to_stop(flags, straight, tmp_path, processes):
+    """`accelerate launch` of one process dies of SIGTERM without passing it on: the run notices."""
+    given, folder = flags["pretrain"], tmp_path / "run"
+    launcher, log = start("pretrain", folder, *given, processes=processes)
+    wait_for(log, "step 3/8", launcher)
+    launcher.terminate()
+    assert launcher.wait(timeout=60) != 0
+    assert_nothing_is_left(folder)
+    assert exit_of(folder)["exit_code"] == 143
+    assert_continues("pretrain", folder, given, straight, processes)
+
+
+def test_asking_everything_to_stop_with_reading_processes(flags, straight, tmp_path):
+    given, folder = flags["image_classification"], tmp_path / "run"
+    launcher, log = start("image_classification", folder, *given)
+    wait_for(log, "step 3/8", launcher)
+    os.killpg(launcher.pid, signal.SIGTERM)
+    launcher.wait(timeout=60)
+    assert_nothing_is_left(folder)
+    assert exit_of(folder)["exit_code"] == 143
+    assert_continues("image_classification", folder, given, straight, 1)
+
+
+def test_killing_the_launcher_leaves_no_orphan(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    launcher, log = start("pretrain", folder, *given, processes=2)
+    wait_for(log, "step 3/8", launcher)
+    launcher.kill()
+    launcher.wait()
+    assert_nothing_is_left(folder)
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
+    done = with_fault("pretrain", tmp_path / "run", "setup:term", *flags["pretrain"])
+    assert done.returncode != 0 and "stopped by SIGTERM at step 0" in done.output
+    assert "Traceback" not in done.output.split("subprocess.CalledProcessError")[0].split("stopped by")[0]
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "words"), [("hang", "it has ended, or hangs"), ("kill", "it has ended, or hangs")])
+def test_a_rank_that_hangs_or_dies_is_named(flags, straight, tmp_path, fault, words):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    given = (*given, "--ddp_timeout", 5)
+    launcher, log = start("pretrain", folder, *given, processes=2, env={"TEMPLATES_FAULT": f"micro_batch:{fault}@6#1"})
+    assert launcher.wait(timeout=150) != 0
+    assert_nothing_is_left(folder)
+    if fault == "hang":  # a dead one is seen by the launcher first, which ends the other
+        assert f"error: rank 0 at step 3: rank 1 does not answer: {words}" in log.read_text()
+        assert exit_of(folder)["exit_code"] == 1
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+def test_one_ranks_save_that_fails_fails_the_run_and_keeps_what_was_saved(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
+    assert "error: checkpoint-000004 could not be saved: rank 1: " in failed.output
+    assert "No space left on device" in failed.output and exit_of(folder)["exit_code"] == 3
+    assert valid_checkpoints(folder) == [2] and not list(folder.glob(".tmp-*"))
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+def test_a_save_in_the_background_that_fails_fails_the_run_in_one_line(flags, straight, tmp_path):
+    given, folder = (*flags["pretrain"], "--async_save"), tmp_path / "run"
+    failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
+    assert failed.output.count("error: checkpoint-000004 could not be saved: rank 1: ") == 1
+    assert exit_of(folder)["exit_code"] == 3 and valid_checkpoints(folder) == [2]
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+# Disk ----------------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_may_not_grow(flags, straight, tmp_path):
+    """RLIMIT_FSIZE, as a quota would do it."""
+    given, folder = flags["pretrain"], tmp_path / "run"
+    with_fault("pretrain", folder, "update:kill@5", *given, "--save_steps", 3)
+    argv = [sys.executable, *command("pretrain", folder, *given)]
+    limit = 200_000
+    done = subprocess.run(
+        argv, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("error: ") == 1 and "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert valid_checkpoints(folder) == [3]
+    assert_continues("pretrain", folder, given, straight, 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system needs root and the right to mount")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_is_too_small_is_told_before_the_first_step(flags, small_disk):
+    done = run("pretrain", small_disk / "run", *flags["pretrain"], "--save_total_limit", 20, check=False)
+    assert "GB free, but 21 checkpoints of" in done.output and exit_of(small_disk / "run")["exit_code"] == 2
+    assert "step 1/" not in done.output
+
+
+def test_a_disk_that_fills_up(flags, straight, small_disk):
+    given, folder = flags["pretrain"], small_disk / "run"
+    process = subprocess.Popen([*ACCELERATE, *command("pretrain", folder, *given)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if "step 2/8" in line:
+            with contextlib.suppress(OSError):
+                (small_disk / "other").write_bytes(bytes(4_000_000))
+    assert process.wait(timeout=120) != 0
+    assert "No space left on device" in seen and seen.count("error: ") == 1
+    assert valid_checkpoints(folder)
+    (small_disk / "other").unlink()
+    assert_continues("pretrain", folder, given, straight, 1)
+
+
+def test_stray_files_and_folders_are_left_alone(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    with_fault("pretrain", folder, "update:kill@6", *given)
+    (folder / "checkpoint-000099").write_text("a file")
+    (folder / "checkpoint-best").mkdir()
+    (folder / "checkpoint-000004" / "rng_state_0.pth").write_bytes(b"of another tool")
+    (folder / "checkpoint-000004" / "notes").mkdir()
+    (folder / ".tmp-checkpoint-000006").mkdir()
+    shutil.copytree(folder / "checkpoint-000004", folder / ".old-checkpoint-000005")
+    assert_continues("pretrain", folder, given, straight, 1)
+    assert (folder / "checkpoint-000099").exists() and (folder / "checkpoint-best").exists()
+
+
+def test_a_folder_that_was_being_replaced_comes_back(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    with_fault("pretrain", folder, "update:kill@6", *given)
+    (folder / "checkpoint-000004").rename(folder / ".old-checkpoint-000004")
+    again = assert_continues("pretrain", folder, given, straight, 1)
+    assert "at step 4" in again.output
+
+
+def test_two_runs_on_one_folder(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    first, log = start("pretrain", folder, *given, env={"TEMPLATES_FAULT": "update:hang@4"})
+    wait_for(log, "step 3/8", first)
+    second = run("pretrain", folder, *given, check=False)
+    assert second.returncode != 0
+    assert f"error: --output_dir {folder}: another run is writing to it (process " in second.output
+    kill(first.pid)
+    first.wait()
+    assert_continues("pretrain", folder, given, straight, 1)  # at once: no lock is left
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value):
+    given = (*flags["pretrain"], "--config_overrides", SHAPE)  # no dropout: the same on any number of processes
+    two = with_fault("pretrain", tmp_path / "two", f"micro_batch:{value}@6#1", *given, processes=2)
+    assert two.returncode == 0, two.output
+    assert "warning: step 3: loss or gradient is not finite" in two.output
+    samples = audit.samples_of_steps(tmp_path / "two")[3][2]
+    named = two.output.split("rank 1, micro-batch 2: ")[1].split(")")[0]
+    assert set(map(int, named.split(", "))) <= set(samples)
+    assert next(row for row in two.rows if row["step"] == 3 and "learning_rate" in row)["loss"] is None
+    assert two.last("skipped_steps") == 1
+    one = with_fault("pretrain", tmp_path / "one", f"micro_batch:{value}@9", *given)
+    others = {step: loss for step, loss in one.losses.items() if step != 3}
+    assert {s: v for s, v in two.losses.items() if s != 3} == pytest.approx(others, rel=1e-5)
+    straight = run("pretrain", tmp_path / "straight", *given)
+    assert two.losses[2] == pytest.approx(straight.losses[2], rel=1e-5)
+    assert two.losses[4] != pytest.approx(straight.losses[4], rel=1e-5)
+
+
+def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    failed = with_fault("pretrain", folder, "micro_batch:nan@10#1", *given, "--max_skipped_steps", 0, processes=2)
+    assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
+    assert failed.output.count("error: step 5: loss or gradient is not finite") == 1
+    assert valid_checkpoints(folder) == [2, 4]
+    assert_continues("pretrain", folder, given, straight, 2)
+
+
+def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, tmp_path):
+    folder = tmp_path / "run"
+    failed = with_fault("image_classification", folder, "micro_batch:nan@10", *flags["image_classification"])
+    assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
+    assert "The running statistics have taken it in" in failed.output
+
+
+# World sizes ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_then_one_then_three(flags, tmp_path):
+    given = (*flags["pretrain"], "--config_overrides", SHAPE, "--global_batch_size", 12, "--per_device_train_batch_size", 2)
+    whole = run("pretrain", tmp_path / "whole", *given)
+    folder = tmp_path / "run"
+    with_fault("pretrain", folder, "update:kill@4", *given, processes=2)
+    with_fault("pretrain", folder, "update:kill@3", *given, processes=1)
+    last = run("pretrain", folder, *given, processes=3)
+    assert last.manifest(STEPS)["world_size"] == 3
+    assert last.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
+    rates = [[row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)]
+    assert rates[0] == rates[1]
+    refused = run("pretrain", folder, *given, processes=4, check=False)
+    assert "error: --global_batch_size 12 is not a multiple of 8" in refused.output
+
+
+# Rehearsal, audit, and the user's own template -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("template", "processes"), [("pretrain", 2), ("lora_finetune", 1), ("image_classification", 1)])
+def test_a_dress_rehearsal_changes_nothing(flags, straight, tmp_path, template, processes):
+    done = run(template, tmp_path / "run", *flags[template], "--dress_rehearsal", processes=processes)
+    assert "dress rehearsal: the longest batch" in done.output
+    difference = compare(straight(template, processes).folder, done.folder)
+    assert difference == dict.fromkeys(difference, "")
+
+
+def test_a_dress_rehearsal_finds_what_would_fail_later(flags, tmp_path):
+    done = with_fault("pretrain", tmp_path / "run", "save.manifest:full", *flags["pretrain"], "--dress_rehearsal")
+    assert "error: checkpoint-000000 could not be saved" in done.output and "step 1/" not in done.output
+
+
+def test_an_audit_finds_what_is_wrong(straight, tmp_path):
+    shutil.copytree(straight("pretrain", 2).folder / "audit", tmp_path / "audit")
+    assert not audit.check(tmp_path).problems
+    path = tmp_path / "audit" / "rank-00001.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[0]]))
+    assert "used more than once" in audit.check(tmp_path).problems[0]
+    for name in ("rank-00000.jsonl", "rank-00001.jsonl"):
+        kept = [line for line in (tmp_path / "audit" / name).read_text().splitlines() if json.loads(line)["step"] != 4]
+        (tmp_path / "audit" / name).write_text("\n".join(kept) + "\n")
+    assert "4: no record of these steps" in audit.check(tmp_path).problems[0]
+
+
+def verify_resume(*arguments) -> subprocess.CompletedProcess:
+    argv = [sys.executable, "-m", "shared", "verify-resume", *map(str, arguments)]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=600)
+
+
+def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wrong(flags, tmp_path):
+    launch = [*ACCELERATE, *command("pretrain", tmp_path / "unused", *flags["pretrain"])]
+    good = verify_resume("--steps", 6, "--", *launch)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert good.stdout.count("same, bit for bit") == 6
+
+    source = (ROOT / "templates/pretrain.py").read_text()
+    old = "launch.seed_step(config.batch.seed, state.step,"
+    assert old in source
+    edited = tmp_path / "train.py"  # dropout that depends on when the process was started
+    edited.write_text(source.replace(old, "launch.seed_step(__import__('os').getpid(), state.step,"))
+    launch[launch.index(str(ROOT / "templates/pretrain.py"))] = str(edited)
+    bad = verify_resume("--steps", 6, "--keep", tmp_path / "kept", "--", *launch)
+    assert bad.returncode == 3, bad.stdout + bad.stderr
+    assert "samples of each step   same" in bad.stdout and "losses                 differ" in bad.stdout
+    assert "error: the resumed run is not the run that was not killed" in bad.stderr
