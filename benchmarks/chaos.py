@@ -1,0 +1,126 @@
+"""SIGKILL at random times, over and over, and the comparison at the end: does a killed run end as one left alone?
+
+    python benchmarks/chaos.py --kills 60                    # over three templates, 1 and 2 processes
+
+Each run is killed with all its processes at a moment drawn uniformly from its whole life (imports, preparation, steps,
+evaluations, saves, resumes, the final writing) and started again with the same command, until it ends by itself. Then
+the samples of each step, losses, learning rates, evaluations, weights and the optimizer's state must be those of a run
+that was left alone, bit for bit, and before each start at least one checkpoint must be whole if ever one was.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent))
+from about import about, line
+
+from shared import audit
+from shared.checkpoint import CheckpointError, checkpoints, verify
+from shared.commands.verify_resume import compare, kill
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
+COMMON = "--max_steps 12 --save_steps 2 --eval_steps 5 --logging_steps 1 --report_to none --audit_data"
+TEMPLATES = {
+    "pretrain": f"--seq_length 64 --global_batch_size 8 --eval_samples 8 --config_overrides {SHAPE},attention_dropout=0.1",
+    "lora_finetune": "--seq_length 128 --global_batch_size 8 --lora_dropout 0.1 --eval_samples 8 --num_generations 0",
+    "image_classification": "--global_batch_size 32 --per_device_train_batch_size 8 --ema_decay 0.9 --mixup_alpha 0.2",
+}
+
+
+def command(template: str, folder: Path, processes: int) -> list[str]:
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no"]
+    if processes > 1:
+        launch += ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", str(processes)]
+        launch += ["--main_process_port", "0"]
+    flags = [*COMMON.split(), *TEMPLATES[template].split(), "--output_dir", str(folder)]
+    return [*launch, str(ROOT / "templates" / f"{template}.py"), *flags]
+
+
+def whole(folder: Path) -> int:
+    """Checkpoints of a run that verify."""
+    count = 0
+    for path in checkpoints(folder) if folder.exists() else []:
+        try:
+            verify(path)
+        except CheckpointError:
+            continue
+        count += 1
+    return count
+
+
+def torment(template: str, processes: int, kills: int, rng: random.Random, folder: Path, bar: tqdm) -> dict:
+    """Kill runs of one template `kills` times; what was seen."""
+    log = (folder / "log").open("a")
+    quiet = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
+    start = time.monotonic()
+    subprocess.run(command(template, folder / "straight", processes), check=True, **quiet)
+    life = time.monotonic() - start
+    seen = {"template": template, "processes": processes, "kills": 0, "runs compared": 0}
+    differing: set[str] = set()
+    while seen["kills"] < kills:
+        run_dir = folder / f"killed-{seen['runs compared']}"
+        had = 0
+        while True:
+            process = subprocess.Popen(command(template, run_dir, processes), **quiet)
+            # Once enough kills are done, the last run is left to end.
+            wait = rng.uniform(0, life) if seen["kills"] < kills else None
+            try:
+                code = process.wait(timeout=wait)
+            except subprocess.TimeoutExpired:
+                kill(process.pid)
+                process.wait()
+                seen["kills"] += 1
+                bar.update()
+                left = whole(run_dir)
+                if had and not left:
+                    differing.add("no whole checkpoint was left")
+                had = max(had, left)
+                continue
+            if code:
+                differing.add(f"exit code {code}: see {folder}/log")
+            break
+        differing |= {part for part, difference in compare(folder / "straight", run_dir).items() if difference}
+        differing |= set(audit.check(run_dir).problems)
+        seen["runs compared"] += 1
+    return seen | {"differ": ", ".join(sorted(differing)) or "nothing"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60, help="over all")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--templates", nargs="+", default=list(TEMPLATES), choices=TEMPLATES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    cases = [(template, processes) for template in args.templates for processes in args.processes]
+    rows = []
+    with tqdm(total=args.kills, unit="kill", desc="chaos") as bar:
+        for number, (template, processes) in enumerate(cases):
+            kills = args.kills // len(cases) + (number < args.kills % len(cases))
+            with tempfile.TemporaryDirectory() as folder:
+                row = torment(template, processes, kills, rng, Path(folder), bar)
+            rows.append(row)
+            tqdm.write(f"{row}", file=sys.stderr)
+    facts = about()
+    args.output.write_text(json.dumps({"about": facts, "rows": rows}, indent=1) + "\n")
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    print(f"\n{line(facts)}")
+    sys.exit(any(row["differ"] != "nothing" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
