@@ -309,10 +309,13 @@ class Conversations:
     """One split of prepared samples, memory-mapped: `data.Samples`, one conversation an index."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        self.meta = json.loads((folder / "meta.json").read_text())
-        self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
-        self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
-        self.ends = np.load(folder / f"{split}-ends.npy")
+        with data.reading(folder):
+            self.meta = json.loads((folder / "meta.json").read_text())
+            self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
+            self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
+            self.ends = np.load(folder / f"{split}-ends.npy")
+            if not len(self.ids) == len(self.learned) == self.ends[-1]:
+                raise ValueError("its files are not of one length")
         self.starts = np.concatenate([[0], self.ends[:-1]])
         # The first token of a sample is nobody's next token.
         sums = np.concatenate([[0], np.cumsum(self.learned)])

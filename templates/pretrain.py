@@ -123,7 +123,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
         identity, bytes_per_token = f"stream of {source.name}", None
     else:
         folder = corpus.prepare(text, tokenizer)
-        tokenizer = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+        tokenizer = tokenizer or corpus.load_tokenizer(folder)
         tokens, held_out, split = corpus.open_splits(folder, config.seq_length, text.validation_split_percentage)
         if len(tokens) < batch.global_batch_size:
             raise ConfigError(

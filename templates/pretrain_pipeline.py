@@ -110,7 +110,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
     name = text.tokenizer_name or config.model_name_or_path
     tokenizer = models.from_hub(AutoTokenizer, name) if name else None
     folder = corpus.prepare(text, tokenizer)
-    tokenizer = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    tokenizer = tokenizer or corpus.load_tokenizer(folder)
     tokens, held_out, split = corpus.open_splits(folder, config.seq_length, text.validation_split_percentage)
     if len(tokens) < batch.global_batch_size:
         raise ConfigError(
