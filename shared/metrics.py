@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from shared.checkpoint import TrainState
-from shared.config import ConfigError
+from shared.config import ConfigError, redact
 from shared.data import Window
 from shared.launch import say
 from shared.options import LogConfig
@@ -190,7 +190,7 @@ class Logger:
     def log_table(self, name: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table of texts in W&B; other trackers have none. The main rank acts."""
         if self.main and self.tracker == "wandb":
-            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=rows, step=None)
+            self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=redact(rows), step=None)
 
     def log_picture(self, name: str, file: Path) -> None:
         """Show a picture in the tracker, where it takes pictures. The main rank acts."""
@@ -218,7 +218,7 @@ class Logger:
             draw_curves(self.file, self.run_dir / "curves.png")
 
     def _start_tracker(self, template: str, settings: dict[str, Any]) -> None:
-        project = self.config.project_name or template
+        project, settings = redact(self.config.project_name or template), redact(settings)
         if self.tracker != "wandb":
             self.accelerator.project_configuration.set_directories(str(self.run_dir))
             plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
@@ -229,11 +229,14 @@ class Logger:
         self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
         options: dict[str, Any] = {
             "id": self.state.tracker_run_id,
-            "name": self.config.run_name or self.run_dir.name,
+            "name": redact(self.config.run_name or self.run_dir.name),
             "dir": str(self.run_dir),
             "resume": "allow",
             "mode": os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline"),
-            "settings": wandb.Settings(quiet=True, silent=True, console="off", save_code=False, init_timeout=30),
+            # Its metadata are the command line, where secrets may stand, and machine, user and repository.
+            "settings": wandb.Settings(
+                quiet=True, silent=True, console="off", save_code=False, x_disable_meta=True, init_timeout=30
+            ),
         }
         try:
             self.accelerator.init_trackers(project, settings, {"wandb": options})
