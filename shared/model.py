@@ -80,6 +80,22 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     return model
 
 
+def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any:
+    """`auto_class.from_config`: a model with random weights.
+
+    Raises:
+        ConfigError: there is no such model, whether building it would tell or only saving it, hours later.
+    """
+    try:
+        if hasattr(architecture, "validate"):
+            architecture.validate()
+        return auto_class.from_config(architecture, trust_remote_code=False, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # sizes of a wrong type or of none that fit can fail anywhere
+        raise ConfigError(f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}") from error
+
+
 def _refuse_damaged(folder: Path) -> None:
     """Raise a ConfigError that names the damaged file of a model's folder, which its loader's own error may not."""
     from safetensors import safe_open
@@ -142,9 +158,13 @@ def override(config: Any, changes: str | None) -> None:
             known = sorted(k for k in vars(config) if not k.startswith("_"))
             raise ConfigError(f"--config_overrides {change}: expected key=value with a key of {', '.join(known)}")
         try:
-            setattr(config, key, json.loads(value))
+            parsed = json.loads(value)
         except ValueError:
-            setattr(config, key, value)
+            parsed = value
+        try:
+            setattr(config, key, parsed)
+        except Exception as error:  # configs check the type themselves, with an error of their own
+            raise ConfigError(f"--config_overrides {change}: {first_line(error.__cause__ or error)}") from error
 
 
 def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:

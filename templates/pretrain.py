@@ -168,7 +168,7 @@ def build_model(config: Config, tokenizer) -> nn.Module:
         architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         architecture.pad_token_id = tokenizer.pad_token_id
         models.override(architecture, config.config_overrides)
-        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, **options)
+        model = models.from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
     models.require_fit(model, tokenizer, config.seq_length)
     models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:

@@ -309,6 +309,34 @@ def test_a_model_that_cannot_be_is_one_line_that_names_it(attempt, model, lines,
     assert message.startswith((f"{model}: ", "the tokenizer has"))
 
 
+@pytest.mark.parametrize(
+    ("template", "changes", "message"),
+    [
+        ("pretrain", "hidden_size=100", "LlamaConfig: The hidden size (100) is not a multiple"),
+        ("pretrain", "hidden_size=many", "--config_overrides hidden_size=many: "),
+        ("pretrain", "vocab_size=-1", "LlamaConfig: "),
+        ("pretrain", "hidden_act=nonesuch", "LlamaConfig: "),
+        ("image_classification", "hidden_sizes=[7]", "ConvNextConfig: "),
+        ("image_classification", "patch_size=big", "--config_overrides patch_size=big: "),
+    ],
+)
+def test_an_architecture_that_cannot_be_is_refused_at_once(attempt, lines, image_folder, template, changes, message):
+    data = ("--train_file", lines, "--vocab_size", 320) if template == "pretrain" else ("--train_dir", image_folder)
+    flags = (*data, "--config_overrides", changes) + (("--model_name_or_path", "") if template == "pretrain" else ())
+    assert attempt(template, *flags).startswith(message)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "content", [{"temperature": 0.5, "do_sample": False}, {"max_new_tokens": -1}, {"num_beams": 1, "length_penalty": 2.0}]
+)
+def test_unusual_generation_settings_do_not_end_a_run_when_it_is_saved(attempt, model, lines, template, content):
+    (model / "generation_config.json").write_text(json.dumps(content))
+    flags = ["--merge_adapter"] if template == "lora_finetune" else []
+    message = attempt(template, "--model_name_or_path", model, "--train_file", lines, *flags)
+    assert message == "" or message.startswith(f"{model}: ")
+
+
 def test_a_folder_without_a_model_says_so(attempt, lines, tmp_path):
     (tmp_path / "nothing").mkdir()
     for template, flag in (("pretrain", "model_name_or_path"), ("lora_finetune", "adapter_name_or_path")):
