@@ -145,7 +145,9 @@ def verify(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = {str(name): (fact["sha256"], fact["size"]) for name, fact in manifest["files"].items()}
-        if any(Path(name).name != name for name in files) or not isinstance(manifest["step"], int):
+        if any(Path(name).name != name or not name.isprintable() for name in files):
+            raise ValueError
+        if type(manifest["step"]) is not int or not isinstance(manifest.get("identity", {}), dict):
             raise ValueError
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}, not a complete checkpoint") from None

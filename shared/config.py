@@ -37,9 +37,19 @@ class CleanExit(Exception):
 
 
 class ConfigError(CleanExit):
-    """Wrong input or configuration: what, where, and what to do."""
+    """Wrong input or configuration: what, where, and what to do.
+
+    One line, whatever of the input it quotes: control characters are written out, and a very long middle is left out.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
+        super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-700:]}")
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name
 
 
 def first_line(error: BaseException) -> str:
@@ -289,7 +299,7 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or first_line(error)})") from None
     if content is None:
         return
     if not isinstance(content, dict):

@@ -180,7 +180,7 @@ def _twice(names: Iterable[str]) -> str | None:
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
-def _parse_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """JSON that has each key once and whole characters only. Raises ValueError or RecursionError."""
     value = json.loads(text, object_pairs_hook=_no_duplicates)
     if re.search(r"\\u[dD]", text):  # json takes half of a surrogate pair, which no tokenizer and no file does
@@ -204,7 +204,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _read_jsonl(path)
         return
     try:
-        records = _parse_json(text)
+        records = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({error})") from None
     for number, record in enumerate(records, 1):
@@ -215,7 +215,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
-        record = _parse_json(line)
+        record = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(record, dict):
