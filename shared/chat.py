@@ -46,7 +46,7 @@ DEFAULT_TEMPLATE = (
 
 # Forms -----------------------------------------------------------------------------------------------------------------
 
-ROLES = {"system", "user", "assistant", "tool"}
+ROLES = ["assistant", "system", "tool", "user"]
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 FORMS = {  # what a record is called, by the columns that it is known by; the first match counts
     "chat messages": ("messages",),
@@ -98,7 +98,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         turns = _list(record["conversations"], "'conversations'", where)
         messages = [{"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
         for number, message in enumerate(messages, 1):
-            if message["role"] not in _SHAREGPT_ROLES:
+            if message["role"] not in list(_SHAREGPT_ROLES):  # a list also takes what cannot be hashed
                 raise ConfigError(f"{where}: turn {number} is from {message['role']!r}, not {', '.join(_SHAREGPT_ROLES)}")
             message["role"] = _SHAREGPT_ROLES[message["role"]]
         return Example(_messages(messages, where))
@@ -119,7 +119,7 @@ def _text(value: Any, what: str, where: str) -> str:
 def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):  # CSV has no lists: people put JSON into a cell
         try:
-            value = json.loads(value)
+            value = records.parse_json(value)
         except (ValueError, RecursionError):
             raise ConfigError(f"{where}: {what} is text, expected a list of messages") from None
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
@@ -130,7 +130,7 @@ def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
 def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, 1):
         if message.get("role") not in ROLES:
-            raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(sorted(ROLES))}")
+            raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
     if not any(message["role"] == "assistant" for message in messages):
@@ -309,10 +309,13 @@ class Conversations:
     """One split of prepared samples, memory-mapped: `data.Samples`, one conversation an index."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        self.meta = json.loads((folder / "meta.json").read_text())
-        self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
-        self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
-        self.ends = np.load(folder / f"{split}-ends.npy")
+        with data.reading(folder):
+            self.meta = json.loads((folder / "meta.json").read_text())
+            self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
+            self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
+            self.ends = np.load(folder / f"{split}-ends.npy")
+            if not len(self.ids) == len(self.learned) == self.ends[-1]:
+                raise ValueError("its files are not of one length")
         self.starts = np.concatenate([[0], self.ends[:-1]])
         # The first token of a sample is nobody's next token.
         sums = np.concatenate([[0], np.cumsum(self.learned)])

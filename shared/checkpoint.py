@@ -96,7 +96,9 @@ def verify(folder: Path) -> dict[str, Any]:
         if manifest.pop("sha256") != _digest_of(manifest):
             raise ValueError
         files = {str(name): (fact["sha256"], fact["size"]) for name, fact in manifest["files"].items()}
-        if any(Path(name).name != name for name in files) or not isinstance(manifest["step"], int):
+        if any(Path(name).name != name or not name.isprintable() for name in files):
+            raise ValueError
+        if type(manifest["step"]) is not int or not isinstance(manifest.get("settings", {}), dict):
             raise ValueError
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}, not a complete checkpoint") from None
@@ -203,7 +205,7 @@ class Checkpointer:
         self.copies = dict(copies or {})
         self.accelerator, self.run_dir, self.data = accelerator, run_dir, data
         self.options: CheckpointConfig = config.checkpoint
-        self.settings = configs.flatten(config)
+        self.settings = configs.redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
         self.model = accelerator.unwrap_model(model)
         self.optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         try:
             own = models.from_hub(AutoImageProcessor, name)
         except ConfigError:
+            if os.path.exists(os.path.join(name, "preprocessor_config.json")):  # which cannot be used
+                raise
             say(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
     own_size, own_pct = 224, 0.875

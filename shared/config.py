@@ -14,11 +14,13 @@ import io
 import math
 import os
 import re
+import reprlib
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -35,14 +37,46 @@ class CleanExit(Exception):
 
 
 class ConfigError(CleanExit):
-    """Wrong input or configuration: what, where, and what to do."""
+    """Wrong input or configuration: what, where, and what to do.
+
+    One line, whatever of the input it quotes: control characters are written out, and a very long middle is left out.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
+        super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-700:]}")
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name
 
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its type if it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+_SECRETS = re.compile(
+    r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password@ of a URL
+    r"|(?i:([?&][\w-]*(?:token|key|secret|passw|signature|sig|credential)[\w-]*=)[^&\s]+)"  # in its query
+    r"|\bhf_[A-Za-z0-9]{30,}"  # Hugging Face
+    r"|\bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"  # OpenAI, Anthropic: not a folder that is called sk-learn-something
+    r"|\b(?:gh[pousr]_|github_pat_)\w{20,}"  # GitHub
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS
+)
+
+
+def redact(value: Any) -> Any:
+    """The same text, list or mapping with `***` in place of what looks like a password or an access token.
+
+    For whatever is written to a file, a console or a tracker: none of them is a place for secrets.
+    """
+    if isinstance(value, str):
+        return _SECRETS.sub(lambda found: (found[1] or "") + "***", value)
+    if isinstance(value, dict):
+        return {key: redact(item) for key, item in value.items()}
+    return [redact(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager
@@ -55,9 +89,9 @@ def clean_exit() -> Iterator[None]:
             # Most errors are seen by all ranks and told by the main one; the launcher then ends this one right here.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
-            print(f"error on rank {os.environ['RANK']}: {end}", file=sys.stderr, flush=True)
+            print(redact(f"error on rank {os.environ['RANK']}: {end}"), file=sys.stderr, flush=True)
         else:
-            print(f"{'' if end.exit_code == 143 else 'error: '}{end}", file=sys.stderr, flush=True)
+            print(redact(f"{'' if end.exit_code == 143 else 'error: '}{end}"), file=sys.stderr, flush=True)
         if os.environ.get("SHOW_TRACEBACK"):  # for whoever changes the code rather than runs it
             traceback.print_exc()
         sys.exit(end.exit_code)
@@ -157,8 +191,8 @@ def free_fields(config_class: type) -> frozenset[str]:
 
 
 def save(config: Any, path: Path) -> None:
-    """Write every value of `config`, defaults included, as flat YAML. Call on one rank."""
-    path.write_text(yaml.safe_dump(flatten(config), sort_keys=False), encoding="utf-8")
+    """Write every value of `config`, defaults included and secrets masked, as flat YAML. Call on one rank."""
+    path.write_text(yaml.safe_dump(redact(flatten(config)), sort_keys=False), encoding="utf-8")
 
 
 def replace(config: T, **changes: Any) -> T:
@@ -273,7 +307,8 @@ def _suggest(key: str, kinds: dict[str, Any], prefix: str = "") -> str:
 
 def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        root, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -281,19 +316,28 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or first_line(error)})") from None
     if content is None:
         return
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected 'key: value' lines, found a {type(content).__name__}")
+    seen = set()
+    assert isinstance(root, yaml.MappingNode)
+    for node, _ in root.value:
+        key = str(node.value).replace("-", "_")
+        if key in seen:  # YAML's loader would keep the last one in silence
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: the key {key!r} is there twice")
+        seen.add(key)
     for raw, value in content.items():
         key = str(raw).replace("-", "_")
         if key not in kinds:
             raise ConfigError(f"{path}: unknown key {raw!r}{_suggest(key, kinds)}")
         if isinstance(value, dict):
             raise ConfigError(f"{path}: {raw}: expected a value, found a mapping (keys are flat, as the flags are)")
+        if not all(isinstance(v, str | int | float | date) for v in (value if isinstance(value, list) else [value or ""])):
+            raise ConfigError(f"{path}: {raw}: expected text, a number, true or false, or a list of them")
         if kinds[key] is bool and not isinstance(value, bool):
-            raise ConfigError(f"{path}: {raw} is true or false, not {value!r}")
+            raise ConfigError(f"{path}: {raw} is true or false, not {reprlib.repr(value)}")
         yield key, value
 
 

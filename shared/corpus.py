@@ -24,7 +24,7 @@ from shared.options import CorpusConfig
 from shared.records import Source
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
@@ -89,6 +89,14 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
         write_shards(folder, train, validation, used, column=column, validation_percent=percent, num_proc=num_proc)
 
     return data.build_once(data.cache_dir() / "corpus" / key, build)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that `prepare` left in its folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    with data.reading(folder):
+        return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = 2**30) -> PreTrainedTokenizerBase:
@@ -277,13 +285,20 @@ class Tokens:
 
     def __init__(self, folder: Path, split: str, seq_length: int, first: int = 0, last: int | None = None) -> None:
         self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
-        self.meta = json.loads((folder / "meta.json").read_text())
-        self.last = self.meta[split]["tokens"] if last is None else last
+        with data.reading(folder):
+            self.meta = json.loads((folder / "meta.json").read_text())
+            size, shards = np.dtype(self.meta["dtype"]).itemsize, self.meta[split]["shards"]
+            if [size * tokens for tokens in shards] != [self._shard(i).stat().st_size for i in range(len(shards))]:
+                raise ValueError("a shard has another size than it was written with")
+            self.last = self.meta[split]["tokens"] if last is None else last
+
+    def _shard(self, number: int) -> Path:
+        return self.folder / f"{self.split}-{number:05d}.bin"
 
     @cached_property
     def _shards(self) -> list[np.ndarray]:
         dtype, count = self.meta["dtype"], len(self.meta[self.split]["shards"])
-        return [np.memmap(self.folder / f"{self.split}-{i:05d}.bin", dtype=dtype, mode="r") for i in range(count)]
+        return [np.memmap(self._shard(i), dtype=dtype, mode="r") for i in range(count)]
 
     def __getstate__(self) -> dict[str, Any]:  # a reading process maps the files itself
         return {k: v for k, v in self.__dict__.items() if k != "_shards"}

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shared.config import CleanExit, ConfigError, is_main_rank
+from shared.config import CleanExit, ConfigError, first_line, is_main_rank
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # stop the run after a checkpoint
 IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
@@ -89,6 +89,17 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 f"rank {rank} waits for rank 0 to prepare {folder}, which must be on a file system that both see", flush=True
             )
     return folder
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """For the block that reads what `build_once` left in `folder`: damage is a ConfigError that says what to do."""
+    try:
+        yield
+    except Exception as error:  # what NumPy, JSON and tokenizers make of foreign bytes is any type
+        raise ConfigError(
+            f"{folder}: prepared data is damaged ({first_line(error)}); remove the folder to make it anew"
+        ) from error
 
 
 # Order -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from shared import data, demo, records
-from shared.config import ConfigError, first_line, is_main_rank
+from shared.config import ConfigError, first_line, is_main_rank, redact
 from shared.data import Row
 from shared.launch import on_main, say
 from shared.options import ImageConfig
@@ -219,15 +219,20 @@ def prepare(config: ImageConfig) -> ImageData:
     folder = data.cache_dir() / "images" / key
     looked_before = folder.exists()
     data.build_once(folder, lambda into: _write(found[0], table, into))
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    source = table or _Files(np.load(folder / "paths.npy", mmap_mode="r"), np.load(folder / "ends.npy", mmap_mode="r"))
+    with data.reading(folder):
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        source: _Files | _Table = table or _Files(
+            np.load(folder / "paths.npy", mmap_mode="r"), np.load(folder / "ends.npy", mmap_mode="r")
+        )
+        labels = np.load(folder / "labels.npy", mmap_mode="r")
+        if isinstance(source, _Files) and len(labels) != len(source.ends):
+            raise ValueError("its files are not of one length")
 
     def still_bad() -> list[tuple[int, str]]:  # what failed once, for want of a permission or a decoder, may be readable now
         again = _Look(source)
         return [(number, why) for number, before in meta["bad"] if (why := again[number] if looked_before else before)]
 
     meta["bad"] = on_main(still_bad)
-    labels = np.load(folder / "labels.npy", mmap_mode="r")
     if is_demo:
         meta["name"] = "scikit-learn's handwritten digits"
     return _split(config, source, labels, meta)
@@ -249,7 +254,12 @@ def _write(found: _Found, table: _Table | None, into: Path) -> None:
         source = _Files(text, ends)
     else:
         source = table
-    meta: dict[str, Any] = {"name": found.name, "about": found.about, "classes": names, "held_out_from": found.held_out_from}
+    meta: dict[str, Any] = {
+        "name": redact(found.name),
+        "about": redact(found.about),
+        "classes": names,
+        "held_out_from": found.held_out_from,
+    }
     meta["bad"] = _look_at_all(source, len(labels))
     # What is learned from, wherever and whenever it was put: labels, and files' names and sizes.
     digest = hashlib.sha256(f"{found.held_out_from} {len(labels)}".encode())
@@ -384,7 +394,7 @@ def _in_folders(config: ImageConfig) -> _Found:
     root = config.train_dir
     assert root is not None
     train, validation = root, config.validation_dir
-    inside = {path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    inside = {path.name for path in _folders(root)}
     others = inside - {"train", "test", *VALIDATION}
     if others and "train" in inside and inside & set(VALIDATION):
         raise ConfigError(
@@ -402,17 +412,23 @@ def _in_folders(config: ImageConfig) -> _Found:
     return _Found(str(root), labels, held_out_from, paths, about=str(validation or ""))
 
 
+def _folders(root: Path) -> list[Path]:
+    try:
+        return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(f"{root}: {error.strerror}") from None
+
+
 def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[str]]:
     """(labels, paths) of `root/<class>/**/<image>`, sorted; files without an image's suffix are not looked at."""
-    classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    classes = _folders(root)
     if not classes:
         raise ConfigError(f"{root}: no class folders in it; expected {root}/<class>/<image>")
     labels, paths = [], []
     for folder in classes:
         images = []
-        for place, folders, files in os.walk(folder, followlinks=True):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            images += [os.path.join(place, f) for f in files if f.lower().endswith(SUFFIXES) and not f.startswith(".")]
+        for place, files in records.walk(folder, follow_links=True):
+            images += [os.path.join(place, f) for f in files if f.lower().endswith(SUFFIXES)]
         if not images and training:
             raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}): fill or remove it")
         labels += [folder.name] * len(images)
@@ -426,6 +442,7 @@ def _listed(config: ImageConfig) -> _Found:
     labels: list[str] = []
     paths: list[str] = []
     held_out_from = None
+    first: tuple[str, str] | None = None  # where the first label is, and what it is
     for flag in ("train_file", "validation_file"):
         for file in records.find_files(getattr(config, flag), flag=flag) if getattr(config, flag) else []:
             if file.suffix.lower() in SUFFIXES:
@@ -439,8 +456,13 @@ def _listed(config: ImageConfig) -> _Found:
                     raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
                 if not isinstance(label, str | int) or label == "":
                     raise ConfigError(f"{where}: the label is {records.kind(label)}, expected a name or a number")
+                first = first or (where, records.kind(label))
+                if records.kind(label) != first[1]:  # 1 and "one", or 1 and "1": who knows which of them are one class
+                    raise ConfigError(f"{where}: the label is {records.kind(label)}, that of {first[0]} {first[1]}: use one")
                 paths.append(os.path.join(file.parent, image))
                 labels.append(str(label))
+        if not paths:
+            raise ConfigError(f"--train_file {' '.join(config.train_file)}: no records in it")
     about = " ".join(config.validation_file)
     return _Found(" ".join(config.train_file), labels, held_out_from, paths, about=about)
 
@@ -490,7 +512,10 @@ def _rows_of(config: ImageConfig, table: _Table) -> _Found:
                 raise ConfigError(f"{table.name}:{split}: row {row}: no label")
             if not isinstance(value, str | int):
                 raise ConfigError(f"{table.name}:{split}: row {row}: the label is {records.kind(value)}, expected one class")
-            labels.append(str(to_name(value)))
+            try:
+                labels.append(str(to_name(value)))
+            except (ValueError, IndexError):
+                raise ConfigError(f"{table.name}:{split}: row {row}: the label {value} is none of its classes") from None
     splits = list(table.parts)
     held_out_from = len(table.parts["train"]) if len(splits) > 1 else None
     version = " ".join(part._fingerprint for part in table.parts.values())

@@ -127,7 +127,7 @@ def say(text: str) -> None:
     if configs.is_main_rank():
         from tqdm import tqdm
 
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(configs.redact(text), file=sys.stderr)
         sys.stderr.flush()
 
 

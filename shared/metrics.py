@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from shared import audit
 from shared.checkpoint import TrainState
-from shared.config import ConfigError, first_line
+from shared.config import ConfigError, first_line, redact
 from shared.data import Window
 from shared.folder import read_json_lines
 from shared.launch import say
@@ -230,7 +230,7 @@ class Logger:
         """Show a table of texts in W&B; other trackers have none. The main rank acts."""
         if self.main and self.tracker == "wandb":
             with self._tracking():
-                self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=rows, step=None)
+                self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=redact(rows), step=None)
 
     def log_picture(self, name: str, file: Path) -> None:
         """Show a picture in the tracker, where it takes pictures. The main rank acts."""
@@ -260,7 +260,7 @@ class Logger:
             draw_curves(self.file, self.run_dir / "curves.png")
 
     def _start_tracker(self, template: str, settings: dict[str, Any]) -> None:
-        project = self.config.project_name or template
+        project, settings = redact(self.config.project_name or template), redact(settings)
         if self.tracker != "wandb":
             self.accelerator.project_configuration.set_directories(str(self.run_dir))
             plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
@@ -271,11 +271,14 @@ class Logger:
         self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
         options: dict[str, Any] = {
             "id": self.state.tracker_run_id,
-            "name": self.config.run_name or self.run_dir.name,
+            "name": redact(self.config.run_name or self.run_dir.name),
             "dir": str(self.run_dir),
             "resume": "allow",
             "mode": os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline"),
-            "settings": wandb.Settings(quiet=True, silent=True, console="off", save_code=False, init_timeout=30),
+            # Its metadata are the command line, where secrets may stand, and machine, user and repository.
+            "settings": wandb.Settings(
+                quiet=True, silent=True, console="off", save_code=False, x_disable_meta=True, init_timeout=30
+            ),
         }
         try:
             self.accelerator.init_trackers(project, settings, {"wandb": options})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +17,131 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from shared.config import ConfigError, first_line
+from shared.config import ConfigError, first_line, redact
+from shared.launch import say
+
+# What loaders read from a model's folder, each one JSON object.
+_DESCRIPTIONS = (
+    *("config.json", "generation_config.json", "adapter_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "model.safetensors.index.json",
+)
+_CONVERT_MODEL = (
+    "from transformers import {loader} as M; "
+    "M.from_pretrained({folder!r}, use_safetensors=False).save_pretrained({folder!r})"
+)
+_CONVERT_ADAPTER = (
+    "import torch, safetensors.torch as s; "
+    "s.save_file(torch.load({file!r}, weights_only=True), {folder!r} + '/adapter_model.safetensors', {{'format': 'pt'}})"
+)
 
 
 def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options: Any) -> Any:
     """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one clear line.
 
+    Weights are asked for with `use_safetensors=True`, and are all there: none starts at random unsaid.
+
     Raises:
-        ConfigError: it is not there, needs code of its own, or has no safetensors weights.
+        ConfigError: it is not there, is damaged, needs code of its own, or has no safetensors weights.
     """
     arguments = [str(name)] if first is None else [first, str(name)]  # PEFT's classes take the base model first
     if first is None:
         options["trust_remote_code"] = False
+    whole = bool(options.get("use_safetensors")) and "output_loading_info" not in options
+    if os.path.isfile(name):
+        raise ConfigError(f"{name}: a file; a model is given as the folder that holds its config.json and weights")
+    if os.path.isdir(name):
+        _refuse_damaged(Path(name))
+        if first is not None or options.get("use_safetensors"):
+            _refuse_pickles(Path(name), auto_class.__name__)
     try:
-        return auto_class.from_pretrained(*arguments, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"{name}: {first_line(error)}") from None
+        with _no_pickles(name):
+            loaded = auto_class.from_pretrained(*arguments, **options, **({"output_loading_info": True} if whole else {}))
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # these libraries raise nearly anything for a file that is not what they expect
+        text = str(error)
+        if "trust_remote_code" in text:
+            reason = "it needs code of its own, which is never run here: take an architecture that transformers has"
+        elif options.get("use_safetensors") and "safetensors" in text and not os.path.isdir(name):
+            convert = _CONVERT_MODEL.format(loader=auto_class.__name__, folder=str(name))
+            reason = f'{first_line(error)} Pickled weights are not loaded; to convert them: python -c "{convert}"'
+        else:
+            reason = first_line(error)
+            reason = " ".join(text.split()) if reason.endswith(":") else reason
+        raise ConfigError(f"{name}: {reason}") from error
+    if not whole:
+        return loaded
+    model, info = loaded
+    if lost := sorted(info["missing_keys"]):
+        raise ConfigError(f"{name}: {len(lost)} weights are missing in its files, such as {lost[0]}")
+    if left := sorted(info["unexpected_keys"]):  # other heads, mostly, which nobody misses
+        say(f"warning: {name}: {len(left)} weights in its files have no place in this model, such as {left[0]}")
+    return model
+
+
+def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any:
+    """`auto_class.from_config`: a model with random weights.
+
+    Raises:
+        ConfigError: there is no such model, whether building it would tell or only saving it, hours later.
+    """
+    try:
+        if hasattr(architecture, "validate"):
+            architecture.validate()
+        return auto_class.from_config(architecture, trust_remote_code=False, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # sizes of a wrong type or of none that fit can fail anywhere
+        raise ConfigError(f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}") from error
+
+
+def _refuse_damaged(folder: Path) -> None:
+    """Raise a ConfigError that names the damaged file of a model's folder, which its loader's own error may not."""
+    from safetensors import safe_open
+
+    found = [folder / name for name in _DESCRIPTIONS if (folder / name).is_file()]
+    if not found:
+        raise ConfigError(f"{folder}: no model in the format of the Hub, there is no config.json")
+    for file in found:
+        try:
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                raise ValueError("expected one JSON object")
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}: damaged, not valid JSON ({first_line(error)})") from None
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as error:  # safetensors' own type is not public
+            raise ConfigError(f"{file}: damaged, not valid safetensors ({first_line(error)})") from None
+
+
+def _refuse_pickles(folder: Path, loader: str) -> None:
+    pickles = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if not pickles or any(folder.glob("*.safetensors")):
+        return
+    convert = _CONVERT_ADAPTER if pickles[0].name == "adapter_model.bin" else _CONVERT_MODEL
+    command = convert.format(loader=loader, folder=str(folder), file=str(pickles[0]))
+    raise ConfigError(
+        f"{pickles[0]}: a pickle, which can run code when it is read, so it is not; to convert it to safetensors: "
+        f'python -c "{command}"'
+    )
+
+
+@contextlib.contextmanager
+def _no_pickles(name: str | Path) -> Iterator[None]:
+    """Let nothing unpickle weights meanwhile: PEFT falls back to a pickle without being asked."""
+    torch_load = torch.load
+
+    def refuse(file: Any, *_: Any, **__: Any) -> None:
+        raise ConfigError(f"{name}: {file} is a pickle, which can run code when it is read: take safetensors weights")
+
+    torch.load = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.load = torch_load
 
 
 def override(config: Any, changes: str | None) -> None:
@@ -46,9 +158,13 @@ def override(config: Any, changes: str | None) -> None:
             known = sorted(k for k in vars(config) if not k.startswith("_"))
             raise ConfigError(f"--config_overrides {change}: expected key=value with a key of {', '.join(known)}")
         try:
-            setattr(config, key, json.loads(value))
+            parsed = json.loads(value)
         except ValueError:
-            setattr(config, key, value)
+            parsed = value
+        try:
+            setattr(config, key, parsed)
+        except Exception as error:  # configs check the type themselves, with an error of their own
+            raise ConfigError(f"--config_overrides {change}: {first_line(error.__cause__ or error)}") from error
 
 
 def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
@@ -62,7 +178,10 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
-        raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, the model only {embeddings} embeddings")
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model only {embeddings} embeddings: "
+            "they do not belong together, or one of them was extended alone"
+        )
 
 
 def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -98,7 +217,10 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], **front: str) -> str:
-    """A model card: what it was trained on and how, with its results; `front` is its metadata for the Hub."""
+    """A model card: what it was trained on and how, with its results; `front` is its metadata for the Hub.
+
+    Secrets in it are masked: cards are made to be published.
+    """
     front = {"library_name": "transformers", **front}
     lines = [
         "---",
@@ -114,7 +236,7 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
     ]
     lines += ["| metric | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
     lines += ["", "## Settings", "", "```yaml", *(f"{k}: {v}" for k, v in settings.items() if v is not None), "```", ""]
-    return "\n".join(lines)
+    return redact("\n".join(lines))
 
 
 @torch.no_grad()

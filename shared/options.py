@@ -326,6 +326,7 @@ class ImageConfig(DataConfig):
         for flag in ("train_dir", "validation_dir"):
             folder = getattr(self, flag)
             if folder and not folder.is_dir():
+                records.refuse_archive(folder, flag=flag)
                 raise ConfigError(f"--{flag} {folder}: no such folder")
 
     @property

@@ -7,23 +7,27 @@ import csv
 import glob
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.config import ConfigError, first_line
+from shared.config import ConfigError, first_line, redact
 
 if TYPE_CHECKING:
     from shared.options import DataConfig
+
+ARCHIVES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".xz", ".zip", ".zst")
 
 
 @dataclass(frozen=True)
 class Source:
     """Where records come from.
 
-    `identity()` is JSON-like, with a Path for each file, and changes when the records do; `read()` yields (where,
-    record) from the start.
+    `name` is for people, and goes into what a run writes: without secrets. `identity()` is JSON-like, with a Path for
+    each file, and changes when the records do; `read()` yields (where, record) from the start.
     """
 
     name: str
@@ -39,16 +43,18 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     """
     if config.dataset_name is not None:
         name, part = config.dataset_name, config.dataset_config_name
-        return Source(
-            name, lambda: [part, "train", *_hub_identity(name)], lambda: load_hub(name, part, "train", streaming=streaming)
-        ), None
+        identity, read = (
+            lambda: [part, "train", *_hub_identity(name)],
+            lambda: load_hub(name, part, "train", streaming=streaming),
+        )
+        return Source(redact(name), identity, read), None
     if config.is_demo:
         return demo, None
 
     def from_files(flag: str, paths: Sequence[str]) -> Source:
         files = find_files(paths, flag=flag)
         name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-        return Source(name, lambda: files, lambda: read_records(files))
+        return Source(redact(name), lambda: files, lambda: read_records(files))
 
     validation = from_files("validation_file", config.validation_file) if config.validation_file else None
     return from_files("train_file", config.train_file), validation
@@ -75,13 +81,13 @@ def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
     """The files that a flag names: files, folders (all files below, hidden ones left out) or globs, sorted.
 
     Raises:
-        ConfigError: a path that names nothing, or an empty file.
+        ConfigError: a path that names nothing, an empty file, an archive, or a folder that cannot be read.
     """
     found: list[Path] = []
     for path in paths:
         if os.path.isdir(path):
-            below = sorted(p for p in Path(path).rglob("*") if p.is_file())
-            found += [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+            below = sorted(Path(place, name) for place, names in walk(path) for name in names)
+            found += [p for p in below if p.is_file() or not p.exists()]  # no sockets, say; a broken link is refused below
         elif os.path.exists(path):
             found.append(Path(path))
         else:
@@ -91,9 +97,34 @@ def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
             found += matches
     if not found:
         raise ConfigError(f"--{flag} {' '.join(paths)}: the folder holds no files")
+    for file in found:
+        if not file.exists():
+            raise ConfigError(f"--{flag} {file}: a link to nothing")
+        refuse_archive(file, flag=flag)
     if all(p.stat().st_size == 0 for p in found):
         raise ConfigError(f"{found[0]}: the file is empty")
     return found
+
+
+def refuse_archive(path: Path, *, flag: str) -> None:
+    """Raise a ConfigError for an archive or a compressed file: nothing is unpacked here."""
+    if path.suffix.lower() in ARCHIVES and path.is_file():
+        raise ConfigError(f"--{flag} {path}: an archive or compressed file: unpack it first, and name what was in it")
+
+
+def walk(root: str | Path, *, follow_links: bool = False) -> Iterator[tuple[str, list[str]]]:
+    """Yield (folder, names of the files in it) for `root` and all folders below, sorted, hidden ones left out.
+
+    Raises:
+        ConfigError: a folder that cannot be read, which `os.walk` would pass over in silence.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+
+    for place, folders, files in os.walk(root, onerror=refuse, followlinks=follow_links):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield place, sorted(name for name in files if not name.startswith("."))
 
 
 def read_records(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,21 +149,46 @@ def read_records(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             else:
                 yield str(path), {"text": path.read_text(encoding="utf-8-sig")}
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 text (byte {_first_bad_byte(path)})") from error
+            line, byte = _first_bad_byte(path)
+            raise ConfigError(f"{path}:{line}: not UTF-8 text (byte {byte}); save it as UTF-8") from error
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
-def _first_bad_byte(path: Path) -> int:
-    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+def _first_bad_byte(path: Path) -> tuple[int, int]:
+    """(line, byte of the file) at which a file ceases to be UTF-8."""
+    decoder, place, number = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 decoder.decode(line)
             except UnicodeDecodeError as error:
-                return place + error.start
+                return number, place + error.start
             place += len(line)
-    return place
+    return number, place
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):  # json would keep the last one in silence
+        raise ValueError(f"the key {_twice(key for key, _ in pairs)!r} is there twice")
+    return record
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """A name that is there more than once, or None."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def parse_json(text: str) -> Any:
+    """JSON that has each key once and whole characters only. Raises ValueError or RecursionError."""
+    value = json.loads(text, object_pairs_hook=_no_duplicates)
+    if re.search(r"\\u[dD]", text):  # json takes half of a surrogate pair, which no tokenizer and no file does
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{str(error.object)[error.start]!a} is half a character") from None
+    return value
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -148,22 +204,22 @@ def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _read_jsonl(path)
         return
     try:
-        records = json.loads(text)
+        records = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({error})") from None
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
-            raise ConfigError(f"{path}: record {number} is a {type(record).__name__}, expected an object")
+            raise ConfigError(f"{path}: record {number} is {kind(record)}, expected an object")
         yield f"{path}: record {number}", record
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: expected a JSON object, found a {type(record).__name__}")
+        raise ConfigError(f"{where}: expected a JSON object, found {kind(record)}")
     return record
 
 
@@ -172,6 +228,8 @@ def _read_csv(path: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter=delimiter)
         try:
+            if (column := _twice(reader.fieldnames or ())) is not None:
+                raise ConfigError(f"{path}:1: the column {column!r} is there twice")
             for record in reader:
                 if None in record or None in record.values():
                     raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
@@ -186,7 +244,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     number = 0
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
+        file = pq.ParquetFile(path)
+        if (column := _twice(file.schema_arrow.names)) is not None:
+            raise ConfigError(f"{path}: the column {column!r} is there twice")
+        for batch in file.iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", record
@@ -205,7 +266,7 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
     datasets.disable_progress_bars()
     try:
         dataset = datasets.load_dataset(name, config_name, split=split, streaming=streaming)
+        for number, record in enumerate(dataset):  # a stream meets what is wrong with its files only here
+            yield f"{name}:{split}: row {number}", record  # type: ignore[misc]
     except Exception as error:  # datasets raises a wide range of types for what the user typed
         raise ConfigError(f"--dataset_name {name} (split {split}): {first_line(error)}") from None
-    for number, record in enumerate(dataset):
-        yield f"{name}:{split}: row {number}", record  # type: ignore[misc]

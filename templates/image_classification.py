@@ -188,7 +188,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
         architecture.image_size = image_size
     models.override(architecture, config.config_overrides)
     classifier.name_classes(architecture, classes)
-    return AutoModelForImageClassification.from_config(architecture, dtype=torch.float32, **options), classes
+    return models.from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32, **options), classes
 
 
 @torch.no_grad()

@@ -114,7 +114,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
     name = text.tokenizer_name or config.model_name_or_path
     tokenizer = models.from_hub(AutoTokenizer, name) if name else None
     folder = corpus.prepare(text, tokenizer)
-    tokenizer = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    tokenizer = tokenizer or corpus.load_tokenizer(folder)
     tokens, held_out, split = corpus.open_splits(folder, config.seq_length, text.validation_split_percentage)
     if len(tokens) < batch.global_batch_size:
         raise ConfigError(
@@ -156,7 +156,7 @@ def build_model(config: Config, tokenizer) -> nn.Module:
         architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         architecture.pad_token_id = tokenizer.pad_token_id
         models.override(architecture, config.config_overrides)
-        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32, **options)
+        model = models.from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
     models.require_fit(model, tokenizer, config.seq_length)
     models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:

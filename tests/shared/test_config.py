@@ -283,6 +283,26 @@ def test_yaml_that_is_not_a_mapping_is_refused(tmp_path, text):
         from_yaml(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    "text", ["rate: 1\ncount: 2\nrate: 3\n", "keep_rate: 1\nrate: 2\nkeep-rate: 3\n", "rate: 1\n\nrate: 1\n"]
+)
+def test_a_key_that_is_there_twice_is_refused_with_its_line(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"run\.yaml:3: the key '(keep_)?rate' is there twice"):
+        from_yaml(tmp_path, text)
+
+
+LAUGHS = "\n".join(f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    "text", ["words: [[a]]", "words: [null]", "words: [{a: 1}]", "label: !!binary aGk=", f"words:\n  - &l0 [a]\n{LAUGHS}"]
+)
+def test_a_value_that_no_flag_could_have_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"run\.yaml: (words|label): expected text, a number") as error:
+        from_yaml(tmp_path, text + "\n")
+    one_line(error)
+
+
 def test_a_nested_mapping_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="label: expected a value, found a mapping"):
         from_yaml(tmp_path, "label:\n  a: 1\n")

@@ -122,7 +122,10 @@ def test_several_files_are_read_in_order(tmp_path):
         ("a.csv", "a,b\n1,2\n3\n", ":3: ", "not as many fields as the header has"),
         ("a.csv", "a,b\n1,2,3\n", ":2: ", "not as many fields as the header has"),
         ("a.parquet", "PAR1 but not really", ": ", "not valid Parquet"),
-        ("a.txt", b"ab\xffcd", ": ", r"not UTF-8 text \(byte 2\)"),
+        ("a.json", '[{"a": 1}, {"b": [{"a": 1, "a": 1}]}]', ":1: ", "not valid JSON .the key 'a' is there twice"),
+        ("a.json", '{"a": 1}\n{"a": "\\uDC00"}', ":2: ", r"not valid JSON .'\\udc00' is half a character"),
+        ("a.tsv", "a\tb\tb\n1\t2\t3\n", ":1: ", "the column 'b' is there twice"),
+        ("a.txt", b"a\nb\xffcd", ":2: ", r"not UTF-8 text \(byte 3\); save it as UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_parsed_is_named_with_the_place(tmp_path, name, content, place, what):
@@ -158,6 +161,16 @@ def test_every_truncation_of_a_parquet_file_is_a_config_error(tmp_path):
     for size in [*range(0, len(whole) - 1, max(1, len(whole) // 40)), len(whole) - 1]:
         with pytest.raises(ConfigError, match=r"cut\.parquet: not valid Parquet"):
             read(write(tmp_path, "cut.parquet", whole[:size]))
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: the column 'text' is there twice"):
+        read(tmp_path / "a.parquet")
+
+
+def test_an_escaped_surrogate_pair_is_one_character(tmp_path):
+    assert read(write(tmp_path, "a.jsonl", '{"a": "\\ud83d\\ude42"}'))[0][1] == {"a": "🙂"}
 
 
 def test_a_file_that_has_gone_is_named(tmp_path):

@@ -1,0 +1,262 @@
+"""Whatever stands in a file or on a command line: a value, or one line that says what is wrong.
+
+FUZZ_EXAMPLES=5000 pytest tests/test_fuzz.py looks longer.
+"""
+
+import contextlib
+import csv
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from shared import chat, checkpoint, corpus, records
+from shared import config as configs
+from shared.config import CleanExit, ConfigError
+from shared.records import Source
+from tests.conftest import load_template
+
+FUZZ = settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", 120)),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+def one_line(error: CleanExit) -> None:
+    assert str(error) and not set("\n\r") & set(str(error))
+
+
+# Any character, those of no encoding too, and those that end a line somewhere.
+CHARACTERS = st.characters(exclude_categories=()) | st.sampled_from("\n\r\0\u2028\x85\ufeff\ud800{}[]\",:'\\\t;|")
+TEXT = st.text(CHARACTERS, max_size=20)
+NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, -0.0, 2**63])
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def either(usual: list, strange: st.SearchStrategy = JSON) -> st.SearchStrategy:
+    return st.sampled_from(usual) | strange
+
+
+# Records -------------------------------------------------------------------------------------------------------------
+
+
+def json_bytes(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def delimited(rows: list[list[str]]) -> bytes:
+    file = io.StringIO()
+    with contextlib.suppress(csv.Error):
+        csv.writer(file).writerows(rows)
+    return file.getvalue().encode("utf-8", "surrogatepass")
+
+
+RECORDS = st.lists(st.dictionaries(either(["text", "prompt", "image"], TEXT), JSON, max_size=4), max_size=4)
+PIECES = st.lists(
+    st.sampled_from(['{"text":', '"a"', "}", "{", "[", "]", ",", "\n", "\\ud83d", '"', "null", "\ufeff", "1e999", "NaN"])
+)
+CONTENT = (
+    st.binary(max_size=80)
+    | TEXT.map(lambda text: text.encode("utf-8", "surrogatepass"))
+    | PIECES.map(lambda pieces: "".join(pieces).encode())
+    | RECORDS.map(lambda rows: b"\n".join(map(json_bytes, rows)))
+    | RECORDS.map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
+    | RECORDS.map(json_bytes)
+    | st.lists(st.lists(TEXT, max_size=4), max_size=4).map(delimited)
+)
+
+
+@FUZZ
+@given(content=CONTENT, suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ""]))
+def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content, suffix):
+    path = folder / f"data{suffix}"
+    path.write_bytes(content)
+    source = Source("data", lambda: [path], lambda: records.read_records([path]))
+    for read in (source.read, lambda: corpus.texts(source, "text")):
+        try:
+            for item in read():
+                if isinstance(item, str):
+                    item.encode()
+                    continue
+                where, record = item
+                assert where.startswith(str(path)) and isinstance(record, dict)
+                json.dumps(record, ensure_ascii=False, default=str).encode()
+        except ConfigError as error:
+            one_line(error)
+            assert str(path) in str(error)
+
+
+# Conversations -------------------------------------------------------------------------------------------------------
+
+ROLES = ["user", "assistant", "system", "tool", "human", "gpt"]
+MESSAGES = st.lists(
+    either([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"from": "gpt", "value": "c"}])
+    | st.dictionaries(
+        either(["role", "content", "from", "value", "tool_calls", "tools", "name"], TEXT), either(ROLES), max_size=5
+    ),
+    max_size=4,
+)
+COLUMNS = ["messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools"]
+CHATS = st.dictionaries(either(COLUMNS, TEXT), MESSAGES | MESSAGES.map(json.dumps) | JSON, max_size=5)
+# As models' own templates are: with a turn of tools, a demand on the order of roles, and methods of text.
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% endif %}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must\n alternate') }}{% endif %}"
+    "<|{{ m.role.upper() }}|>{{ m.content.strip() + eos_token }}{% for call in m.tool_calls %}"
+    "{{ call.function.name + (call.function.arguments | tojson) }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module", params=["default", "strict"])
+def encoder(request, tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    if request.param == "strict":
+        tokenizer.chat_template = STRICT
+    return chat.Encoder(tokenizer, "assistant")
+
+
+@FUZZ
+@given(record=CHATS)
+def test_any_conversation_gives_tokens_or_one_line(folder, encoder, record):
+    path = folder / "chats.jsonl"
+    path.write_bytes(json.dumps(record).encode())
+    try:
+        for where, read in records.read_records([path]):
+            form = chat.recognise(read, where)
+            ids, learned = encoder(chat.read_example(read, form, where), where)
+            assert len(ids) == len(learned) and all(0 <= token < len(encoder.tokenizer) for token in ids)
+            assert not learned.any() or ids[max(learned.nonzero()[0])] in encoder.special
+    except ConfigError as error:
+        one_line(error)
+        assert str(error).startswith(f"{path}:1: ")
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+TEMPLATES = ["pretrain", "lora_finetune", "image_classification", "pretrain_pipeline"]
+
+
+@pytest.fixture(scope="module")
+def config_classes():
+    return {name: load_template(name).Config for name in TEMPLATES}
+
+
+def parses(config_class: type, argv: list[str]) -> None:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            config = configs.parse(config_class, argv)
+        yaml.safe_load(yaml.safe_dump(configs.redact(configs.flatten(config))))
+    except ConfigError as error:
+        one_line(error)
+    except SystemExit as end:
+        assert end.code in (0, None) and {"--help", "-h"} & {token.split("=")[0] for token in argv}
+
+
+FLAGS = sorted(
+    {name for template in TEMPLATES for name, _, _ in configs.fields(load_template(template).Config)} | {"config", "help"}
+)
+SPELLINGS = [
+    "--{}",
+    "--no_{}",
+    "--no-{}",
+    "-{}",
+    "--{}=",
+    "--{}=1",
+    "--{}=true",
+    "--{}=-1",
+    "--{}=nan",
+    "--{}=1e400",
+    "{}",
+    "--{}=[1]",
+]
+TOKENS = (
+    st.builds(lambda flag, spelling: spelling.format(flag), st.sampled_from(FLAGS), st.sampled_from(SPELLINGS))
+    | st.builds(lambda flag, value: f"--{flag}={value}", st.sampled_from(FLAGS), TEXT)
+    | either(
+        ["1", "0", "-1", "1e-4", "true", "False", "none", "None", "--", "-", "", "=", "--=", "-h", "inf", "[]", "*"], TEXT
+    )
+)
+
+
+@FUZZ
+@given(template=st.sampled_from(TEMPLATES), argv=st.lists(TOKENS, max_size=6))
+def test_any_command_line_gives_a_config_or_one_line(config_classes, template, argv):
+    parses(config_classes[template], argv)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXT | st.dates() | st.datetimes() | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | st.integers() | st.none(), inner, max_size=3),
+    max_leaves=6,
+)
+LINES = st.builds(
+    "{}: {}".format,
+    st.sampled_from(FLAGS),
+    TEXT | st.sampled_from(["&a [*a]", "*a", "!!set {}", "!!python/name:os.x", "<<", "|"]),
+)
+YAML = (
+    st.binary(max_size=60)
+    | TEXT.map(lambda text: text.encode("utf-8", "surrogatepass"))
+    | st.lists(LINES, max_size=4).map(lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass"))
+    | st.dictionaries(either(FLAGS, TEXT), VALUES, max_size=4).map(
+        lambda content: yaml.safe_dump(content, allow_unicode=True).encode("utf-8", "surrogatepass")
+    )
+)
+
+
+@FUZZ
+@given(template=st.sampled_from(TEMPLATES), content=YAML, argv=st.lists(TOKENS, max_size=1))
+def test_any_yaml_gives_a_config_or_one_line(folder, config_classes, template, content, argv):
+    path = folder / "run.yaml"
+    path.write_bytes(content)
+    parses(config_classes[template], ["--config", str(path), *argv])
+
+
+# Manifests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(folder) -> Path:
+    """A folder with a file, as a checkpoint has."""
+    (folder / "checkpoint-000001" / "folder").mkdir(parents=True)
+    (folder / "checkpoint-000001" / "a").write_bytes(b"content")
+    return folder / "checkpoint-000001"
+
+
+RIGHT = {"sha256": "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73", "size": 7}
+NAMES = either(["a", "..", ".", "", "folder", "/etc/passwd", "../run.yaml", "a/../a", "a" * 300, "MANIFEST.json"], TEXT)
+FILES = st.dictionaries(NAMES, either([RIGHT, {"sha256": RIGHT["sha256"], "size": 7.0}, {"size": 7}]), max_size=3)
+MANIFESTS = st.fixed_dictionaries(
+    {"files": either([{"a": RIGHT}], FILES | JSON), "step": either([1])}, optional={"identity": JSON, "format": JSON}
+)
+
+
+@FUZZ
+@given(content=st.binary(max_size=60) | (MANIFESTS | JSON).map(lambda m: json.dumps(m).encode()))
+def test_any_manifest_is_verified_or_one_line(saved, content):
+    (saved / checkpoint.MANIFEST).write_bytes(content)
+    try:
+        manifest = checkpoint.verify(saved)
+    except checkpoint.CheckpointError as error:
+        one_line(error)
+        assert str(error).startswith(f"{saved}: ")
+        return
+    assert (
+        type(manifest["step"]) is int and set(manifest["files"]) <= {"a"} and isinstance(manifest.get("identity", {}), dict)
+    )
