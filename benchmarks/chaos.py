@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -61,11 +62,11 @@ def whole(folder: Path) -> int:
 def torment(template: str, processes: int, kills: int, rng: random.Random, folder: Path, bar: tqdm) -> dict:
     """Kill runs of one template `kills` times; what was seen."""
     log = (folder / "log").open("a")
-    quiet = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
+    quiet: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
     start = time.monotonic()
     subprocess.run(command(template, folder / "straight", processes), check=True, **quiet)
     life = time.monotonic() - start
-    seen = {"template": template, "processes": processes, "kills": 0, "runs compared": 0}
+    seen: dict[str, Any] = {"template": template, "processes": processes, "kills": 0, "runs compared": 0}
     differing: set[str] = set()
     while seen["kills"] < kills:
         run_dir = folder / f"killed-{seen['runs compared']}"

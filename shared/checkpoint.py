@@ -249,9 +249,13 @@ class Checkpointer:
                 background; nothing saved before is lost.
         """
         self.wait()
+        if (
+            state.step > 0 and self.latest != self.run_dir / f"checkpoint-{state.step:06d}"
+        ):  # before there is nothing to save
+            self._save(state)
+
+    def _save(self, state: TrainState) -> None:
         folder = self.run_dir / f"checkpoint-{state.step:06d}"
-        if folder == self.latest:
-            return
         temporary = folder.with_name(f".tmp-{folder.name}")
         if self.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -277,7 +281,7 @@ class Checkpointer:
 
     def save_and_load(self, state: TrainState) -> None:
         """Save, verify, read back and delete: whether it works, and how long it takes. Every rank calls this."""
-        self.save(state)
+        self._save(state)
         self.wait()
         folder = self.run_dir / f"checkpoint-{state.step:06d}"
         on_main(lambda: verify(folder) and None)
@@ -466,7 +470,10 @@ def _cause(error: BaseException) -> str:
         error = next(iter(failures.values()))[0]
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
+    text = configs.first_line(error)
+    if "inline_container" in text:  # PyTorch's zip writer, which keeps the system's reason to itself
+        text = f"a file could not be written whole: is the disk full, or a quota reached? ({text})"
+    return text
 
 
 def _versions() -> dict[str, str]:

@@ -183,7 +183,7 @@ def test_asked_to_stop_on_one_rank(flags, straight, tmp_path, fault, step):
         cause = exit_of(folder)
         assert cause["exit_code"] == 143 and cause["cause"].startswith("stopped by SIG")
         assert stopped.output.count("stopped by SIG") == 1 and "/shared/" not in stopped.output  # no traceback of ours
-        assert valid_checkpoints(folder)[-1] == cause["step"] == step
+        assert valid_checkpoints(folder)[-1:] == ([step] if step else []) and cause["step"] == step
     assert_continues("pretrain", folder, given, lambda *_: reference, 2)
 
 
@@ -308,17 +308,19 @@ def test_files_that_may_not_grow(flags, straight, tmp_path):
         argv, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     )
     assert done.returncode == 3, done.stderr
-    assert done.stderr.count("error: ") == 1 and "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.stderr.count("error: ") == 1 and "could not be written whole" in done.stderr and "Traceback" not in done.stderr
+    )
     assert valid_checkpoints(folder) == [3]
     assert_continues("pretrain", folder, given, straight, 1)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 4 MB."""
+    """A file system of 8 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small file system needs root and the right to mount")
     yield folder
@@ -338,11 +340,11 @@ def test_a_disk_that_fills_up(flags, straight, small_disk):
     seen = ""
     for line in process.stderr:
         seen += line
-        if "step 2/8" in line:
+        if "step 3/8" in line:
             with contextlib.suppress(OSError):
-                (small_disk / "other").write_bytes(bytes(4_000_000))
+                (small_disk / "other").write_bytes(bytes(8_000_000))
     assert process.wait(timeout=120) != 0
-    assert "No space left on device" in seen and seen.count("error: ") == 1
+    assert ("No space left on device" in seen or "could not be written whole" in seen) and seen.count("error: ") == 1
     assert valid_checkpoints(folder)
     (small_disk / "other").unlink()
     assert_continues("pretrain", folder, given, straight, 1)
@@ -473,7 +475,7 @@ def verify_resume(*arguments) -> subprocess.CompletedProcess:
 
 
 def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wrong(flags, tmp_path):
-    launch = [*ACCELERATE, *command("pretrain", tmp_path / "unused", *flags["pretrain"])]
+    launch = [sys.executable, *command("pretrain", tmp_path / "unused", *flags["pretrain"])]
     good = verify_resume("--steps", 6, "--", *launch)
     assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.count("same, bit for bit") == 6
