@@ -382,12 +382,15 @@ class Checkpointer:
         if folder is None:
             return TrainState()
         faults.point("resume.verified")
-        content = json.loads((folder / STATE).read_text())
-        self._load(folder, content.pop("scalars"), content["step"])
-        scaler = content.pop("scaler", None)
+        try:
+            content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            scalars, scaler = content.pop("scalars"), content.pop("scaler", None)
+            state = TrainState(**content)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
+        self._load(folder, scalars, state.step)
         if scaler and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
-        state = TrainState(**content)
         exits.at_step(state.step)
         faults.point("resume.loaded")
         self.latest = folder

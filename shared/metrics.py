@@ -277,20 +277,24 @@ class Logger:
             "mode": os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline"),
             # Its metadata are the command line, where secrets may stand, and machine, user and repository.
             "settings": wandb.Settings(
-                quiet=True, silent=True, console="off", save_code=False, x_disable_meta=True, init_timeout=30
+                quiet=True,
+                silent=True,
+                console="off",
+                save_code=False,
+                x_disable_meta=True,
+                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
             ),
         }
         try:
             self.accelerator.init_trackers(project, settings, {"wandb": options})
-        except wandb.errors.CommError as error:
-            say(f"warning: W&B cannot be reached ({str(error).splitlines()[0]})")
+        except wandb.errors.Error as error:
+            say(f"warning: W&B cannot be reached ({first_line(error)})")
             self.accelerator.trackers.clear()
+            wandb.teardown()  # its service still holds the run's id
             options["mode"] = "offline"
             self.accelerator.init_trackers(project, settings, {"wandb": options})
         if options["mode"] == "offline":
-            say(
-                f"W&B: not logged in, so this run is logged offline; to upload it: wandb sync {self.run_dir}/wandb/offline-*"
-            )
+            say(f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {self.run_dir}/wandb/offline-*")
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")

@@ -19,10 +19,10 @@ import psutil
 import pytest
 import torch
 
-from shared import audit
+from shared import audit, steps
 from shared.checkpoint import CheckpointError, checkpoints, verify
 from shared.commands.verify_resume import compare, kill
-from tests.conftest import ACCELERATE, ROOT, Run, command, run
+from tests.conftest import ACCELERATE, ROOT, Run, command, run, run_here
 
 STEPS = 8
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
@@ -419,6 +419,42 @@ def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, tmp_path
     failed = with_fault("image_classification", folder, "micro_batch:nan@10", *flags["image_classification"])
     assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
     assert "The running statistics have taken it in" in failed.output
+
+
+# W&B -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(flags):
+    return (*flags["pretrain"], "--report_to", "wandb", "--max_steps", 4)
+
+
+@pytest.mark.parametrize("key", ["0123456789abcdef0123456789abcdef01234567", "not a key"])
+def test_wandb_that_cannot_be_reached_or_knows_no_such_key(small, tmp_path, monkeypatch, capsys, key):
+    monkeypatch.setenv("WANDB_MODE", "online" if key.isalnum() else "")
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
+    run_here("pretrain", *small, "--output_dir", tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "this run is logged offline" in said and ("W&B cannot be reached" in said) == key.isalnum()
+    assert list((tmp_path / "run/wandb").glob("offline-run-*")) and (tmp_path / "run/final").exists()
+
+
+def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    update = steps.update
+
+    def with_a_kill(*args, **kwargs):
+        for process in psutil.Process().children(recursive=True):
+            if "wandb" in process.name():
+                process.kill()
+        update(*args, **kwargs)
+
+    monkeypatch.setattr(steps, "update", with_a_kill)
+    run_here("pretrain", *small, "--output_dir", tmp_path / "run")
+    assert "warning: wandb failed and is left out from here on" in capsys.readouterr().err
+    assert sorted(Run(tmp_path / "run", 0, "").losses) == [1, 2, 3, 4] and (tmp_path / "run/final").exists()
 
 
 # World sizes ---------------------------------------------------------------------------------------------------------

@@ -190,6 +190,27 @@ def test_a_pickle_in_metadata_runs_nothing(tmp_path, inside):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "trainer_state.json", "MANIFEST.json", "__0_1.distcp"])
+def test_a_pickle_in_place_of_any_other_file_runs_nothing(tmp_path, name):
+    """With a manifest that agrees: who can write one file can write them all."""
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    folder = saver.run_dir / "checkpoint-000001"
+    (folder / name).write_bytes(pickle.dumps(Payload(str(tmp_path / "ran"))))
+    if name != "MANIFEST.json":
+        manifest = json.loads((folder / "MANIFEST.json").read_text())
+        del manifest["sha256"]
+        manifest["files"][name] = digest(folder / name)
+        manifest["sha256"] = checkpoint._digest_of(manifest)
+        (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+    if name == "__0_1.distcp":  # a stray one, which nothing asks for
+        assert saver.resume().step == 1
+    else:
+        with pytest.raises(CheckpointError):
+            saver.resume()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_whole_folder_replaces_or_leaves(tmp_path):
     target = tmp_path / "final"
     with whole_folder(target) as folder:
