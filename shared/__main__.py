@@ -1,27 +1,30 @@
-"""python -m shared COMMAND [--help]
+"""python -m shared COMMAND [--help]: what serves a training project besides the training."""
 
-plan            predicts the memory of each launch config, without a GPU and without weights
-audit           proves that a run used each sample exactly once an epoch, over all its restarts
-verify-resume   kills and resumes a run of yours, and compares it with one that was not killed
-"""
-
+import ast
 import importlib
 import sys
+from pathlib import Path
 
 from shared import config as configs
 from shared.config import ConfigError
 
-COMMANDS = ("plan", "audit", "verify-resume")
+
+def commands() -> dict[str, str]:
+    """The first line of each module in commands/, by the command's name."""
+    files = sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))
+    documentation = {file.stem: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "" for file in files}
+    return {stem.replace("_", "-"): text.splitlines()[0] for stem, text in documentation.items()}
 
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
+        print(__doc__ + "\n")
+        print("\n".join(f"  {name:<14} {about}" for name, about in commands().items()))
         return
     command = sys.argv.pop(1)
     with configs.clean_exit():
-        if command not in COMMANDS:
-            raise ConfigError(f"no command {command!r}: there is {', '.join(COMMANDS)}")
+        if command not in commands():
+            raise ConfigError(f"no command {command!r}: there is {', '.join(commands())}")
         importlib.import_module(f"shared.commands.{command.replace('-', '_')}").main()
 
 

@@ -23,6 +23,7 @@ import torch
 from shared import data, demo, records
 from shared.config import ConfigError
 from shared.data import IGNORED, Batch, Order, Row
+from shared.demo import DEFAULT_TEMPLATE
 from shared.options import ChatConfig
 from shared.records import Source, kind
 
@@ -31,18 +32,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # raised when the prepared files change meaning
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
-
-# For a model that has no chat template of its own: plain words, and the end-of-text token that every model knows
-# ends a turn, so no token has to be added to the vocabulary.
-DEFAULT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
-    "{% elif message['role'] == 'assistant' %}{{ '### Assistant:\n' }}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n\n' }}"
-    "{% else %}{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] + '\n\n' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
-)
 
 # Forms -----------------------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from shared import data, demo, records
-from shared.chat import DEFAULT_TEMPLATE
 from shared.config import ConfigError
 from shared.data import Batch, Row, Window
+from shared.demo import DEFAULT_TEMPLATE
 from shared.options import CorpusConfig
 from shared.records import Source
 

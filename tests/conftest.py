@@ -207,7 +207,7 @@ class Launcher:
 
     process: subprocess.Popen | None = None
 
-    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600) -> tuple[int, str]:
+    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
         """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
         if self.process is None:
             self.address = os.path.join(tempfile.mkdtemp(), "launcher")
@@ -216,7 +216,7 @@ class Launcher:
             assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
         with tempfile.TemporaryFile() as output, socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.address)
-            message = json.dumps({"argv": argv, "env": env, "cwd": os.getcwd()}).encode()
+            message = json.dumps({"argv": argv, "env": env, "cwd": str(cwd or os.getcwd())}).encode()
             descriptor = array.array("i", [output.fileno()])
             connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
             answers = connection.makefile()

@@ -1,4 +1,6 @@
-"""python -m shared audit RUN: prove that each sample was used exactly once an epoch, over all restarts.
+"""Prove that each sample was used exactly once an epoch, over all restarts of a run.
+
+python -m shared audit outputs/lora_finetune/20260101-120000
 
 Reads what `--audit_data` wrote. Exit code 0 if it was so, 3 if not.
 """
@@ -15,7 +17,9 @@ class Differs(CleanExit):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m shared audit", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m shared audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="a run's output_dir")
     run_dir = parser.parse_args().run
     findings = audit.check(run_dir)

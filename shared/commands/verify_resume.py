@@ -1,4 +1,6 @@
-"""python -m shared verify-resume -- accelerate launch ... train.py ...: kill and resume a run of yours, and compare.
+"""Kill and resume a run of yours, and compare it with one that was not killed.
+
+python -m shared verify-resume -- accelerate launch train.py --train_file chats.jsonl
 
 Trains a few steps with your command as it is, then again in another folder where everything is killed (SIGKILL) half-way
 and the same command is given once more. Samples of each step, losses, learning rates, evaluations, weights and the

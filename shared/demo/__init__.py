@@ -15,6 +15,18 @@ MODEL = Path(__file__).parent / "tiny-llama"  # see README.md in it for how it w
 _LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "ensurepip", "turtledemo"}
 _LEFT_OUT |= {"__pycache__", "encodings", "pydoc_data", "_pyrepl"}
 
+# For a model that has no chat template of its own: plain words, and the end-of-text token that every model knows
+# ends a turn, so no token has to be added to the vocabulary.
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '### Assistant:\n' }}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n\n' }}"
+    "{% else %}{{ '### ' + message['role'].capitalize() + ':\n' + message['content'] + '\n\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
+)
+
 
 def python_files() -> list[Path]:
     """The running interpreter's own standard library source files, sorted: about 13 MB of code."""

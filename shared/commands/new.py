@@ -1,0 +1,332 @@
+"""Make a new project from templates: it works at once and holds nothing that it does not need.
+
+python -m shared new lora_finetune ../my-project
+python -m shared new pretrain lora_finetune ../my-project      # several in one
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared import __version__
+from shared.commands.upgrade import BASE, ORIGIN, mergeable
+from shared.config import ConfigError
+
+SOURCE = Path(__file__).resolve().parents[2]
+COMMANDS = ("verify_resume", "audit", "upgrade")  # that serve a project; and plan, for language models
+# Launch configs that a template refuses.
+UNFIT = {
+    "image_classification": {"tensor_parallel", "fsdp2_tensor_parallel", "fsdp2_offload"}
+    | {"deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"},
+    "pretrain_pipeline": {"single_gpu", "fsdp2", "hsdp", "multi_node_hsdp", "tensor_parallel", "fsdp2_tensor_parallel"}
+    | {"fsdp2_offload", "fp8", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"},
+}
+_TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=4,intermediate_size=128"
+# Small runs that need no network, of some seconds on a CPU.
+SMOKE = {
+    "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
+    "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
+    "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
+    "image_classification": "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4",
+}
+
+
+def templates() -> list[str]:
+    """The templates that there are, by name."""
+    return sorted(path.stem for path in (SOURCE / "templates").glob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it, dotted; of `from a import b` also a.b, which may be one."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):  # another package imports it
+            yield from (str(a.value) for a in node.args if isinstance(a, ast.Constant))
+
+
+def closure(start: Iterable[Path]) -> tuple[list[Path], set[str]]:
+    """(files of `shared` that these need, themselves left out; top-level names of all other packages)."""
+    found: set[Path] = set()
+    others: set[str] = set()
+    queue = list(start)
+    while queue:
+        for name in imports(queue.pop()):
+            parts = name.split(".")
+            if parts[0] != "shared":
+                others.add(parts[0])
+                continue
+            for count in range(1, len(parts) + 1):
+                place = SOURCE.joinpath(*parts[:count])
+                for file in (place.with_suffix(".py"), place / "__init__.py"):
+                    if file.is_file() and file not in found:
+                        found.add(file)
+                        queue.append(file)
+    return sorted(found), others
+
+
+def requirements(packages: set[str]) -> str:
+    """The lines of requirements.txt whose packages are among these top-level names, pins and comments kept."""
+    by_module = importlib.metadata.packages_distributions()
+    wanted = {_plain(name) for module in packages for name in (module, *by_module.get(module, ()))}
+    lines = (SOURCE / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if (m := re.match(r"([\w.-]+)==", line)) and _plain(m[1]) in wanted]
+    return "\n".join(["# One consistent set; torch and torchvision are a matching pair from the same index.", *kept]) + "\n"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclass(frozen=True)
+class Project:
+    """The files of a new project, by their path in it."""
+
+    names: tuple[str, ...]
+    files: dict[str, bytes]
+    origin: dict[str, Any]
+
+
+def script(name: str, names: tuple[str, ...]) -> str:
+    """What a template is called in a project: train.py if it is the only one."""
+    return "train.py" if len(names) == 1 else f"{name}.py"
+
+
+def build(names: tuple[str, ...]) -> Project:
+    """All files of a project of these templates, in memory.
+
+    Raises:
+        ConfigError: there is no such template, or this copy of the package has none.
+    """
+    if not templates():
+        raise ConfigError("the templates are not beside this package: run the command in their repository")
+    for name in names:
+        if name not in templates():
+            raise ConfigError(f"no template {name!r}: there is {', '.join(templates())}")
+    start = [SOURCE / "templates" / f"{name}.py" for name in names]
+    main = SOURCE / "shared/__main__.py"
+    commands = (*COMMANDS, "plan") if set(names) != {"image_classification"} else COMMANDS
+    serving = [SOURCE / "shared/commands" / f"{name}.py" for name in commands]
+    modules, packages = closure([*start, main, *serving])
+    files = {script(name, names): _renamed(path.read_bytes(), name, names) for name, path in zip(names, start, strict=True)}
+    paths = {*modules, main, *serving, SOURCE / "shared/__init__.py", SOURCE / "shared/commands/__init__.py"}
+    if SOURCE / "shared/demo/__init__.py" in paths and "lora_finetune" in names:
+        paths |= {path for path in (SOURCE / "shared/demo").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    configs = (SOURCE / "accelerate_configs").glob("*.yaml")
+    paths |= {path for path in configs if any(path.stem not in UNFIT.get(name, ()) for name in names)}
+    files |= {str(path.relative_to(SOURCE)): path.read_bytes() for path in sorted(paths)}
+    own = {"requirements.txt": requirements(packages), "README.md": _readme(names), "smoke_test.py": _smoke_test(names)}
+    own |= {"Dockerfile": _dockerfile(names), ".dockerignore": _dockerignore(names), ".gitignore": GITIGNORE}
+    files |= {name: text.encode() for name, text in own.items()}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
+    return Project(names, files, {"templates": list(names), "source": str(SOURCE), "version": version(), "files": hashes})
+
+
+def version() -> str:
+    """Of this package, with the commit where it is a git checkout."""
+    done = subprocess.run(["git", "-C", str(SOURCE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return f"{__version__}+{done.stdout.strip()}" if done.returncode == 0 else __version__
+
+
+def write_origin(folder: Path, project: Project) -> None:
+    """Note in the project where its files come from, and keep them as they came."""
+    base = folder / BASE
+    for name, content in project.files.items():
+        if mergeable(content):
+            (base / name).parent.mkdir(parents=True, exist_ok=True)
+            (base / name).write_bytes(content)
+    for path in [path for path in base.rglob("*") if path.is_file()]:
+        if str(path.relative_to(base)) not in project.files:
+            path.unlink()
+    (folder / ORIGIN).write_text(json.dumps(project.origin, indent=1) + "\n", encoding="utf-8")
+
+
+# Files of a project's own ------------------------------------------------------------------------------------------------
+
+
+def _renamed(content: bytes, name: str, names: tuple[str, ...]) -> bytes:
+    """Its launch lines say what it is called now."""
+    return content.replace(f"templates/{name}.py".encode(), script(name, names).encode())
+
+
+def _readme(names: tuple[str, ...]) -> str:
+    scripts = [script(name, names) for name in names]
+    first = scripts[0]
+    launch = "ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2"
+    processes = " --mixed_precision no" if first else ""
+    if names == ("pretrain_pipeline",):
+        run = f"{launch}{processes} {first}  # two processes on the CPU"
+    else:
+        run = f"accelerate launch {first}"
+    places = "`Config`, `build_datasets` (or `build_loaders`), `build_model`, `evaluate`, then the loop in `main`"
+    edits = "\n".join(f"- `{s}`: {places}" for s in scripts)
+    return f"""# Training
+
+Made from {", ".join(names)} of the training templates. All of it is yours to change.
+
+Run it, with no argument, on a laptop too:
+
+```bash
+pip install -r requirements.txt
+{run}
+```
+
+On GPUs, say where it runs with a launch config, and what is learned with flags (`python {first} --help`):
+
+```bash
+accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 {first} --output_dir runs/first
+```
+
+The same command again continues a run that was killed. Rehearse several processes on the CPU:
+
+```bash
+{launch}{processes} {first} --max_steps 3
+```
+
+## Where to edit first
+
+{edits}
+
+`shared/` holds what is tedious to get right: order of data, accumulation, checkpoints, logging.
+
+## Test
+
+```bash
+python smoke_test.py
+python -m shared verify-resume -- accelerate launch {first}
+```
+
+The first trains some steps, stops and resumes. The second kills your own command half-way, resumes it, and says what is not
+as it would have been.
+
+## Container
+
+```bash
+docker build -t training . && docker run --gpus all --shm-size 8g -v "$PWD/outputs:/workspace/outputs" training
+```
+
+## Later improvements
+
+`python -m shared upgrade --check` lists what has changed in the templates since; without `--check` it is merged into your
+files, your edits stay, and conflicts are marked as git marks them.
+"""
+
+
+def _smoke_test(names: tuple[str, ...]) -> str:
+    runs = {script(name, names): SMOKE[name].split() for name in names}
+    processes = "(2,)" if names == ("pretrain_pipeline",) else "(1, 2)"
+    return f'''"""Each script trains some steps on the CPU, without network, and resumes: `python smoke_test.py`."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FLAGS = {runs!r}
+
+
+def train(script: str, folder: str, steps: int, processes: int) -> str:
+    """Launch a script and return what it said; an error if it fails."""
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no"]
+    if processes > 1:
+        config = HERE / "accelerate_configs" / "ddp.yaml"
+        launch += ["--config_file", str(config), "--num_processes", str(processes), "--main_process_port", "0"]
+    flags = ["--output_dir", folder, "--report_to", "none", "--max_steps", str(steps), "--lr_scheduler_type", "constant"]
+    flags += ["--save_steps", "2", "--allow_changed", "max_steps", *FLAGS[script]]
+    done = subprocess.run(
+        [*launch, str(HERE / script), *flags],
+        cwd=HERE,
+        env=os.environ | {{"ACCELERATE_USE_CPU": "true"}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(done.stdout)
+    return done.stdout
+
+
+def test_trains_and_resumes() -> None:
+    for script in FLAGS:
+        for processes in {processes}:
+            with tempfile.TemporaryDirectory() as folder:
+                train(script, folder, 2, processes)
+                assert "at step 2" in train(script, folder, 4, processes)
+                assert (Path(folder) / "final").is_dir()
+            print(f"{{script}} on {{processes}} process(es): trained and resumed")
+
+
+if __name__ == "__main__":
+    test_trains_and_resumes()
+'''
+
+
+def _dockerfile(names: tuple[str, ...]) -> str:
+    text = (SOURCE / "Dockerfile").read_text(encoding="utf-8")
+    scripts = " ".join(script(name, names) for name in names)
+    text = text.replace("COPY templates templates", f"COPY {scripts} ./")
+    for name in templates():
+        text = text.replace(f"templates/{name}.py", script(name, names) if name in names else script(names[0], names))
+    text = text.replace("One image for every template", "An image for training")
+    return text.replace("the LoRA template's offline demo", "the script without arguments")
+
+
+def _dockerignore(names: tuple[str, ...]) -> str:
+    text = (SOURCE / ".dockerignore").read_text(encoding="utf-8")
+    return text.replace("!templates\n", "".join(f"!{script(name, names)}\n" for name in names))
+
+
+GITIGNORE = "__pycache__/\n*.pyc\noutputs/\nruns/\nwandb/\n.venv/\n"
+
+
+# The command -----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m shared new", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("templates", nargs="+", help=f"one or more of {', '.join(templates())}")
+    parser.add_argument("folder", type=Path, help="of the new project; it must not hold anything yet")
+    options = parser.parse_args()
+    made = build(tuple(dict.fromkeys(options.templates)))
+    create(options.folder, made)
+    size = sum(map(len, made.files.values()))
+    first = script(made.names[0], made.names)
+    print(f"{options.folder}: {len(made.files)} files, {size / 1e6:.1f} MB. Next:")
+    print(f"  cd {options.folder} && pip install -r requirements.txt && accelerate launch {first}")
+
+
+def create(folder: Path, made: Project) -> None:
+    """Write a project.
+
+    Raises:
+        ConfigError: the folder holds something, or cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty: nothing is ever overwritten, so choose another folder")
+    try:
+        for name, content in made.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        write_origin(folder, made)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
+    if shutil.which("git"):
+        subprocess.run(["git", "-C", str(folder), "init", "--quiet"], check=False, capture_output=True)
