@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -83,6 +83,7 @@ CONTENT = (
 
 
 @FUZZ
+@example(content=b'{"\\n": null}', suffix=".jsonl")
 @given(content=CONTENT, suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ""]))
 def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content, suffix):
     path = folder / f"data{suffix}"
@@ -248,6 +249,7 @@ MANIFESTS = st.fixed_dictionaries(
 
 
 @FUZZ
+@example(content=b'{"files": {"\\n": {"sha256": "", "size": 0}}, "step": 1}')
 @given(content=st.binary(max_size=60) | (MANIFESTS | JSON).map(lambda m: json.dumps(m).encode()))
 def test_any_manifest_is_verified_or_one_line(saved, content):
     (saved / checkpoint.MANIFEST).write_bytes(content)
