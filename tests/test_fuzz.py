@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -83,6 +83,7 @@ CONTENT = (
 
 
 @FUZZ
+@example(content=b'{"\\n": null}', suffix=".jsonl")
 @given(content=CONTENT, suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ""]))
 def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content, suffix):
     path = folder / f"data{suffix}"
@@ -166,11 +167,17 @@ def parses(config_class: type, argv: list[str]) -> None:
         one_line(error)
     except SystemExit as end:
         assert end.code in (0, None) and {"--help", "-h"} & {token.split("=")[0] for token in argv}
+    finally:
+        configs.set_pipeline_ranks(1)  # which the template of pipelines has told the whole process
 
 
-FLAGS = sorted(
-    {name for template in TEMPLATES for name, _, _ in configs.fields(load_template(template).Config)} | {"config", "help"}
-)
+@st.deferred  # so that no template is loaded before a test of this file runs
+def FLAGS() -> st.SearchStrategy[str]:
+    classes = [load_template(template).Config for template in TEMPLATES]
+    names = {name for config_class in classes for name, _, _ in configs.fields(config_class)}
+    return st.sampled_from(sorted(names | {"config", "help"}))
+
+
 SPELLINGS = [
     "--{}",
     "--no_{}",
@@ -186,8 +193,8 @@ SPELLINGS = [
     "--{}=[1]",
 ]
 TOKENS = (
-    st.builds(lambda flag, spelling: spelling.format(flag), st.sampled_from(FLAGS), st.sampled_from(SPELLINGS))
-    | st.builds(lambda flag, value: f"--{flag}={value}", st.sampled_from(FLAGS), TEXT)
+    st.builds(lambda flag, spelling: spelling.format(flag), FLAGS, st.sampled_from(SPELLINGS))
+    | st.builds(lambda flag, value: f"--{flag}={value}", FLAGS, TEXT)
     | either(
         ["1", "0", "-1", "1e-4", "true", "False", "none", "None", "--", "-", "", "=", "--=", "-h", "inf", "[]", "*"], TEXT
     )
@@ -207,14 +214,14 @@ VALUES = st.recursive(
 )
 LINES = st.builds(
     "{}: {}".format,
-    st.sampled_from(FLAGS),
+    FLAGS,
     TEXT | st.sampled_from(["&a [*a]", "*a", "!!set {}", "!!python/name:os.x", "<<", "|"]),
 )
 YAML = (
     st.binary(max_size=60)
     | TEXT.map(lambda text: text.encode("utf-8", "surrogatepass"))
     | st.lists(LINES, max_size=4).map(lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass"))
-    | st.dictionaries(either(FLAGS, TEXT), VALUES, max_size=4).map(
+    | st.dictionaries(FLAGS | TEXT, VALUES, max_size=4).map(
         lambda content: yaml.safe_dump(content, allow_unicode=True).encode("utf-8", "surrogatepass")
     )
 )
@@ -248,6 +255,7 @@ MANIFESTS = st.fixed_dictionaries(
 
 
 @FUZZ
+@example(content=b'{"files": {"\\n": {"sha256": "", "size": 0}}, "step": 1}')
 @given(content=st.binary(max_size=60) | (MANIFESTS | JSON).map(lambda m: json.dumps(m).encode()))
 def test_any_manifest_is_verified_or_one_line(saved, content):
     (saved / checkpoint.MANIFEST).write_bytes(content)
