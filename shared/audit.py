@@ -46,7 +46,8 @@ class Recorder:
         """Note this rank's samples of the step that was just done."""
         if self.file is not None:
             samples = [int(i) for i in window.indices.flat if i >= 0]
-            line = {"step": step, "epoch": window.epoch, "of": window.epoch_samples, "samples": samples}
+            counts = {"of": window.epoch_samples, "all": window.num_samples}
+            line = {"step": step, "epoch": window.epoch, **counts, "samples": samples}
             self.file.write(json.dumps(line) + "\n")
 
 
@@ -69,14 +70,19 @@ def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, int | None, list[int
     if not files:
         raise configs.ConfigError(f"{run_dir}: no {FOLDER}/ in it; train with --audit_data")
     steps: dict[int, tuple[int, int | None, list[int]]] = {}
+    sizes: dict[int, int] = {}  # samples of each step over all ranks
     for path in files:
         for line in read_json_lines(path):
-            step, epoch, of, samples = (line.get(key) for key in ("step", "epoch", "of", "samples"))
+            step, epoch, of, whole, samples = (line.get(key) for key in ("step", "epoch", "of", "all", "samples"))
             if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(of, int | None)):
                 raise configs.ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit")
-            if not (isinstance(samples, list) and all(isinstance(s, int) for s in samples)):
+            if not (isinstance(whole, int) and isinstance(samples, list) and all(isinstance(s, int) for s in samples)):
                 raise configs.ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit")
             steps.setdefault(step, (epoch, of, []))[2].extend(samples)
+            sizes[step] = whole
+    lacking = [step for step, (_, _, samples) in sorted(steps.items()) if len(samples) < sizes[step]]
+    if lacking:
+        raise configs.ConfigError(f"{run_dir}: the records of some ranks are missing, of steps {_some(lacking)}")
     return {step: (epoch, of, sorted(samples)) for step, (epoch, of, samples) in sorted(steps.items())}
 
 

@@ -12,13 +12,16 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import pickle
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -61,6 +65,7 @@ class TrainState:
     samples: int = 0  # samples trained on
     skipped: int = 0  # steps whose update was skipped
     evaluated: int = -1  # step of the latest evaluation
+    started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
 
@@ -85,8 +90,11 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """The manifest of a checkpoint, after every file's size and SHA-256 was compared with it.
+
+    Args:
+        part, parts: look at every `parts`-th file only, from this one on: ranks share the work.
 
     Raises:
         CheckpointError: what is wrong with which file.
@@ -104,10 +112,13 @@ def verify(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: no {MANIFEST}, not a complete checkpoint") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
-    for name, (expected, size) in files.items():
+    for name, (expected, size) in list(files.items())[part::parts]:
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size or digest(path)["sha256"] != expected:
-            raise CheckpointError(f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}")
+        try:
+            if not path.is_file() or path.stat().st_size != size or digest(path)["sha256"] != expected:
+                raise CheckpointError(f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}")
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from None
     return manifest
 
 
@@ -218,7 +229,7 @@ class Checkpointer:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
             self.stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
             if dist.is_initialized():
-                self.group = dist.new_group(backend="gloo")
+                self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout))
 
     def _state(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trainable parameters, persistent buffers and optimizers."""
@@ -248,11 +259,16 @@ class Checkpointer:
             CheckpointError: on all ranks, naming the rank that failed, here or in the save before, if that was in the
                 background; nothing saved before is lost.
         """
-        self.wait()
-        if (
-            state.step > 0 and self.latest != self.run_dir / f"checkpoint-{state.step:06d}"
-        ):  # before there is nothing to save
+        failed: CheckpointError | None = None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            failed = error  # but this one may succeed
+        if state.step > 0 and self.latest != self.run_dir / f"checkpoint-{state.step:06d}":
             self._save(state)
+        if failed is not None:
+            self.wait()
+            raise failed
 
     def _save(self, state: TrainState) -> None:
         folder = self.run_dir / f"checkpoint-{state.step:06d}"
@@ -271,6 +287,7 @@ class Checkpointer:
         manifest = {"format": 1, "step": state.step, "world_size": self.accelerator.num_processes}
         manifest |= {"strategy": strategy(self.accelerator), "held": held(self.accelerator, self.model, self.optimizers)}
         manifest |= {"versions": _versions(), "data": self.data, "settings": self.settings}
+        manifest |= {"started_from": state.started_from}
         manifest |= {"tracker_run_id": state.tracker_run_id}
         if self.options.async_save:
             staged = self.stager.stage(tensors)
@@ -326,10 +343,17 @@ class Checkpointer:
                 manifest |= {"files": dict(sorted(files.items()))}
                 (temporary / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1))
                 faults.point("save.manifest")
+                missing = [name for name, fact in files.items() if not _is_there(temporary / name, fact["size"])]
+                if missing:
+                    raise OSError(f"{missing[0]}, which another rank has written, is not seen here: is the folder shared?")
                 commit(temporary, folder)
-                self._prune(manifest["step"])
             except OSError as error:
                 problems = [f"rank 0: {_cause(error)}"]
+            else:
+                try:
+                    self._prune(manifest["step"])
+                except OSError as error:
+                    say(f"warning: {folder.name} is saved, but an older one could not be removed ({_cause(error)})")
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:
@@ -366,19 +390,24 @@ class Checkpointer:
         copies = sum(held_by(copy.tensors.values()) for copy in self.copies.values())
         return held_by(trained) + held_by(persistent_buffers(self.model).values()) + state + copies
 
-    def resume(self, named: Path | None = None) -> TrainState:
+    def resume(self, named: Path | None = None, *, total_steps: int | None = None) -> TrainState:
         """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls this.
 
         Also refuses to start what would fill the disk. A checkpoint named from outside the run's folder is where the run
-        starts: once the run has checkpoints of its own, the same command continues from those.
+        starts: once the run has checkpoints of its own, the same command continues from those. One named from inside takes
+        the run back to it, once: the same command again continues from what was saved since.
+
+        Args:
+            named: a checkpoint's folder.
+            total_steps: of the whole run, to know how many checkpoints are to come.
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
             ConfigError: it was made with other data or other settings that change what is learned, or the disk is
                 too full for the checkpoints to come.
         """
-        folder = on_main(lambda: self._choose(named))
-        on_main(self._require_space)
+        folder = self._choose(named)
+        on_main(lambda: self._require_space(folder, total_steps))
         if folder is None:
             return TrainState()
         faults.point("resume.verified")
@@ -389,6 +418,8 @@ class Checkpointer:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
         self._load(folder, scalars, state.step)
+        if named is not None and folder == named.resolve() and folder.parent == self.run_dir:
+            state.started_from = folder.name
         if scaler and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
         exits.at_step(state.step)
@@ -397,18 +428,33 @@ class Checkpointer:
         say(f"resumed from {folder} at step {state.step}")
         return state
 
+    def _verify(self, folder: Path) -> dict[str, Any]:
+        """`verify`, with the files shared among the ranks; all of them raise alike. Every rank calls this."""
+        problem, manifest = "", {}
+        try:
+            manifest = verify(folder, self.accelerator.process_index, self.accelerator.num_processes)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = next(filter(None, gather_object([problem])), "")
+        if problem:
+            raise CheckpointError(problem)
+        return manifest
+
     def _choose(self, named: Path | None) -> Path | None:
-        own = checkpoints(self.run_dir)
-        if named is not None and (not own or named.resolve().parent == self.run_dir):
-            self._compare(named, verify(named))
+        own: list[Path] = on_main(lambda: checkpoints(self.run_dir))
+        inside = named is not None and named.resolve().parent == self.run_dir
+        if (named is not None and not own) or (inside and not self._continues_from(named)):
+            assert named is not None
+            manifest = self._verify(named.resolve())
+            on_main(partial(self._compare, named, manifest))
             return named.resolve()
         for folder in reversed(own):
             try:
-                manifest = verify(folder)
+                manifest = self._verify(folder)
             except CheckpointError as error:
                 say(f"warning: {error}; the one before it is used")
                 continue
-            self._compare(folder, manifest)
+            on_main(partial(self._compare, folder, manifest))
             return folder
         if own:
             raise CheckpointError(
@@ -416,10 +462,24 @@ class Checkpointer:
             )
         return None
 
+    def _continues_from(self, named: Path | None) -> bool:
+        """Whether the run was taken back to this checkpoint already, and has saved since."""
+
+        def since() -> bool:
+            for folder in reversed(checkpoints(self.run_dir)):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+                    return named is not None and manifest.get("started_from") == named.name
+            return False
+
+        return on_main(since)
+
     def _compare(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Print which settings are not the checkpoint's, and refuse those that change what is learned."""
-        if manifest.get("data") != self.data:
-            raise ConfigError(f"{folder} belongs to a run on other data: use the same, or another --output_dir")
+        if manifest.get("data") != self.data and "data" not in self.options.allow_changed:
+            raise ConfigError(
+                f"{folder} belongs to a run on other data: use the same, another --output_dir, or --allow_changed data"
+            )
         before = manifest.get("settings", {})
         changed = {k: (before[k], v) for k, v in self.settings.items() if k in before and before[k] != v}
         lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
@@ -429,16 +489,34 @@ class Checkpointer:
                 f"{folder} belongs to a run that learns something else ({'; '.join(lines[n] for n in refused)}): use the "
                 f"same settings, another --output_dir, or --allow_changed {' '.join(refused)}"
             )
+        precision = [str(text).rsplit(", ", 1)[-1] for text in (manifest.get("strategy", ""), strategy(self.accelerator))]
+        if precision[0] != precision[1]:
+            lines["mixed_precision"] = f"mixed_precision was {precision[0]}, now {precision[1]}"
         told = [line for name, line in lines.items() if name not in UNTOLD]
         if told:
             say(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
 
-    def _require_space(self) -> None:
+    def _require_space(self, folder: Path | None, total_steps: int | None) -> None:
         if zero.is_used(self.accelerator) or configs.pipeline_ranks() > 1:
             return  # whose ranks do not know the whole
-        kept, one = len(checkpoints(self.run_dir)), self.size()
-        more = max(1, self.options.save_total_limit + 1 - kept)  # a new one is there before the oldest goes
-        require_space(self.run_dir, more * one, f"{more} checkpoints of {one / 1e9:.1f} GB")
+        step = int(folder.name.split("-")[1]) if folder and NAME.fullmatch(folder.name) else 0
+        left = self.options.save_total_limit if total_steps is None else total_steps - step
+        to_come = math.ceil(max(0, left) / self.options.save_steps)
+        # A new one is there before the oldest goes.
+        more, one = min(to_come, self.options.save_total_limit + 1 - len(checkpoints(self.run_dir))), self.size()
+        if more > 0:
+            require_space(self.run_dir, more * one, f"{more} checkpoints of {one / 1e9:.1f} GB")
+
+    def _drop_unused(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        """Parameters that never had a gradient have no optimizer state, in the checkpoint neither."""
+        saved = _TensorReader(folder).read_metadata().state_dict_metadata
+        for optimizer in self.optimizers:
+            for name, parameter in self.trainable.items():
+                keys = [f"optimizer.{name}.{key}" for key in optimizer.state.get(parameter, {})]
+                if keys and not any(key in saved for key in keys) and f"model.{name}" in saved:
+                    del optimizer.state[parameter]
+                    for key in keys:
+                        tensors.pop(key, None)
 
     def _load(self, folder: Path, scalars: dict[str, Any], step: int) -> None:
         def read(tensors: dict[str, torch.Tensor]) -> None:
@@ -447,8 +525,11 @@ class Checkpointer:
             except CleanExit:
                 raise
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
+                cause = _innermost(error)  # DCP wraps whatever it meets
+                if exits.is_of_a_lost_rank(cause) or isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+                if not isinstance(cause, Exception):  # a signal
+                    raise cause from None
                 raise CheckpointError(f"{folder}: does not fit this model and optimizer ({_cause(error)})") from None
 
         if zero.is_used(self.accelerator):
@@ -458,6 +539,7 @@ class Checkpointer:
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
         tensors, _ = self._state(step)
+        self._drop_unused(folder, tensors)
         read(tensors)
         for optimizer in self.optimizers:
             for name, parameter in self.trainable.items():
@@ -466,14 +548,22 @@ class Checkpointer:
                         optimizer.state[parameter][key] = scalars[f"optimizer.{name}.{key}"]
 
 
-def _cause(error: BaseException) -> str:
-    """The innermost message of an error, in one line; DCP wraps the true one once a rank."""
+def _is_there(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The true error: DCP wraps it once a rank."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
     while error.__cause__ is not None:
         error = error.__cause__
-    text = configs.first_line(error)
+    return error
+
+
+def _cause(error: BaseException) -> str:
+    text = configs.first_line(_innermost(error))
     if "inline_container" in text:  # PyTorch's zip writer, which keeps the system's reason to itself
         text = f"a file could not be written whole: is the disk full, or a quota reached? ({text})"
     return text

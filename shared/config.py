@@ -8,6 +8,7 @@ before the user's own, so one parser types everything and the command line wins.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import io
@@ -231,8 +232,29 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
 
 def parse_or_exit(config_class: type[T]) -> T:
     """`parse` for a script's first lines, before torch is imported: --help and mistakes answer at once."""
+    end_with_the_launcher()
     with clean_exit():
-        return parse(config_class, description=(sys.modules["__main__"].__doc__ or "").strip())
+        config = parse(config_class, description=(sys.modules["__main__"].__doc__ or "").strip())
+    folder = flatten(config).get("output_dir")
+    if folder and is_main_rank():
+        with contextlib.suppress(OSError):
+            Path(folder, "exit.json").unlink(missing_ok=True)  # of an earlier end
+    return config
+
+
+_PARENT = os.getppid()
+
+
+def end_with_the_launcher() -> None:
+    """Get SIGTERM when the launcher dies: one that is killed, or that does not pass SIGTERM on, would leave an orphan.
+
+    `accelerate launch` of a single process is such a one. Linux only.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != _PARENT:  # it has died meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], description: str | None) -> T:

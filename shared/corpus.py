@@ -408,6 +408,12 @@ class Stream:
                 yield held[i * self.seq_length : (i + 1) * self.seq_length + 1]
             held = held[max(0, count) * self.seq_length :]
 
+    def identity(self) -> str:
+        """Changes when the samples do."""
+        tokens = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()  # type: ignore[attr-defined]
+        how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length}
+        return data.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
+
     def held_out(self, count: int) -> list[Row]:
         """The first `count` validation sequences. Raises ConfigError when there is not one."""
         rows: list[Row] = []
@@ -418,6 +424,11 @@ class Stream:
         if not rows:
             raise ConfigError(f"{self.source.name}: no validation sequence in it; raise --validation_split_percentage")
         return rows
+
+    def longest(self, rows: int) -> Batch:
+        """A micro-batch of `rows` copies of the first sequence, on the device: all are equally long."""
+        tokens = torch.from_numpy(np.stack([next(self.sequences(validation=False))] * rows)).to(self.device)
+        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop), over as many epochs as it takes.

@@ -62,10 +62,11 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
     `build` gets a temporary sibling, which is renamed when it returns: a folder is whole or does not exist. The
     other ranks look for the folder instead of waiting in a collective, which would time out; when the main rank
-    fails, the launcher ends them. Every rank calls this; the folder must be on a file system that all ranks see.
+    fails, the launcher ends them, on other machines they notice that its launcher is gone. Every rank calls this; the
+    folder must be on a file system that all ranks see.
 
     Raises:
-        ConfigError: the cache cannot be written.
+        ConfigError: the cache cannot be written, or the main rank has ended without making the folder.
     """
     if is_main_rank() and not folder.exists():
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
@@ -80,8 +81,15 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     start, told = time.monotonic(), False
+    asked = start
     while not folder.exists():
         time.sleep(0.2)
+        if torch.distributed.is_initialized() and time.monotonic() - asked > 5:
+            asked = time.monotonic()
+            try:
+                torch.distributed.distributed_c10d._get_default_store().check(["there"])
+            except RuntimeError:
+                raise ConfigError(f"rank 0, which prepares {folder}, has ended: see its own output") from None
         if not told and time.monotonic() - start > 60:
             told = True
             rank = os.environ.get("RANK")

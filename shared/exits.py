@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from shared import config as configs
-from shared import faults
 from shared.config import CleanExit
 from shared.data import STOP_SIGNALS
 
@@ -27,6 +25,7 @@ C = TypeVar("C")
 
 _folder: Path | None = None
 _step = 0
+_signal = 0  # that ends the run at once
 
 
 class Stopped(CleanExit):
@@ -37,6 +36,10 @@ class Stopped(CleanExit):
     def __str__(self) -> str:
         again = f"; the same command with --output_dir {_folder} continues" if _folder else ""
         return super().__str__() + again
+
+
+class _EndNow(BaseException):
+    """Raised in a signal's handler: no Exception, which a library or a `suppress` on the way could take for its own."""
 
 
 class NoRoom(CleanExit):
@@ -94,7 +97,7 @@ def run(main: Callable[[C], None], config: C) -> None:
     with configs.clean_exit():
         try:
             main(config)
-        except Exception as error:
+        except BaseException as error:
             end = _as_clean_exit(error, config)
             _report(end or error)
             if end is None or end is error:
@@ -109,7 +112,9 @@ def run(main: Callable[[C], None], config: C) -> None:
         os._exit(0)
 
 
-def _as_clean_exit(error: Exception, config: Any) -> CleanExit | None:
+def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
+    if _signal:  # whatever the code on the way made of it
+        return Stopped(f"stopped by {signal.Signals(_signal).name} at step {_step}")
     if isinstance(error, CleanExit):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -119,14 +124,18 @@ def _as_clean_exit(error: Exception, config: Any) -> CleanExit | None:
     if number in no_room or any(f"os error {n})" in str(error) for n in no_room):  # as safetensors says it
         where = getattr(error, "filename", None) or _folder
         return NoRoom(f"{where}: cannot be written ({configs.first_line(error)}); checkpoints that were saved are good")
-    # gloo and NCCL raise plain RuntimeErrors.
-    words = r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe|Timed out waiting|timed? ?out.*(collective|operation)"
-    if configs.world_size() > 1 and isinstance(error, RuntimeError) and re.search(words, str(error)):
+    if is_of_a_lost_rank(error):
         return LostRank(
             f"rank {configs.rank()} at step {_step + 1}: {_silent_ranks()}. The same command continues from the last "
             f"checkpoint ({configs.first_line(error)[:200]})"
         )
     return None
+
+
+def is_of_a_lost_rank(error: BaseException) -> bool:
+    """Whether a collective has failed: gloo and NCCL raise plain RuntimeErrors."""
+    words = r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe|Timed out waiting|timed? ?out.*(collective|operation)"
+    return configs.world_size() > 1 and isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
 
 
 def _silent_ranks() -> str:
@@ -159,7 +168,7 @@ def at_step(step: int) -> None:
     _step = step
 
 
-def _report(error: Exception | None) -> None:
+def _report(error: BaseException | None) -> None:
     """Write exit.json, unless another rank has: the first cause is the true one."""
     if _folder is None or (error is None and not configs.is_main_rank()):
         return
@@ -180,15 +189,6 @@ def stop_at_once(*_: object) -> None:
 
 
 def _end(number: int, _frame: object) -> NoReturn:
-    raise Stopped(f"stopped by {signal.Signals(number).name} at step {_step}")
-
-
-def end_with_the_launcher() -> None:
-    """Get SIGTERM when the launcher dies: one that is killed, or that does not pass SIGTERM on, would leave an orphan.
-
-    `accelerate launch` of a single process is such a one. Linux only.
-    """
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if launched and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        faults.point("setup")
+    global _signal
+    _signal = number
+    raise _EndNow

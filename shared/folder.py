@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from shared import faults
 from shared.config import ConfigError
@@ -41,6 +43,14 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
     except OSError as error:
         raise ConfigError(f"--output_dir {folder}: cannot be written ({error.strerror})") from None
     on_main(lambda: _lock(folder))
+    token = folder / f".write-test-{on_main(lambda: secrets.token_hex(8))}"
+    on_main(token.touch)
+    seen = gather_object([token.exists()])
+    if not all(seen):
+        raise ConfigError(
+            f"--output_dir {folder}: what rank 0 writes there is not seen by rank {seen.index(False)}; checkpoints need a "
+            "folder that all machines share"
+        )
     on_main(lambda: _tidy(folder))
     report_end_in(folder)
     return folder
@@ -73,12 +83,14 @@ def _lock(folder: Path) -> None:
 
 def _tidy(folder: Path) -> None:
     """Remove what a killed run was in the middle of writing; a folder that it was replacing comes back."""
-    for path in folder.glob(".old-*"):
-        name = path.name.removeprefix(".old-")
-        if name and not (folder / name).exists():
-            path.rename(folder / name)
-    for path in [*folder.glob(".old-*"), *folder.glob(".tmp-*"), *folder.glob(".write-test-*")]:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    for path in list(folder.iterdir()):
+        match = re.fullmatch(r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.write-test-\w+", path.name)
+        if match is None:
+            continue
+        if match[1] == "old-" and not (folder / match[2]).exists():
+            path.rename(folder / match[2])
+        else:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _fsync(path: Path) -> None:
@@ -153,11 +165,6 @@ def require_space(folder: Path, needed: int, what: str) -> None:
             f"--output_dir {folder} has {free / 1e9:.1f} GB free, but {what} need {needed / 1e9:.1f} GB: make room, "
             "lower --save_total_limit, or choose another folder"
         )
-
-
-def steps_of(folder: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """(number, path) of the sub-folders whose whole name matches, by number; anything else is not looked at."""
-    return sorted((int(m[1]), p) for p in folder.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared import config as configs
-from shared import exits, zero
+from shared import exits, faults, zero
 from shared.config import CleanExit, ConfigError
 from shared.data import seed_all
 from shared.options import BatchConfig
@@ -49,7 +49,8 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
             alone, or a second answer to a question that the template's config already answers.
     """
     exits.stop_at_once()
-    exits.end_with_the_launcher()
+    configs.end_with_the_launcher()
+    faults.point("setup")
     _quieten_libraries()
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation not in ("1", "auto"):

@@ -7,7 +7,7 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from shared import faults, zero
 from shared.checkpoint import Checkpointer, TrainState
@@ -27,6 +28,14 @@ from shared.parallel import end_step, gradient_norm, keeps_gradients, scale_grad
 from shared.weights import persistent_buffers
 
 T = TypeVar("T")
+
+
+class Longest(Protocol):
+    """A `data.Loader`, or anything else that knows its longest micro-batch."""
+
+    per_device: int
+
+    def longest(self, rows: int) -> Batch: ...
 
 
 class NonFiniteError(CleanExit):
@@ -239,11 +248,35 @@ def largest_that_fits(
     return rows
 
 
+def warm_up(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: list[Any],
+    loader: Longest,
+    loss: Callable[[Batch], torch.Tensor],
+) -> None:
+    """Let DDP lay out its buckets before the first step. Every rank calls this, once in each start.
+
+    It orders gradients anew after its first backward, and from three ranks on a gradient's place decides the order in
+    which it is added up: without this, the first step after a resume would differ in the last bit.
+    """
+    if accelerator.num_processes < 3 or not isinstance(model, DistributedDataParallel):
+        return
+    buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
+    batch = loader.longest(loader.per_device)
+    for _ in range(2):  # the second forward moves the gradients into their new buckets
+        accelerator.backward(loss(batch) * 0)
+    for optimizer in optimizers:
+        getattr(optimizer, "optimizer", optimizer).zero_grad(set_to_none=not keeps_gradients(accelerator))
+    for buffer, value in buffers.items():
+        buffer.copy_(value)
+
+
 def dress_rehearsal(
     accelerator: Accelerator,
     model: nn.Module,
     optimizers: list[Any],
-    loader: Loader,
+    loader: Longest,
     loss: Callable[[Batch], torch.Tensor],
     saver: Checkpointer,
     state: TrainState,

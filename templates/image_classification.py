@@ -266,7 +266,7 @@ def main(config: Config) -> None:
     # Resume ------------------------------------------------------------------------------------------------------
     copies = {name: copy for name, copy in (("ema", ema), ("best", best)) if copy is not None}
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, copies=copies)
-    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     limits = [total_steps, config.early_stopping_patience]
     if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
         state.notes["stopped_early"], total_steps = limits, state.step
@@ -321,6 +321,7 @@ def main(config: Config) -> None:
         launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
 
     guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
         steps.dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
     try:
@@ -362,10 +363,10 @@ def main(config: Config) -> None:
         saver.wait()
         logger.close()
         raise
+    saver.wait()
     guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
-    saver.wait()
     chosen = best or ema
     with chosen.swapped_in() if chosen else contextlib.nullcontext():
         predictions = evaluate(accelerator, model, eval_loader, to_model, classes, guard)

@@ -261,12 +261,12 @@ def main(config: Config) -> None:
 
     # Resume ------------------------------------------------------------------------------------------------------
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=held_out.meta["sha256"])
-    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
+    loss_of = partial(models.causal_lm_loss, model)
     if config.batch.find_batch_size:
-        loss_of = partial(models.causal_lm_loss, model)
         rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, loss_of)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
@@ -320,8 +320,8 @@ def main(config: Config) -> None:
         return values
 
     guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    steps.warm_up(accelerator, model, optimizers, train_loader, loss_of)
     if config.checkpoint.dress_rehearsal and state.step == 0:
-        loss_of = partial(models.causal_lm_loss, model)
         steps.dress_rehearsal(accelerator, model, optimizers, train_loader, loss_of, saver, state)
     try:
         if state.step < total_steps and state.owes_evaluation(config.eval_steps):
@@ -356,10 +356,10 @@ def main(config: Config) -> None:
         saver.wait()
         logger.close()
         raise
+    saver.wait()
     guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
-    saver.wait()
     values = evaluate_and_log(generate=True)
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
     card = models.card(

@@ -124,7 +124,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
         )
         held_out = rows = corpus.Rows(train.held_out(config.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
-        identity, bytes_per_token = f"stream of {source.name}", None
+        identity, bytes_per_token = train.identity(), None
     else:
         folder = corpus.prepare(text, tokenizer)
         tokenizer = tokenizer or corpus.load_tokenizer(folder)
@@ -226,13 +226,13 @@ def main(config: Config) -> None:
 
     # Resume ------------------------------------------------------------------------------------------------------
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
-    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
+    loss_of = partial(models.causal_lm_loss, model)
     if config.batch.find_batch_size:
         assert isinstance(data.train, Loader)
-        loss_of = partial(models.causal_lm_loss, model)
         rows = steps.largest_that_fits(accelerator, model, optimizers, data.train, loss_of)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
@@ -269,9 +269,8 @@ def main(config: Config) -> None:
         return values
 
     guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    steps.warm_up(accelerator, model, optimizers, data.train, loss_of)
     if config.checkpoint.dress_rehearsal and state.step == 0:
-        assert isinstance(data.train, Loader)
-        loss_of = partial(models.causal_lm_loss, model)
         steps.dress_rehearsal(accelerator, model, optimizers, data.train, loss_of, saver, state)
     try:
         if state.step < total_steps and state.owes_evaluation(config.eval_steps):
@@ -306,10 +305,10 @@ def main(config: Config) -> None:
         saver.wait()
         logger.close()
         raise
+    saver.wait()
     guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
-    saver.wait()
     values = evaluate_and_log()
     weights = gather_weights(accelerator, model, dtype=getattr(torch, config.final_dtype))
     if accelerator.is_main_process:

@@ -211,7 +211,7 @@ def main(config: Config) -> None:
 
     # Resume ------------------------------------------------------------------------------------------------------
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
-    state = saver.resume(config.checkpoint.resume_from_checkpoint)
+    state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
@@ -273,10 +273,10 @@ def main(config: Config) -> None:
         saver.wait()
         logger.close()
         raise
+    saver.wait()
     guard.release()
 
     # Finish ------------------------------------------------------------------------------------------------------
-    saver.wait()
     assert saver.latest is not None
     values = evaluate_and_log()
     if accelerator.is_main_process:

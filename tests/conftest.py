@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 
-from shared.options import BatchConfig, CheckpointConfig
+from shared.options import BatchConfig, CheckpointConfig, SpeedConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
@@ -141,6 +141,7 @@ class SmallConfig:
     FREE: ClassVar = frozenset({"eval_steps"})
     eval_steps: int = 5
     batch: BatchConfig = field(default_factory=BatchConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 

@@ -118,7 +118,8 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     for part, keys in parts.items():
         found[part] = _first(_rows(one, keys), _rows(other, keys))
     mine, theirs = (read_tensors(checkpoints(run)[-1]) for run in (one, other))
-    for part, prefix in (("weights", "model."), ("optimizer's state", "optimizer.")):
+    parts_of = {"weights": ("model.",), "optimizer's state": ("optimizer.",), "copies of weights": ("ema.", "best.")}
+    for part, prefix in parts_of.items():
         names = {name for name in mine | theirs if name.startswith(prefix)}
         unlike = sorted(n for n in names if n not in mine or n not in theirs or not torch.equal(mine[n], theirs[n]))
         found[part] = f"{len(unlike)} of {len(names)} tensors, first {unlike[0]}" if unlike else ""
@@ -177,4 +178,8 @@ def verify(command: Sequence[str], folder: Path, steps: int) -> dict[str, str]:
     ):
         print(f"{text} ...", file=sys.stderr, flush=True)
         train(command, run_dir, steps=steps, kill_after=kill_after)
+        if kill_after is not None and not checkpoints(run_dir):
+            raise ConfigError("no checkpoint was written before the kill: give more --steps")
+    if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
+        raise Differs("the run did not resume: it began anew, which only looks the same")
     return compare(straight, killed)
