@@ -53,7 +53,10 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
                 for alias in node.names:
                     place = folder.joinpath(*(node.module or "").split("."))
                     inside = place / f"{alias.name}.py", place / alias.name / "__init__.py"
-                    assert place.with_suffix(".py").exists() or any(p.exists() for p in inside) or node.module == "shared"
+                    if (place / "__init__.py").exists() and node.module == "shared" and not alias.name.startswith("_"):
+                        assert any(p.exists() for p in inside), (module, alias.name)
+                    else:
+                        assert place.with_suffix(".py").exists() or (place / "__init__.py").exists(), (module, node.module)
     packages = {re.split("==", line)[0] for line in (folder / "requirements.txt").read_text().splitlines() if "==" in line}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert ("peft" in packages) == (name == "lora_finetune")
