@@ -33,7 +33,8 @@ SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_
 COMMON = "--max_steps 12 --save_steps 2 --eval_steps 5 --logging_steps 1 --report_to none --audit_data"
 TEMPLATES = {
     "pretrain": f"--seq_length 64 --global_batch_size 8 --eval_samples 8 --config_overrides {SHAPE},attention_dropout=0.1",
-    "lora_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --lora_dropout 0.1 --eval_samples 8 --num_generations 0",
+    "lora_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --lora_dropout 0.1 "
+    "--eval_samples 8 --num_generations 0",
     "image_classification": "--global_batch_size 32 --per_device_train_batch_size 8 --ema_decay 0.9 --mixup_alpha 0.2",
 }
 
