@@ -307,6 +307,17 @@ def _ignore_stop_signals(_worker: int, *, ending: Any) -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextlib.contextmanager
+def _stop_signals_wait() -> Iterator[None]:
+    """Hold stop signals back, also in processes that are forked meanwhile: PyTorch gives those a handler that ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Loader:
@@ -354,7 +365,8 @@ class Loader:
         """
         if (start, stop) not in self._readers:
             self._readers = {(start, stop): self._reader(start, stop)}
-        batches = iter(self._readers[start, stop])
+        with _stop_signals_wait():
+            batches = iter(self._readers[start, stop])  # starts the reading processes
         for step in range(start, stop):
             indices = self.order.indices(step)
             split = micro_batches(indices, self.rank, self.world_size, self.per_device)

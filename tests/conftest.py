@@ -307,3 +307,5 @@ def run_here(template: str, *args: object) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].teardown()  # one service a process: the next run here must not find a broken one

@@ -233,7 +233,7 @@ def test_asking_the_launcher_to_stop(flags, straight, tmp_path, processes):
     launcher.terminate()
     assert launcher.wait(timeout=60) != 0
     assert_nothing_is_left(folder)
-    assert exit_of(folder)["exit_code"] == 143
+    assert exit_of(folder)["exit_code"] == 143, log.read_text()
     assert_continues("pretrain", folder, given, straight, processes)
 
 
@@ -244,7 +244,7 @@ def test_asking_everything_to_stop_with_reading_processes(flags, straight, tmp_p
     os.killpg(launcher.pid, signal.SIGTERM)
     launcher.wait(timeout=60)
     assert_nothing_is_left(folder)
-    assert exit_of(folder)["exit_code"] == 143
+    assert exit_of(folder)["exit_code"] == 143, log.read_text()
     assert_continues("image_classification", folder, given, straight, 1)
 
 

@@ -454,6 +454,26 @@ def test_a_program_that_caught_an_error_of_a_reading_process_can_end():
     assert (output, process.returncode) == ("damaged\n", 0)
 
 
+SIGNALLED = """
+import os, signal
+from torch.utils.data._utils import signal_handling
+from tests.shared.test_data import loader, plain
+
+def start_and_be_signalled(original=signal_handling._set_worker_signal_handlers):
+    original()  # PyTorch's handler, which ends a reading process
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signal_handling._set_worker_signal_handlers = start_and_be_signalled
+print(len([plain(window) for window in loader(num_workers=2).windows(0, 3)]))
+"""
+
+
+def test_a_stop_signal_does_not_end_a_reading_process_that_is_being_started():
+    command = [sys.executable, "-c", SIGNALLED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
+
+
 # The validation split ------------------------------------------------------------------------------------------------
 
 

@@ -109,7 +109,7 @@ def test_the_command_names_the_cheapest_that_fits(flags, expected):
     [
         (("plan", "--load_in_4bit"), "error: --load_in_4bit needs --lora_r"),
         (("plan", "--gpus", "0"), "error: --gpus must be at least 1, not 0"),
-        (("plam",), "error: no command 'plam': there is plan"),
+        (("plam",), "error: no command 'plam': there is audit"),
         (("plan", "--model_name_or_path", "/nowhere"), "error: /nowhere"),
     ],
 )
