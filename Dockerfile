@@ -2,11 +2,12 @@
 #
 #   docker build -t templates .
 #   docker run templates                             # the LoRA template's offline demo
+#   docker run templates selftest                    # does training work here? a table
 #   docker run --gpus all --shm-size 8g --stop-timeout 300 -v "$PWD/outputs:/workspace/outputs" -v templates-cache:/cache \
 #       templates accelerate launch templates/pretrain.py --output_dir outputs/first
 #
 # --shm-size: batches from reading processes and NCCL go through /dev/shm, 64 MB by default.
-# --stop-timeout: seconds that `docker stop` leaves for the last checkpoint, 10 by default.
+# --stop-timeout: seconds that `docker stop` leaves for the last checkpoint, 10 by default; exit code 143 says it was made.
 # --user "$(id -u):$(id -g)", where a mounted folder belongs to another user than 1000.
 
 # Any Debian with Python 3.11 or newer, its venv module and no user 1000 of its own.
@@ -32,15 +33,19 @@ WORKDIR /workspace
 # Dependencies come before the source: a change of source installs nothing again.
 # A virtual environment, because a distribution's own Python refuses pip.
 ENV PATH=/opt/venv/bin:${PATH}
+# More of them: --build-arg EXTRA_REQUIREMENTS="deepspeed==0.19.8 torchao==0.18.0"
+ARG EXTRA_REQUIREMENTS=""
 COPY requirements.txt ./
+# hadolint ignore=SC2086
 RUN grep -v '^-e' requirements.txt > /tmp/dependencies.txt \
     && python3 -m venv /opt/venv \
-    && pip install --no-cache-dir -r /tmp/dependencies.txt \
+    && pip install --no-cache-dir -r /tmp/dependencies.txt ${EXTRA_REQUIREMENTS} \
     && rm /tmp/dependencies.txt
 
 # Stands for the `-e .` of requirements.txt, without a build.
 ENV PYTHONPATH=/workspace
 COPY accelerate_configs accelerate_configs
+COPY jobs/run.sh jobs/run.sh
 COPY shared shared
 COPY templates templates
 # A checkout under a strict umask is not readable by the user below; safetensors writes its files as 0600.
@@ -70,8 +75,11 @@ LABEL org.opencontainers.image.title="accelerate-training-templates" \
       org.opencontainers.image.base.name="${BASE_IMAGE}" \
       org.opencontainers.image.revision="${REVISION}"
 
+# A job is well while it runs, and its exit code says how it ended.
+HEALTHCHECK NONE
+
 # A stop has to reach the training process, and the container has to outlive it: `accelerate launch` with one process
 # passes no signal on and dies of it at once, which would end the container before the checkpoint is written.
-# So tini -g signals the whole process group, and env makes SIGTERM and SIGUSR1 ignored by all but who handles them.
-ENTRYPOINT ["tini", "-g", "--", "env", "--ignore-signal=TERM,USR1"]
+# So tini -g signals the whole process group, and run.sh makes all ignore SIGTERM and SIGUSR1 but who handles them.
+ENTRYPOINT ["tini", "-g", "--", "/workspace/jobs/run.sh"]
 CMD ["accelerate", "launch", "templates/lora_finetune.py"]

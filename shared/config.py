@@ -30,6 +30,8 @@ import yaml
 
 T = TypeVar("T")
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # stop the run after a checkpoint
+
 
 class CleanExit(Exception):
     """An end that a user can act on: one line on the console, no traceback, and a stated exit code."""
@@ -86,6 +88,7 @@ def clean_exit() -> Iterator[None]:
     try:
         yield
     except CleanExit as end:
+        note_exit_code(end.exit_code)
         if not is_main_rank():
             # Most errors are seen by all ranks and told by the main one; the launcher then ends this one right here.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -96,6 +99,14 @@ def clean_exit() -> Iterator[None]:
         if os.environ.get("SHOW_TRACEBACK"):  # for whoever changes the code rather than runs it
             traceback.print_exc()
         sys.exit(end.exit_code)
+
+
+def note_exit_code(code: int) -> None:
+    """Write it to the file that jobs/run.sh asks for; the first one of a launch stays, since it is the cause."""
+    file = os.environ.get("TEMPLATES_EXIT_CODE")
+    if file:
+        with contextlib.suppress(OSError), open(file, "x", encoding="utf-8") as noted:
+            noted.write(str(code))
 
 
 def rank() -> int:
@@ -233,6 +244,8 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
 def parse_or_exit(config_class: type[T]) -> T:
     """`parse` for a script's first lines, before torch is imported: --help and mistakes answer at once."""
     end_with_the_launcher()
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop_before_the_start)
     with clean_exit():
         config = parse(config_class, description=(sys.modules["__main__"].__doc__ or "").strip())
     folder = flatten(config).get("output_dir")
@@ -240,6 +253,14 @@ def parse_or_exit(config_class: type[T]) -> T:
         with contextlib.suppress(OSError):
             Path(folder, "exit.json").unlink(missing_ok=True)  # of an earlier end
     return config
+
+
+def _stop_before_the_start(number: int, _frame: object) -> None:
+    """Until training has its own handlers. Whoever started this may have signals ignored, as jobs/run.sh does."""
+    note_exit_code(143)
+    if is_main_rank():
+        print(f"stopped by {signal.Signals(number).name} before the start", file=sys.stderr, flush=True)
+    os._exit(143)
 
 
 _PARENT = os.getppid()

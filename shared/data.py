@@ -29,9 +29,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shared.config import CleanExit, ConfigError, first_line, is_main_rank
+from shared.config import STOP_SIGNALS, CleanExit, ConfigError, first_line, is_main_rank
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # stop the run after a checkpoint
 IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
 
 

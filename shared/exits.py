@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shared import config as configs
-from shared.config import CleanExit
-from shared.data import STOP_SIGNALS
+from shared.config import STOP_SIGNALS, CleanExit
 
 C = TypeVar("C")
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared import faults, zero
 from shared.checkpoint import Checkpointer, TrainState
-from shared.config import CleanExit, ConfigError, data_parallel_size
-from shared.data import STOP_SIGNALS, Batch, Loader, Window
+from shared.config import STOP_SIGNALS, CleanExit, ConfigError, data_parallel_size
+from shared.data import Batch, Loader, Window
 from shared.exits import Stopped, stop_at_once
 from shared.launch import say
 from shared.optim import fill_state

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -132,6 +133,38 @@ def architectures(tmp_path_factory) -> Path:
     for name, config in configs.items():
         config.save_pretrained(folder / name)
     return folder
+
+
+def ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def machines():
+    """Two machines on one: names of two network namespaces joined by a cable, whose addresses are 10.77.0.1 and .2."""
+    names = [f"tmpl{os.getpid()}{letter}" for letter in "ab"]
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        for name in names:
+            ip(f"netns add {name}")
+        ip(f"link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}")
+    except subprocess.CalledProcessError as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+    for number, name in enumerate(names):
+        ip(f"-n {name} addr add 10.77.0.{number + 1}/24 dev eth0")
+        ip(f"-n {name} link set eth0 up")
+        ip(f"-n {name} link set lo up")
+    yield names
+    for name in names:
+        ip(f"netns del {name}")
+
+
+def processes_on(machine: str) -> list[int]:
+    """Of one of `machines`."""
+    return [int(pid) for pid in subprocess.run(["ip", "netns", "pids", machine], capture_output=True).stdout.split()]
 
 
 @dataclass(frozen=True)

@@ -20,25 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from shared import __version__
-from shared.commands.upgrade import BASE, ORIGIN, mergeable
+from shared.commands.selftest import ALONE, FLAGS
+from shared.commands.upgrade import BASE, ORIGIN, mergeable, put
 from shared.config import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[2]
-COMMANDS = ("verify_resume", "audit", "upgrade")  # that serve a project; and plan, for language models
+COMMANDS = ("verify_resume", "audit", "upgrade", "selftest")  # that serve a project; and plan, for language models
 # Launch configs that a template refuses.
 UNFIT = {
     "image_classification": {"tensor_parallel", "fsdp2_tensor_parallel", "fsdp2_offload"}
     | {"deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"},
     "pretrain_pipeline": {"single_gpu", "fsdp2", "hsdp", "multi_node_hsdp", "tensor_parallel", "fsdp2_tensor_parallel"}
     | {"fsdp2_offload", "fp8", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"},
-}
-_TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=4,intermediate_size=128"
-# Small runs that need no network, of some seconds on a CPU.
-SMOKE = {
-    "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
-    "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
-    "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
-    "image_classification": "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4",
 }
 
 
@@ -129,6 +122,8 @@ def build(names: tuple[str, ...]) -> Project:
     configs = (SOURCE / "accelerate_configs").glob("*.yaml")
     paths |= {path for path in configs if any(path.stem not in UNFIT.get(name, ()) for name in names)}
     files |= {str(path.relative_to(SOURCE)): path.read_bytes() for path in sorted(paths)}
+    for path in sorted((SOURCE / "jobs").iterdir()):
+        files[f"jobs/{path.name}"] = _named(path.read_text(encoding="utf-8"), names).encode()
     own = {"requirements.txt": requirements(packages), "README.md": _readme(names), "smoke_test.py": _smoke_test(names)}
     own |= {"Dockerfile": _dockerfile(names), ".dockerignore": _dockerignore(names), ".gitignore": GITIGNORE}
     files |= {name: text.encode() for name, text in own.items()}
@@ -166,12 +161,8 @@ def _renamed(content: bytes, name: str, names: tuple[str, ...]) -> bytes:
 def _readme(names: tuple[str, ...]) -> str:
     scripts = [script(name, names) for name in names]
     first = scripts[0]
-    launch = "ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2"
-    processes = " --mixed_precision no" if first else ""
-    if names == ("pretrain_pipeline",):
-        run = f"{launch}{processes} {first}  # two processes on the CPU"
-    else:
-        run = f"accelerate launch {first}"
+    two = f"accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no --num_processes 2 {first}"
+    run = f"ACCELERATE_USE_CPU=true {two}" if names == ("pretrain_pipeline",) else f"accelerate launch {first}"
     places = "`Config`, `build_datasets` (or `build_loaders`), `build_model`, `evaluate`, then the loop in `main`"
     edits = "\n".join(f"- `{s}`: {places}" for s in scripts)
     return f"""# Training
@@ -194,7 +185,7 @@ accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 {f
 The same command again continues a run that was killed. Rehearse several processes on the CPU:
 
 ```bash
-{launch}{processes} {first} --max_steps 3
+ACCELERATE_USE_CPU=true {two} --max_steps 3
 ```
 
 ## Where to edit first
@@ -207,17 +198,21 @@ The same command again continues a run that was killed. Rehearse several process
 
 ```bash
 python smoke_test.py
-python -m shared verify-resume -- accelerate launch {first}
+python -m shared verify-resume -- {run.removeprefix("ACCELERATE_USE_CPU=true ")}
 ```
 
-The first trains some steps, stops and resumes. The second kills your own command half-way, resumes it, and says what is not
-as it would have been.
+The first trains some steps, is killed and resumes. The second does so with your own command, and says what is not as it
+would have been.
 
-## Container
+## Container and cluster
 
 ```bash
-docker build -t training . && docker run --gpus all --shm-size 8g -v "$PWD/outputs:/workspace/outputs" training
+docker build -t training . && docker run training selftest
+docker run --gpus all --shm-size 8g -v "$PWD/outputs:/workspace/outputs" training
+sbatch jobs/slurm.sh {first}
 ```
+
+`jobs/` also holds what Kubernetes and Docker Compose are given.
 
 ## Later improvements
 
@@ -227,64 +222,40 @@ files, your edits stay, and conflicts are marked as git marks them.
 
 
 def _smoke_test(names: tuple[str, ...]) -> str:
-    runs = {script(name, names): SMOKE[name].split() for name in names}
-    processes = "(2,)" if names == ("pretrain_pipeline",) else "(1, 2)"
-    return f'''"""Each script trains some steps on the CPU, without network, and resumes: `python smoke_test.py`."""
+    runs = "".join(f"    {script(name, names)!r}: ({FLAGS[name]!r}, {ALONE.get(name, (1, 2))}),\n" for name in names)
+    return f'''"""Each script trains, is killed and resumes, small and without network: `python smoke_test.py`, or pytest."""
 
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from shared.commands.selftest import prove
+from shared.config import clean_exit
 
-HERE = Path(__file__).parent
-FLAGS = {runs!r}
-
-
-def train(script: str, folder: str, steps: int, processes: int) -> str:
-    """Launch a script and return what it said; an error if it fails."""
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no"]
-    if processes > 1:
-        config = HERE / "accelerate_configs" / "ddp.yaml"
-        launch += ["--config_file", str(config), "--num_processes", str(processes), "--main_process_port", "0"]
-    flags = ["--output_dir", folder, "--report_to", "none", "--max_steps", str(steps), "--lr_scheduler_type", "constant"]
-    flags += ["--save_steps", "2", "--allow_changed", "max_steps", *FLAGS[script]]
-    done = subprocess.run(
-        [*launch, str(HERE / script), *flags],
-        cwd=HERE,
-        env=os.environ | {{"ACCELERATE_USE_CPU": "true"}},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(done.stdout)
-    return done.stdout
+# Flags of a small run, and on how many CPU processes: yours to change with the script.
+RUNS = {{
+{runs}}}
 
 
 def test_trains_and_resumes() -> None:
-    for script in FLAGS:
-        for processes in {processes}:
-            with tempfile.TemporaryDirectory() as folder:
-                train(script, folder, 2, processes)
-                assert "at step 2" in train(script, folder, 4, processes)
-                assert (Path(folder) / "final").is_dir()
-            print(f"{{script}} on {{processes}} process(es): trained and resumed")
+    prove(RUNS)
 
 
 if __name__ == "__main__":
-    test_trains_and_resumes()
+    with clean_exit():
+        test_trains_and_resumes()
 '''
 
 
 def _dockerfile(names: tuple[str, ...]) -> str:
     text = (SOURCE / "Dockerfile").read_text(encoding="utf-8")
     scripts = " ".join(script(name, names) for name in names)
-    text = text.replace("COPY templates templates", f"COPY {scripts} ./")
-    for name in templates():
-        text = text.replace(f"templates/{name}.py", script(name, names) if name in names else script(names[0], names))
+    text = _named(text.replace("COPY templates templates", f"COPY {scripts} ./"), names)
     text = text.replace("One image for every template", "An image for training")
     return text.replace("the LoRA template's offline demo", "the script without arguments")
+
+
+def _named(text: str, names: tuple[str, ...]) -> str:
+    """A file that names templates, with this project's scripts in their place."""
+    for name in templates():
+        text = text.replace(f"templates/{name}.py", script(name, names) if name in names else script(names[0], names))
+    return text
 
 
 def _dockerignore(names: tuple[str, ...]) -> str:
@@ -323,8 +294,7 @@ def create(folder: Path, made: Project) -> None:
         raise ConfigError(f"{folder} exists and is not empty: nothing is ever overwritten, so choose another folder")
     try:
         for name, content in made.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+            put(folder / name, content)
         write_origin(folder, made)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None

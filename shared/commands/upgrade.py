@@ -98,6 +98,14 @@ def mergeable(content: bytes) -> bool:
     return b"\0" not in content[:8000] and len(content) < 1_000_000
 
 
+def put(path: Path, content: bytes) -> None:
+    """Write a file of a project; what begins as a script does can be executed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    if content.startswith(b"#!"):
+        path.chmod(path.stat().st_mode | 0o111)
+
+
 def _merge(folder: Path, name: str, mine: bytes, theirs: bytes, made: Plan) -> None:
     base = folder / BASE / name
     if not (base.is_file() and mergeable(mine) and mergeable(theirs)):
@@ -141,8 +149,7 @@ def main() -> None:
         if options.check:
             return
         for name, content in made.writes.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+            put(folder / name, content)
         for name in made.removes:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / BASE, ignore_errors=True)

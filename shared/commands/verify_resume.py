@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -79,8 +80,9 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
     flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
     flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data"]
     log = run_dir.with_suffix(".log")
+    env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_EXIT_CODE"}  # which is for our own
     with log.open("a") as output:
-        process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
             if kill_after is not None and logged(run_dir) >= kill_after:
                 kill(process.pid)
@@ -156,7 +158,7 @@ def main() -> None:
     if any(folder.iterdir()):
         raise ConfigError(f"--keep {folder}: is not empty")
     try:
-        found = verify(prepared(command, folder), folder, options.steps)
+        found = verify(prepared(command, folder), folder, options.steps, tell=True)
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -167,8 +169,13 @@ def main() -> None:
     print("a killed run continues as if it had not been")
 
 
-def verify(command: Sequence[str], folder: Path, steps: int) -> dict[str, str]:
-    """Train straight, train killed and resumed, compare: see `compare`."""
+def verify(command: Sequence[str], folder: Path, steps: int, *, tell: bool = False) -> dict[str, str]:
+    """Train straight, train killed and resumed, compare: see `compare`; `tell` prints what it is at.
+
+    Raises:
+        ConfigError: the command fails by itself.
+        Differs: it begins anew in place of resuming.
+    """
     straight, killed = folder / "straight", folder / "killed"
     half = max(1, steps * 7 // 12)
     for text, run_dir, kill_after in (
@@ -176,7 +183,8 @@ def verify(command: Sequence[str], folder: Path, steps: int) -> dict[str, str]:
         (f"training again, to be killed after step {half}", killed, half),
         ("resuming", killed, None),
     ):
-        print(f"{text} ...", file=sys.stderr, flush=True)
+        if tell:
+            print(f"{text} ...", file=sys.stderr, flush=True)
         train(command, run_dir, steps=steps, kill_after=kill_after)
         if kill_after is not None and not checkpoints(run_dir):
             raise ConfigError("no checkpoint was written before the kill: give more --steps")

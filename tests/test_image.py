@@ -1,0 +1,151 @@
+"""The image: built from the Dockerfile and run, without a Docker engine.
+
+Needs buildah and a base image that it has, named in TEMPLATES_BASE_IMAGE (a Debian with Python 3.11 or newer); further
+options of `buildah build`, for an index of packages for one, in TEMPLATES_BUILD_OPTIONS. Takes half an hour without layers
+of an earlier build.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+
+BASE = os.environ.get("TEMPLATES_BASE_IMAGE", "")
+pytestmark = pytest.mark.skipif(
+    not BASE or not shutil.which("buildah"), reason="needs buildah, and a base image named in TEMPLATES_BASE_IMAGE"
+)
+NAME = "localhost/templates-test"
+SOURCES = ("Dockerfile", ".dockerignore", "requirements.txt", "accelerate_configs", "jobs", "shared", "templates")
+
+
+def buildah(*command: object) -> str:
+    """What it said."""
+    argv = ["buildah", *map(str, command)]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def build(folder, name: str) -> str:
+    """What the build said."""
+    options = ["--layers", "--isolation", "chroot", "--build-arg", f"BASE_IMAGE={BASE}"]
+    options += shlex.split(os.environ.get("TEMPLATES_BUILD_OPTIONS", ""))
+    return buildah("build", *options, "-t", name, folder)
+
+
+class Image:
+    """Containers of an image; each call is a `docker run` with the same two volumes."""
+
+    def __init__(self, name: str) -> None:
+        self.container = buildah("from", name).split()[-1]
+        config = json.loads(buildah("inspect", self.container))["OCIv1"]["config"]
+        self.entrypoint, self.default, self.user = config["Entrypoint"], config["Cmd"], config["User"]
+
+    def start(self, *command: object) -> subprocess.Popen:
+        line = ["buildah", "run", "--isolation", "chroot", self.container, "--", *self.entrypoint]
+        line += map(str, command or self.default)
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, *command: object) -> tuple[int, str]:
+        process = self.start(*command)
+        output, _ = process.communicate(timeout=1500)
+        return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what the image is made from, which a test may change."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        place = ROOT / name
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(place, folder / name, ignore=ignore) if place.is_dir() else shutil.copy(place, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def image(source):
+    build(source, NAME)
+    made = Image(NAME)
+    yield made
+    buildah("rm", made.container)
+    buildah("rmi", NAME)
+
+
+def test_another_build_after_a_change_of_source_installs_nothing(image, source):
+    (source / "shared/extra.py").write_text('"""New."""\n')
+    said = build(source, f"{NAME}-2")
+    steps = said.split("STEP ")
+    (installs,) = (step for step in steps if "pip install --no-cache-dir" in step.splitlines()[0])
+    assert "Using cache" in installs and "Collecting" not in said
+    assert "Using cache" not in next(step for step in steps if "COPY shared shared" in step.splitlines()[0])
+    buildah("rmi", f"{NAME}-2")
+
+
+def test_it_runs_as_a_user_without_rights(image):
+    assert image.user == "1000:1000"
+    code, output = image.run("id", "-u")
+    assert (code, output.strip()) == (0, "1000")
+    own, others = "/tmp/x outputs/x /cache/x", "/workspace/shared/x /opt/venv/x /etc/x"
+    code, output = image.run("sh", "-c", f"touch {others}; touch {own}")
+    assert code == 0 and output.count("Permission denied") == 3
+
+
+def test_the_default_job(image):
+    code, output = image.run()
+    assert code == 0, output
+    assert "wrote" in output and "curves.png" in output
+
+
+def test_selftest(image):
+    code, output = image.run("selftest")
+    print(output)
+    assert code == 0 and "user 1000:1000" in output, output
+    assert output.count("resumes bit for bit") == 7
+
+
+def test_a_stop_during_training_and_the_same_command_again(image):
+    """`docker stop`: SIGTERM to the first process."""
+    command = ["accelerate", "launch", "templates/pretrain.py", "--output_dir", "outputs/stopped", "--max_steps", 12]
+    process = image.start(*command, "--logging_steps", 1, "--report_to", "none")
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "step 5/12" in line:
+            (tini,) = (p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "tini")
+            tini.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            break
+    seen += list(process.stdout)
+    assert process.wait(timeout=60) == 143 and time.monotonic() - began < 60, "".join(seen)
+    assert "stopped by SIGTERM at step" in "".join(seen)
+    code, output = image.run(*command, "--logging_steps", 1, "--report_to", "none")
+    assert code == 0 and "resumed from" in output and "step 12/12" in output, output
+
+
+def test_a_mistake_has_its_exit_code(image):
+    code, output = image.run("accelerate", "launch", "templates/pretrain.py", "--train_file", "/nowhere")
+    assert code == 2 and "error: /nowhere" in output
+
+
+def test_the_image_of_a_project(image, tmp_path):
+    """Its layers of packages are its own; it is built, and trains."""
+    new = [sys.executable, "-m", "shared", "new", "image_classification", str(tmp_path / "project")]
+    subprocess.run(new, cwd=ROOT, check=True)
+    build(tmp_path / "project", f"{NAME}-project")
+    project = Image(f"{NAME}-project")
+    assert project.default == ["accelerate", "launch", "train.py"]
+    code, output = project.run("selftest")
+    print(output)
+    assert code == 0 and output.count("resumes bit for bit") == 2, output
+    buildah("rm", project.container)
+    buildah("rmi", f"{NAME}-project")

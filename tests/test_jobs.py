@@ -1,0 +1,339 @@
+"""Jobs: what a cluster starts is started here, with stand-ins for the cluster only."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shared.commands.verify_resume import compare
+from tests.conftest import ROOT, free_port, processes_on, run
+
+STEPS = 8
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+SHELL = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("jobs/*.sh"), *ROOT.glob(".ci/*")])
+
+
+@pytest.fixture(scope="module")
+def flags(text_file, tiny_model):
+    return [
+        *("--train_file", str(text_file), "--model_name_or_path", str(tiny_model), "--seq_length", "32"),
+        *("--max_steps", str(STEPS), "--save_steps", "2", "--eval_samples", "4", "--global_batch_size", "8"),
+        *("--per_device_train_batch_size", "2", "--report_to", "none", "--logging_steps", "1", "--audit_data"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(flags, tmp_path_factory):
+    """The same on two processes, left alone."""
+    return run("pretrain", tmp_path_factory.mktemp("straight") / "run", *flags, processes=2)
+
+
+def exit_of(folder: Path) -> dict:
+    return json.loads((folder / "exit.json").read_text())
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while f'"step": {step},' not in (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else True:
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.02)
+
+
+# Written well --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_shellcheck_finds_nothing(script):
+    done = subprocess.run(["shellcheck", script], cwd=ROOT, capture_output=True, text=True, env={"PATH": PATH})
+    assert done.returncode == 0, done.stdout
+
+
+def test_hadolint_finds_nothing():
+    done = subprocess.run(["hadolint", "Dockerfile"], cwd=ROOT, capture_output=True, text=True, env={"PATH": PATH})
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "kubernetes_multi_node"])
+def test_kubernetes_takes_the_manifests(name):
+    command = ["kubernetes-validate", "--strict", f"jobs/{name}.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": PATH})
+    assert done.returncode == 0 and "job/train" in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_compose_takes_its_file():
+    command = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "jobs/compose.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": PATH})
+    assert done.returncode == 0, done.stdout
+
+
+# run.sh: the container's entry point ------------------------------------------------------------------------------------
+
+
+def run_sh(*command, **kwargs) -> subprocess.Popen:
+    env = os.environ | {"PATH": PATH} | kwargs.pop("env", {})
+    return subprocess.Popen(
+        [str(ROOT / "jobs/run.sh"), *map(str, command)], cwd=ROOT, env=env, start_new_session=True, text=True, **kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (("true",), 0),
+        (("sh", "-c", "exit 7"), 7),
+        (("no-such-command",), 127),
+        (("sh", "-c", "kill -TERM $$; kill -USR1 $$; exit 5"), 5),  # ignored
+        (("sh", "-c", 'printf 4 > "$TEMPLATES_EXIT_CODE"; exit 1'), 4),
+        (("sh", "-c", 'printf 4 > "$TEMPLATES_EXIT_CODE"'), 0),  # a part of it failed, which it has coped with
+    ],
+)
+def test_the_exit_code_of_a_command(command, code):
+    assert run_sh(*command).wait(timeout=60) == code
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_wrong_input_has_its_exit_code_however_many_processes(flags, tmp_path, processes):
+    launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
+    launch += ["--num_processes", processes, "--main_process_port", free_port()]
+    wrong = ["templates/pretrain.py", *flags, "--output_dir", tmp_path / "run", "--train_file", "/nowhere"]
+    process = run_sh("accelerate", "launch", *launch, *wrong, stderr=subprocess.PIPE)
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 2 and "/nowhere" in said
+
+
+def test_a_stop_before_training_begins_has_its_exit_code(flags, tmp_path):
+    """Also where SIGTERM is ignored from the start, as run.sh arranges it."""
+    process = run_sh("accelerate", "launch", "templates/pretrain.py", "--output_dir", tmp_path / "run", *flags)
+    while process.poll() is None:  # until it is heard
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(0.3)
+    assert process.returncode == 143
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_writes_a_checkpoint_and_ends_with_143(flags, straight, tmp_path, processes):
+    """SIGTERM to the whole group, as `tini -g` does when the container is stopped."""
+    launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
+    launch += ["--mixed_precision", "no", "--num_processes", processes, "--main_process_port", free_port()]
+    command = ["accelerate", "launch", *launch, "templates/pretrain.py", *flags, "--output_dir", tmp_path / "run"]
+    log = tmp_path / "log"
+    process = run_sh(*command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    wait_for_step(tmp_path / "run", 3, process, log)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=100) == 143, log.read_text()
+    assert exit_of(tmp_path / "run")["exit_code"] == 143 and not (tmp_path / "run/final").exists()
+    assert run_sh(*command, stdout=log.open("w"), stderr=subprocess.STDOUT).wait(timeout=300) == 0, log.read_text()
+    if processes == 2:
+        assert set(compare(straight.folder, tmp_path / "run").values()) == {""}
+
+
+# SLURM -------------------------------------------------------------------------------------------------------------------
+
+# One process a node, each in the network namespace that stands for it; a signal goes to all processes of the step.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+
+options = [a for a in sys.argv[1:] if a.startswith("--")][: next(i for i, a in enumerate(sys.argv[1:]) if a[:2] != "--")]
+command, nodes = sys.argv[1 + len(options) :], os.environ["STANDS_FOR_NODES"].split()
+print("srun", *options, flush=True)
+tasks = []
+
+def forward(number, _frame):
+    for node in nodes:
+        for pid in subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split():
+            try:
+                os.kill(int(pid), number)
+            except ProcessLookupError:
+                pass
+
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, forward)
+for number, node in enumerate(nodes):
+    inside = ["ip", "netns", "exec", node] if node else []
+    tasks.append(subprocess.Popen([*inside, *command], env=os.environ | {{"SLURM_NODEID": str(number)}}))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SCONTROL = """#!/bin/sh
+case "$1" in
+show) echo "$STANDS_FOR_ADDRESS" ;;
+requeue) echo "$2" >> "$STANDS_FOR_QUEUE" ;;
+esac
+"""
+APPTAINER = """#!/bin/sh
+echo "apptainer $*"
+while [ "${1%.sif}" = "$1" ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """The environment of a job of SLURM whose commands are stand-ins."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("apptainer", APPTAINER)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "1"}
+    stand_in = {"STANDS_FOR_NODES": "", "STANDS_FOR_ADDRESS": "127.0.0.1", "STANDS_FOR_QUEUE": str(tmp_path / "queue")}
+    (tmp_path / "queue").touch()
+    return os.environ | job | stand_in | {"PATH": f"{folder}:{PATH}", "MAIN_PORT": str(free_port())}
+
+
+def sbatch(env, log: Path, *arguments, cwd=ROOT) -> subprocess.Popen:
+    """What runs a batch script; the log is continued, as with --open-mode=append."""
+    command = ["bash", str(ROOT / "jobs/slurm.sh"), *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=log.open("a"), stderr=subprocess.STDOUT)
+
+
+def srun_of(process: subprocess.Popen) -> int:
+    import psutil
+
+    return next(p.pid for p in psutil.Process(process.pid).children() if "srun" in " ".join(p.cmdline()))
+
+
+def test_slurm_two_nodes_stop_when_the_time_is_over_and_are_queued_again(machines, slurm, flags, straight, tmp_path):
+    node = {"SLURM_NNODES": "2", "STANDS_FOR_NODES": " ".join(machines), "STANDS_FOR_ADDRESS": "10.77.0.1"}
+    env = slurm | node | {"RUN_DIR": str(tmp_path / "run"), "GLOO_SOCKET_IFNAME": "eth0", "ACCELERATE_MIXED_PRECISION": "no"}
+    log, command = tmp_path / "train-77.log", ["--mixed_precision", "no", "templates/pretrain.py", *flags]
+    job = sbatch(env, log, *command)
+    wait_for_step(tmp_path / "run", 3, job, log)
+    os.kill(srun_of(job), signal.SIGUSR1)  # --signal=USR1@300
+    assert job.wait(timeout=120) == 143, log.read_text()
+    assert (tmp_path / "queue").read_text() == "77\n"
+    assert f"queued again, from the last checkpoint in {tmp_path / 'run'}" in log.read_text()
+    assert exit_of(tmp_path / "run")["cause"].startswith("stopped by SIGUSR1 at step ")
+    assert not any(processes_on(machine) for machine in machines)
+
+    job = sbatch(env, log, *command)  # which SLURM does now
+    assert job.wait(timeout=200) == 0, log.read_text()
+    assert "resumed from" in log.read_text() and (tmp_path / "queue").read_text() == "77\n"
+    assert set(compare(straight.folder, tmp_path / "run").values()) == {""}
+    manifest = json.loads((tmp_path / "run" / f"checkpoint-{STEPS:06d}" / "MANIFEST.json").read_text())
+    assert manifest["strategy"] == "DDP x 2 on cpu, fp32" and manifest["world_size"] == 2
+    print(log.read_text())
+
+
+def test_slurm_does_not_queue_again_what_was_cancelled(slurm, flags, tmp_path):
+    log, env = tmp_path / "log", slurm | {"RUN_DIR": str(tmp_path / "run")}
+    job = sbatch(env, log, "--mixed_precision", "no", "templates/pretrain.py", *flags)
+    wait_for_step(tmp_path / "run", 3, job, log)
+    for process in (job.pid, srun_of(job)):
+        os.kill(process, signal.SIGTERM)
+    training = [p for p in _family(job.pid) if "templates/pretrain.py" in p.cmdline()]
+    for process in training:
+        process.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=100) == 143, log.read_text()
+    assert (tmp_path / "queue").read_text() == "" and exit_of(tmp_path / "run")["exit_code"] == 143
+
+
+def _family(pid: int):
+    import psutil
+
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_slurm_tells_of_what_cannot_be(slurm, tmp_path):
+    log = tmp_path / "log"
+    assert sbatch(slurm, log, "templates/pretrain.py", "--output_dir", "x").wait(timeout=60) == 2
+    assert log.read_text() == "say RUN_DIR=... in place of --output_dir\n"
+
+
+HELLO = 'import os, sys\nprint("hello from", os.environ["WORLD_SIZE"], sys.argv[1:])\n'
+
+
+@pytest.mark.parametrize("image", ["templates.sif", "registry/templates"])
+def test_slurm_in_a_container(slurm, tmp_path, image):
+    """Which of the two runtimes is asked, and that what it starts is the same."""
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
+    (tmp_path / "hello.py").write_text(HELLO)
+    log = tmp_path / "log"
+    env = slurm | {"IMAGE": image, "PROCESSES_PER_NODE": "2"}
+    assert sbatch(env, log, "hello.py", "--x", 1, cwd=tmp_path).wait(timeout=120) == 0, log.read_text()
+    said = log.read_text()
+    assert said.count("hello from 2 ['--x', '1', '--output_dir', 'runs/train-77']") == 2
+    assert ("--container-image=registry/templates" in said) == (image == "registry/templates")
+    assert (f"apptainer exec --nv --bind {tmp_path} --pwd {tmp_path} templates.sif sh -c" in said) == image.endswith(".sif")
+
+
+# Kubernetes and Compose ------------------------------------------------------------------------------------------------
+
+
+def arguments_of(name: str) -> list[str]:
+    """What the container of a manifest is started with."""
+    (job,) = (d for d in yaml.safe_load_all((ROOT / f"jobs/{name}.yaml").read_text()) if d["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert "command" not in container  # the image's entry point
+    return container["args"]
+
+
+def on_this_machine(arguments: list[str], **values: object) -> list[str]:
+    """Two CPU processes in place of GPUs, and the values that the cluster fills in."""
+    text = "\n".join(arguments)
+    for old, new in values.items():
+        assert old in text, old
+        text = text.replace(old, str(new))
+    first = text.splitlines()
+    return [*first[:2], "--mixed_precision=no", *first[2:]]
+
+
+def test_the_command_of_the_kubernetes_job(tmp_path, chat_file, tiny_model):
+    given = on_this_machine(arguments_of("kubernetes"), **{"=8": "=2", "outputs/train": tmp_path / "run"})
+    given += ["--model_name_or_path", tiny_model, "--train_file", chat_file, "--max_steps", 2, "--report_to", "none"]
+    given += ["--seq_length", 64, "--num_generations", 0, "--global_batch_size", 4, "--per_device_train_batch_size", 2]
+    given.insert(2, f"--main_process_port={free_port()}")
+    process = run_sh(*given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    manifest = json.loads((tmp_path / "run/checkpoint-000002/MANIFEST.json").read_text())
+    assert manifest["strategy"] == "DDP x 2 on cpu, fp32"
+
+
+def test_the_commands_of_the_kubernetes_job_on_two_nodes(machines, flags, tmp_path):
+    """Indexed pods that find the first one by its name."""
+    hosts = [Path("/etc/netns") / machine / "hosts" for machine in machines]  # /etc/hosts inside
+    pods = []
+    try:
+        for number, machine in enumerate(machines):
+            hosts[number].parent.mkdir(parents=True, exist_ok=True)
+            hosts[number].write_text("127.0.0.1 localhost\n10.77.0.1 train-nodes-0.train-nodes\n")
+            values = {"=16": "=4", "$(JOB_COMPLETION_INDEX)": number, "outputs/train": tmp_path / "run"}
+            given = on_this_machine(arguments_of("kubernetes_multi_node"), **values)
+            given.insert(2, "--parallelism_config_dp_shard_size=2")
+            command = ["ip", "netns", "exec", machine, str(ROOT / "jobs/run.sh"), *given, *flags]
+            env = os.environ | {"PATH": PATH, "GLOO_SOCKET_IFNAME": "eth0"}
+            log = (tmp_path / f"{number}.log").open("w")
+            pods.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
+        assert [pod.wait(timeout=300) for pod in pods] == [0, 0], (tmp_path / "0.log").read_text()
+    finally:
+        for file in hosts:
+            shutil.rmtree(file.parent, ignore_errors=True)
+    manifest = json.loads((tmp_path / "run" / f"checkpoint-{STEPS:06d}" / "MANIFEST.json").read_text())
+    assert manifest["strategy"] == "HSDP 2 x 2 on cpu, fp32" and manifest["world_size"] == 4
+
+
+def test_kubernetes_exit_codes_are_those_that_the_readme_states():
+    """2, 3 and 4 would fail again; 143 is no failure."""
+    for name in ("kubernetes", "kubernetes_multi_node"):
+        (job,) = (d for d in yaml.safe_load_all((ROOT / f"jobs/{name}.yaml").read_text()) if d["kind"] == "Job")
+        rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+        assert {rule["action"]: rule["onExitCodes"]["values"] for rule in rules} == {"FailJob": [2, 3, 4], "Ignore": [143]}
+        pod = job["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] >= 300 and pod["restartPolicy"] == "Never"
+        assert any(v.get("emptyDir", {}).get("medium") == "Memory" for v in pod["volumes"])
+
+
+def test_the_command_of_the_compose_file_is_that_of_the_kubernetes_job():
+    (service,) = yaml.safe_load((ROOT / "jobs/compose.yaml").read_text())["services"].values()
+    same = [a.replace("${GPUS:-1}", "8") for a in service["command"]]
+    assert same == arguments_of("kubernetes")
+    assert service["stop_grace_period"] == "5m" and service["shm_size"] == "16gb"
