@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     """Tokens/s and peak bytes of the templates' step, in this process."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from shared import launch, memory, model, optim, parallel, steps
+    from shared import launch, lm_loss, memory, model, optim, parallel, steps
     from shared.options import OptimConfig
 
     accelerator = launch.start(0)
@@ -60,6 +60,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     model.set_gradient_checkpointing(whole, checkpointing)
     built = optim.build(whole, OptimConfig())
     prepared, *optimizers = parallel.prepare(accelerator, whole.train(), *built, max_grad_norm=1.0)
+    lm_loss.fuse_head(accelerator, prepared, args.vocab)
     rows = args.rows // accumulation
     tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)
     batch = {"input_ids": tokens, "labels": tokens}
@@ -67,7 +68,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     def step() -> None:
         for i in range(accumulation):
             with steps.accumulate(accelerator, prepared, last=i + 1 == accumulation):
-                accelerator.backward(model.causal_lm_loss(prepared, batch) / (args.rows * args.length))
+                accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / (args.rows * args.length))
         steps.clip_gradients(accelerator, prepared, 1.0)
         steps.update(accelerator, optimizers)
         if on_cuda:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shared import lm_loss
 from shared import model as models
 
 CHECKPOINTING = ("none", "2", "full")
@@ -98,6 +99,9 @@ def _build(job: Job, depth: int, gathered: bool = False) -> nn.Module:
 
             lora = LoraConfig(task_type="CAUSAL_LM", r=job.lora_r, target_modules="all-linear")
             model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.bias is None:
+        lm_loss.attach(head)
     made: dict[Any, Any] = {}  # tied weights stay tied
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -183,7 +187,7 @@ def _measure(job: Job, depth: int, checkpointing: str, gathered: bool) -> tuple[
             for _ in range(2):
                 live.peak = live.now
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.mixed):
-                    loss = models.causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
+                    loss = lm_loss.causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
                 loss.backward()
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return around_loss[-1] - gradients, live.peak - gradients

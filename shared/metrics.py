@@ -29,6 +29,7 @@ from shared.folder import read_json_lines
 from shared.launch import say
 from shared.options import LogConfig
 from shared.parallel import total
+from shared.profiling import Profiler
 
 T = TypeVar("T")
 
@@ -102,6 +103,7 @@ class Logger:
             if self.tracker:
                 self._start_tracker(template, settings)
         self.recorder = audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
+        self.profiler = Profiler(run_dir) if config.profile and self.main else None
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
         self.bar = tqdm(
             total=total_steps,
@@ -158,6 +160,8 @@ class Logger:
         self.targets += window.num_targets
         self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
         self.bar.update()
+        if self.profiler is not None:
+            self.profiler.step()
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             return
         sums = torch.stack([self.loss, torch.tensor(float(self.positions), device=self.loss.device)])
@@ -249,6 +253,8 @@ class Logger:
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
         self.bar.close()
+        if self.profiler is not None:
+            self.profiler.close()
         self.draw()
         self.accelerator.wait_for_everyone()  # end_training takes the process group down; others may still write
         with self._tracking():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -199,21 +198,6 @@ def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Ten
         return value
 
     return {name: convert(name, value) for name, value in weights.items()}
-
-
-def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy summed over this micro-batch's target tokens; the caller divides by the global batch's.
-
-    Args:
-        model: returns logits, [batch, seq, vocab].
-        batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100.
-
-    Returns:
-        Scalar, fp32.
-    """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits = model(**inputs, use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
 
 
 def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], **front: str) -> str:

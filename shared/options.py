@@ -196,7 +196,7 @@ class CheckpointConfig:
 class LogConfig:
     """Logging."""
 
-    FREE: ClassVar = frozenset({"report_to", "project_name", "run_name", "logging_steps", "audit_data"})
+    FREE: ClassVar = frozenset({"report_to", "project_name", "run_name", "logging_steps", "audit_data", "profile"})
 
     report_to: str = "wandb"
     """Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written."""
@@ -208,6 +208,8 @@ class LogConfig:
     """Optimizer steps between logged values, which are means over them."""
     audit_data: bool = False
     """Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`."""
+    profile: bool = False
+    """Trace three steps after the first six, write profile.json, and print what took long and how long all idled."""
 
     def __post_init__(self) -> None:
         configs.require_at_least_one(self, "logging_steps")

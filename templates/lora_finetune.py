@@ -99,6 +99,7 @@ from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
 from shared.folder import open_run, whole_folder
+from shared.lm_loss import causal_lm_loss, fuse_head
 from shared.weights import gather_weights
 
 
@@ -200,7 +201,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: 
     total, targets = torch.zeros((), device=accelerator.device), 0
     for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
         for batch in window.micro_batches:
-            total += models.causal_lm_loss(model, batch)
+            total += causal_lm_loss(model, batch)
         targets += window.num_targets
     model.train()
     loss = parallel.total(accelerator, total).item() / targets
@@ -265,7 +266,8 @@ def main(config: Config) -> None:
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
-    loss_of = partial(models.causal_lm_loss, model)
+    loss_by = fuse_head(accelerator, model, len(tokenizer))
+    loss_of = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
         rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, loss_of)
         config = configs.replace(config, per_device_train_batch_size=rows)
@@ -280,6 +282,7 @@ def main(config: Config) -> None:
             "trained": f"{trainable:,} parameters ({trainable / total:.2%})",
             "batch": launch.batch_line(config.batch, accelerator, "rows"),
             "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.2f} epochs",
+            "loss": loss_by,
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
         },
@@ -334,7 +337,7 @@ def main(config: Config) -> None:
             losses = []
             for i, batch in enumerate(window.micro_batches):
                 with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                    loss = models.causal_lm_loss(model, batch)
+                    loss = causal_lm_loss(model, batch)
                     accelerator.backward(loss * scale)
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)

@@ -88,6 +88,7 @@ from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
 from shared.folder import open_run, whole_folder
+from shared.lm_loss import causal_lm_loss, fuse_head
 from shared.weights import gather_weights
 
 
@@ -189,7 +190,7 @@ def evaluate(
     total, targets = torch.zeros((), device=accelerator.device), 0
     for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
         for batch in window.micro_batches:
-            total += models.causal_lm_loss(model, batch)
+            total += causal_lm_loss(model, batch)
         targets += window.num_targets
     model.train()
     loss = parallel.total(accelerator, total).item() / targets
@@ -230,7 +231,8 @@ def main(config: Config) -> None:
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
-    loss_of = partial(models.causal_lm_loss, model)
+    loss_by = fuse_head(accelerator, model, len(data.tokenizer))
+    loss_of = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
         assert isinstance(data.train, Loader)
         rows = steps.largest_that_fits(accelerator, model, optimizers, data.train, loss_of)
@@ -245,6 +247,7 @@ def main(config: Config) -> None:
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
             "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
+            "loss": loss_by,
             "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
@@ -283,7 +286,7 @@ def main(config: Config) -> None:
             losses = []
             for i, batch in enumerate(window.micro_batches):
                 with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                    loss = models.causal_lm_loss(model, batch)
+                    loss = causal_lm_loss(model, batch)
                     accelerator.backward(loss * scale)
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)

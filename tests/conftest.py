@@ -1,6 +1,7 @@
 """Tiny models and data made here, and the real `accelerate launch` on CPU processes."""
 
 import array
+import contextlib
 import importlib.util
 import json
 import os
@@ -341,4 +342,5 @@ def run_here(template: str, *args: object) -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if "wandb" in sys.modules:
-            sys.modules["wandb"].teardown()  # one service a process: the next run here must not find a broken one
+            with contextlib.suppress(Exception):  # it is broken already, or gone
+                sys.modules["wandb"].teardown()  # one service a process: the next run here must not find a broken one

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shared import launch, memory, model, optim, parallel, steps
+from shared import launch, lm_loss, memory, model, optim, parallel, steps
 from shared.options import OptimConfig
 
 SHAPE = {
@@ -45,13 +45,14 @@ def main(checkpointing: str, lora_r: int, output: Path) -> None:
     whole.train()
     config = OptimConfig()
     prepared, *optimizers = parallel.prepare(accelerator, whole, *optim.build(whole, config), max_grad_norm=1.0)
+    lm_loss.fuse_head(accelerator, prepared, SHAPE["vocab_size"])
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
 
     def step(number: int) -> None:
         for last in (False, True):
             with steps.accumulate(accelerator, prepared, last=last):
-                accelerator.backward(model.causal_lm_loss(prepared, batch) / 1000)
+                accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / 1000)
         steps.clip_gradients(accelerator, prepared, 1.0)
         steps.update(accelerator, optimizers)
 

@@ -22,6 +22,7 @@ from transformers import (
 
 from shared import chat, model
 from shared.config import ConfigError
+from shared.lm_loss import causal_lm_loss
 
 CPU = torch.device("cpu")
 VOCAB = 64
@@ -103,16 +104,16 @@ def test_the_packed_loss_is_the_sum_of_the_documents_losses():
     packed = chat.Packed(documents, 20)
     batch = chat.collate_packed([packed[i] for i in range(len(packed))])
     alone = [chat.collate_padded([documents[i]]) for i in range(4)]
-    expected = sum(model.causal_lm_loss(subject, one) for one in alone)
-    torch.testing.assert_close(model.causal_lm_loss(subject, batch), expected, atol=1e-4, rtol=1e-5)
+    expected = sum(causal_lm_loss(subject, one) for one in alone)
+    torch.testing.assert_close(causal_lm_loss(subject, batch), expected, atol=1e-4, rtol=1e-5)
 
 
 @torch.no_grad()
 def test_the_padded_loss_is_the_sum_of_the_documents_losses():
     subject = make("llama")
     documents = Documents([11, 9, 6, 5])
-    expected = sum(model.causal_lm_loss(subject, chat.collate_padded([documents[i]])) for i in range(4))
-    together = model.causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)]))
+    expected = sum(causal_lm_loss(subject, chat.collate_padded([documents[i]])) for i in range(4))
+    together = causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)]))
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
 
 
@@ -174,7 +175,7 @@ def gradients(setting, *, dropout=0.0):
         block.mlp.register_forward_pre_hook(count(i))
     torch.manual_seed(1)
     ids = tokens(2, 12)
-    model.causal_lm_loss(subject, {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}).backward()
+    causal_lm_loss(subject, {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}).backward()
     return {name: p.grad for name, p in subject.named_parameters()}, forwards
 
 
@@ -228,7 +229,7 @@ def test_the_loss_is_that_of_transformers_times_its_targets(name):
     labels = ids.masked_fill(tokens(3, 12, seed=1) < 20, -100)
     labels[:, 0] = -100
     theirs = subject(input_ids=ids, labels=labels, use_cache=False).loss
-    ours = model.causal_lm_loss(subject, {"input_ids": ids[:, :-1], "labels": labels[:, 1:]})
+    ours = causal_lm_loss(subject, {"input_ids": ids[:, :-1], "labels": labels[:, 1:]})
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, theirs * (labels != -100).sum(), atol=1e-4, rtol=1e-5)
 
@@ -236,7 +237,7 @@ def test_the_loss_is_that_of_transformers_times_its_targets(name):
 @torch.no_grad()
 def test_a_batch_without_targets_has_loss_zero():
     ids = tokens(1, 5)
-    assert model.causal_lm_loss(make("llama"), {"input_ids": ids, "labels": torch.full_like(ids, -100)}).item() == 0
+    assert causal_lm_loss(make("llama"), {"input_ids": ids, "labels": torch.full_like(ids, -100)}).item() == 0
 
 
 # FLOPs ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""The loss of a language model, without ever holding all logits: with a vocabulary of 128k they are the peak of memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+
+from shared.config import data_parallel_size, first_line, world_size
+from shared.data import IGNORED
+
+AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
+_labels: torch.Tensor | None = None  # for the head, while a forward pass computes the loss
+
+
+def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy summed over this micro-batch's target tokens; the caller divides by the global batch's.
+
+    Args:
+        model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
+        batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100.
+
+    Returns:
+        Scalar, fp32.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with _shown_to_the_head(batch["labels"]):
+        logits = model(**inputs, use_cache=False).logits
+    if logits.ndim == 0:
+        return logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@contextlib.contextmanager
+def _shown_to_the_head(labels: torch.Tensor) -> Iterator[None]:
+    global _labels
+    _labels = labels
+    try:
+        yield
+    finally:
+        _labels = None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(hidden @ weight.T)[label], chunk by chunk over the tokens.
+
+    A chunk's logits become their own gradient at once, so backward computes nothing again: as many operations as without.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, learning: bool
+    ) -> torch.Tensor:
+        """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the matrix products."""
+        states, matrix = hidden.to(dtype), weight.to(dtype)
+        to_states, to_matrix = (learning and needed for needed in ctx.needs_input_grad[:2])
+        states_grad = torch.empty_like(states) if to_states else None
+        matrix_grad = torch.zeros_like(weight, dtype=torch.float32) if to_matrix else None
+        total = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        chunk = max(1, AT_ONCE // weight.shape[0])
+        for start in range(0, len(states), chunk):
+            part, label = states[start : start + chunk], labels[start : start + chunk]
+            counts, place = label != IGNORED, label.clamp(min=0)[:, None]
+            logits = (part @ matrix.T).float()
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            total += torch.where(counts, (normaliser - logits.gather(-1, place))[:, 0], 0.0).sum()
+            if to_states or to_matrix:
+                gradient = logits.sub_(normaliser).exp_()
+                gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=torch.float32))
+                gradient = gradient.masked_fill_(~counts[:, None], 0.0).to(dtype)
+                if states_grad is not None:
+                    torch.mm(gradient, matrix, out=states_grad[start : start + chunk])
+                if matrix_grad is not None:
+                    matrix_grad += gradient.T @ part
+            del logits
+        ctx.save_for_backward(states_grad, matrix_grad)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((g * gradient).to(dtype) if g is not None else None for g, dtype in grads), None, None, None
+
+
+def _forward(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """The head's logits, or the loss while `causal_lm_loss` is asking for it."""
+    if _labels is None:
+        return F.linear(hidden, head.weight)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(
+            hidden.flatten(0, -2), head.weight, _labels.flatten(), dtype, torch.is_grad_enabled()
+        )
+
+
+def attach(head: Any) -> None:
+    """Let a head, a plain matrix, compute the loss where `causal_lm_loss` asks for it."""
+    head.forward = partial(_forward, head)
+
+
+@torch.no_grad()
+def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> str:
+    """Let the model's last layer compute the loss itself, where that gives the same; a word about it for the summary.
+
+    Tried on a few tokens, since some models change their logits after the head (soft caps, scales), and then all stays as
+    it was. Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
+    """
+    head = accelerator.unwrap_model(model).get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or head.bias is not None:
+        return "from whole logits: the head is not a plain matrix"
+    if accelerator.mixed_precision == "fp16":  # whose gradients need the scale before they are computed
+        return "from whole logits, for fp16"
+    if data_parallel_size() < world_size():  # tensor parallelism
+        return "from whole logits, which are cut over ranks"
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(accelerator.device)
+    labels[0, 3] = IGNORED
+    training = model.training
+    model.eval()
+    plain = causal_lm_loss(model, {"input_ids": tokens, "labels": labels})
+    attach(head)
+    try:
+        fused = causal_lm_loss(model, {"input_ids": tokens, "labels": labels})
+        same, why = torch.allclose(plain, fused, rtol=1e-3), f"{type(model).__name__} changes what its head returns"
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+        same, why = False, first_line(error)
+    model.train(training)
+    if not same:
+        del head.forward
+        return f"from whole logits: {why}"
+    return "fused with the head, in chunks of tokens"

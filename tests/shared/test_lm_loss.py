@@ -1,0 +1,151 @@
+"""The loss in chunks is the loss from whole logits, and so are its gradients."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
+
+from shared import lm_loss
+from shared.data import IGNORED
+from shared.lm_loss import causal_lm_loss, fuse_head
+
+VOCAB = 96
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": VOCAB}
+
+
+def llama(tied=False, **options):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=tied, **options))
+
+
+def batch(rows=3, length=17):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (rows, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = IGNORED
+    return {"input_ids": tokens[:, :-1], "labels": labels}
+
+
+def gradients(model, mixed=False):
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        loss = causal_lm_loss(model, batch())
+    (loss * 0.37).backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("at_once", [VOCAB, 5 * VOCAB, 2**26])
+def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once):
+    """In fp32 to rounding, with chunks of one token, of five, of all; with a head that is trained or not."""
+    monkeypatch.setattr(lm_loss, "AT_ONCE", at_once)
+    model = llama(tied)
+    if frozen:
+        model.get_output_embeddings().weight.requires_grad_(False)
+    loss, expected = gradients(model)
+    assert "fused" in fuse_head(Accelerator(cpu=True), model, VOCAB)
+    fused, found = gradients(model)
+    torch.testing.assert_close(fused, loss, rtol=1e-6, atol=0)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_in_bf16_it_is_as_far_from_fp32_as_whole_logits_are():
+    model = llama()
+    exact, exact_gradients = gradients(model)
+    plain, plain_gradients = gradients(model, mixed=True)
+    fuse_head(Accelerator(cpu=True), model, VOCAB)
+    fused, fused_gradients = gradients(model, mixed=True)
+    assert abs(fused - exact) <= 2 * abs(plain - exact) + 1e-3 * exact
+    for name, gradient in exact_gradients.items():
+        error, allowed = ((g[name] - gradient).norm() for g in (fused_gradients, plain_gradients))
+        assert error <= 1.5 * allowed + 1e-6, name
+
+
+@given(
+    tokens=st.integers(1, 40),
+    vocab=st.integers(2, 50),
+    chunk=st.integers(1, 2000),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_size_and_every_share_of_ignored_labels(tokens, vocab, chunk, share, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(vocab, 8, generator=generator, requires_grad=True)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < share] = IGNORED
+    expected = F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED, reduction="sum")
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    before, lm_loss.AT_ONCE = lm_loss.AT_ONCE, chunk
+    try:
+        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True)
+    finally:
+        lm_loss.AT_ONCE = before
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+
+
+def test_a_logit_that_is_not_finite_counts_only_where_there_is_a_label():
+    hidden, weight = torch.ones(3, 4), torch.ones(5, 4)
+    hidden[1] = float("nan")
+    labels = torch.tensor([1, IGNORED, 2])
+    total = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, False)
+    torch.testing.assert_close(total, 2 * torch.log(torch.tensor(5.0)))
+    spoiled = lm_loss._LinearCrossEntropy.apply(hidden, weight, torch.tensor([1, 1, 2]), torch.float32, False)
+    assert spoiled.isnan()
+
+
+def test_the_head_gives_logits_to_whoever_does_not_ask_for_the_loss():
+    model = llama().eval()
+    with torch.no_grad():
+        before = model(batch()["input_ids"]).logits
+        fuse_head(Accelerator(cpu=True), model, VOCAB)
+        assert torch.equal(model(batch()["input_ids"]).logits, before)
+
+
+def test_logits_are_never_held_whole():
+    """The largest tensor that is saved for the backward is far smaller than the logits."""
+    model = llama()
+    sizes = []
+    inside = torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t)
+    model_batch = batch(rows=4, length=64)
+    with inside:
+        causal_lm_loss(model, model_batch)
+    assert max(sizes) >= 4 * 64 * VOCAB
+    sizes.clear()
+    fuse_head(Accelerator(cpu=True), model, VOCAB)
+    with inside:
+        causal_lm_loss(model, model_batch)
+    assert max(sizes) < 4 * 64 * VOCAB
+
+
+CAPPED = Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)
+PLAIN = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(("config", "why"), [(CAPPED, "changes what its head returns"), (PLAIN, "")])
+def test_a_model_that_changes_its_logits_is_left_as_it_is(config, why):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)  # where the cap shows
+    plain = causal_lm_loss(model, batch())
+    said = fuse_head(Accelerator(cpu=True), model, VOCAB)
+    assert (why in said and "whole logits" in said) if why else "fused" in said
+    torch.testing.assert_close(causal_lm_loss(model, batch()), plain)
+
+
+def test_a_head_that_is_more_than_a_matrix_is_left_alone():
+    model = llama()
+    model.lm_head = nn.Linear(32, VOCAB)
+    assert "not a plain matrix" in fuse_head(Accelerator(cpu=True), model, VOCAB)
+    assert "forward" not in vars(model.lm_head)
