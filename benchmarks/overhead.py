@@ -19,7 +19,6 @@ step by two looks at the clock, beside the raw loop's part that does the same; w
 """
 
 import argparse
-import contextlib
 import statistics
 import sys
 import tempfile
@@ -264,8 +263,6 @@ def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=5, steps=2000, least=8)
     options = rounds.parse(parser, WORK)
     with rounds.folder(options) as environment:
-        with contextlib.suppress(KeyError):
-            del environment["ACCELERATE_MIXED_PRECISION"]
 
         def measure(name: str, number: int) -> Row:
             whole = rounds.worker(__file__, name, options, environment, parts=False)

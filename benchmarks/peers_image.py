@@ -269,11 +269,10 @@ def main() -> None:
     options.steps -= options.steps % rounds.every(options.steps)
     absent = rounds.absent("timm", ("timm", "timm's loader"))
     present = [name for name in (*LOOPS, *LOADERS) if not any(row["contender"] == name for row in absent)]
-    model = Path(options.model_folder).name if options.model_folder else "ResNet-18"
 
     with rounds.folder(options) as environment:
         make_images(Path(options.folder), options.images, options.image_size)
-        options.model_folder = Path(options.model_folder or make_resnet_18(Path(options.folder, "model"))).resolve()
+        options.model_folder = Path(options.model_folder or make_resnet_18(Path(options.folder, "ResNet-18"))).resolve()
 
         def measure(name: str, number: int) -> Row:
             if name == "template":
@@ -286,7 +285,7 @@ def main() -> None:
         rows = rounds.alternate(present, options.rounds, measure)
     rounds.pair(rows, "images_per_second", lambda name: "plain's loader" if name in LOADERS else "plain")
     columns = {"images/s": ("images_per_second", ",.0f"), "ratio to plain, or its loader": ("ratio", ".3f")}
-    what = [model, f"{options.image_size} x {options.image_size} pixels", rounds.PRECISIONS[options.mixed_precision]]
+    what = [options.model_folder.name, f"{options.image_size} pixels", rounds.PRECISIONS[options.mixed_precision]]
     what += [name for name in ("channels_last", "torch_compile") if getattr(options, name)]
     notes = [
         f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps of {options.batch_size} images. "

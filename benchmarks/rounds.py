@@ -263,6 +263,9 @@ def report(options: argparse.Namespace, rows: list[Row], text: str, notes: list[
     """Write the JSON, and print the table with its notes and what it was measured on."""
     facts = about(("torch", *(p for p in packages if importlib.util.find_spec(p)), "transformers", "accelerate"))
     settings = {key: value for key, value in vars(options).items() if key not in ("output", "worker", "folder")}
+    for key, value in settings.items():  # without this machine's folders
+        settings[key] = value.name if isinstance(value, Path) else value
+        settings[key] = value.removeprefix(f"{ROOT}/") if isinstance(value, str) else settings[key]
     content = {"about": facts, "settings": settings, "rows": rows}
-    options.output.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    options.output.write_text(json.dumps(content, indent=1) + "\n")
     print("\n".join([text, "", *notes, line(facts)]))

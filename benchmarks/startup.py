@@ -17,7 +17,6 @@ it should, is an error.
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -150,9 +149,7 @@ def main() -> None:
         row["over"] = None if base is None else row["seconds"] - base
     columns = {"seconds": ("seconds", ".2f"), "over the baseline": ("over", "+.2f")}
     columns |= {"imports": ("imports", ".2f"), "data, model": ("preparation", ".2f"), "to the step": ("to the step", ".2f")}
-    notes = [
-        f"Seconds: medians (and ranges) of {options.rounds} rounds; differences are paired by round. {os.cpu_count()} CPUs."
-    ]
+    notes = [f"Seconds: medians (and ranges) of {options.rounds} rounds; differences are paired by round."]
     rounds.report(options, rows, rounds.table("start", rows, columns), notes)
 
 
