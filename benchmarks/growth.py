@@ -1,0 +1,250 @@
+"""What grows with the number of samples: time and memory to tokenise, pack, start, draw a step's samples, and resume.
+
+    python benchmarks/growth.py                                      # writes benchmarks/growth.json
+    python benchmarks/growth.py --rounds 5 --sizes 10000 1000000 100000000 --limit 600 --output results.json
+
+Tokenising and packing go through all samples, once, so they grow with their number; so do the tables of lengths that
+prepared conversations keep in memory. The order of samples is a function of (seed, epoch, step) that holds no table, so
+starting, drawing a step and resuming at any step cost the same whatever has been consumed. (They do differ with the
+number of samples by up to a small factor that does not grow: a permutation of the next power of four is walked until
+it lands inside, which takes between one and four tries in the mean.) Resuming a --streaming run is the exception: it
+reads forward from the start, which is the price of keeping nothing on disk, and is not measured here.
+
+- tokenising text: `corpus.prepare` of documents of 20 words, one process; tokenising conversations: `chat.prepare` of
+  20 words each.
+- packing: `chat.best_fit_decreasing` of log-normal lengths into rows of 512.
+- opening prepared conversations: `chat.Conversations`, the files mapped, the tables read; 8 tokens a sample.
+- starting: an `Order`, a `Loader`, and the window of step 0, of 16 samples that are computed when they are asked for.
+- drawing a step: `Order.indices` alone, and `chat.GroupedOrder.indices`, which sorts by length within 32 batches.
+- resuming: the first window of a new `Loader` at a step after the start, in the middle of the first epoch, and in the
+  eleventh; its samples have to be those that a run draws there which began 20 steps before.
+
+Every cell is a process of its own. Time is the wall clock's, and memory how much the process's peak rises. What the
+size before says would take over --limit seconds or over 4 GB more memory is not run.
+"""
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rounds
+from rounds import Row
+
+from shared import demo
+
+BATCH, MEMORY = 16, 4e9
+REPEATED = ("drawing", "starting", "resuming")
+
+
+class Computed:
+    """Samples that exist when they are asked for: `shared.data.Samples` of any number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"input_ids": np.full(8, index), "labels": np.full(8, index)}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return 8 * len(indices)
+
+
+# What is measured: each makes what it needs and returns what is to be timed --------------------------------------------
+
+
+def sentences(file: Path, count: int, record: Callable[[str], Any]) -> None:
+    rng, words = (
+        np.random.default_rng(0),
+        ["the", "model", "reads", "a", "line", "of", "text", "and", "says", "what", "comes"],
+    )
+    texts = [" ".join(rng.choice(words, 20)) for _ in range(1000)]
+    with file.open("w") as lines:
+        for number in range(count):
+            lines.write(json.dumps(record(texts[number % 1000])) + "\n")
+
+
+def tokenise_text(options: argparse.Namespace) -> Callable[[], Any]:
+    from transformers import AutoTokenizer
+
+    from shared import corpus
+    from shared.options import CorpusConfig
+
+    file = Path(options.folder, "text.jsonl")
+    sentences(file, options.size, lambda text: {"text": text})
+    tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
+    config = CorpusConfig(train_file=(str(file),), preprocessing_num_workers=1)
+    return lambda: corpus.prepare(config, tokenizer)
+
+
+def tokenise_chats(options: argparse.Namespace) -> Callable[[], Any]:
+    from transformers import AutoTokenizer
+
+    from shared import chat
+    from shared.options import ChatConfig
+
+    file = Path(options.folder, "chats.jsonl")
+    sentences(file, options.size, lambda text: {"prompt": text[:40], "completion": text[40:]})
+    tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
+    return lambda: chat.prepare(ChatConfig(train_file=(str(file),)), tokenizer)
+
+
+def lengths_of(count: int) -> np.ndarray:
+    return np.exp(np.random.default_rng(0).normal(4.3, 0.8, count)).clip(8, 512).astype(np.int16)
+
+
+def pack(options: argparse.Namespace) -> Callable[[], Any]:
+    from shared.chat import best_fit_decreasing
+
+    lengths = lengths_of(options.size)
+    return lambda: best_fit_decreasing(lengths, 512)
+
+
+def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
+    from shared.chat import Conversations
+
+    folder = Path(options.folder)
+    (folder / "meta.json").write_text("{}")
+    for name, kind in (("ids", np.int32), ("learned", np.bool_)):  # empty files, which take no room on most disks
+        np.lib.format.open_memmap(folder / f"train-{name}.npy", "w+", kind, (8 * options.size,))
+    np.save(folder / "train-ends.npy", np.arange(8, 8 * options.size + 1, 8))
+    return lambda: Conversations(folder, "train")
+
+
+def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:
+    import torch
+
+    from shared.data import Loader, Order
+
+    def collate(rows: Sequence[Any]) -> dict[str, torch.Tensor]:
+        return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
+
+    def first_window(ahead: int = 0) -> list[int]:
+        """The samples of `step`, of a run that began so many steps before it."""
+        ahead = min(ahead, step)
+        share: Row = {"rank": 0, "world_size": 1, "device": torch.device("cpu")}
+        order = Order(options.size, BATCH, 0)
+        windows = Loader(Computed(options.size), collate, order, per_device=BATCH, **share).windows(step - ahead, step + 1)
+        return next(islice(windows, ahead, None)).indices.ravel().tolist()
+
+    return first_window
+
+
+def steps_per_epoch(options: argparse.Namespace) -> int:
+    return -(-options.size // BATCH)
+
+
+def resume_early(options: argparse.Namespace) -> Callable[[], Any]:
+    return start(options, 100)
+
+
+def resume_middle(options: argparse.Namespace) -> Callable[[], Any]:
+    return start(options, steps_per_epoch(options) // 2)
+
+
+def resume_late(options: argparse.Namespace) -> Callable[[], Any]:
+    return start(options, 10 * steps_per_epoch(options) + steps_per_epoch(options) // 2)
+
+
+def draw(options: argparse.Namespace) -> Callable[[], Any]:
+    from shared.data import Order
+
+    order = Order(options.size, BATCH, 0)
+    return lambda: order.indices(steps_per_epoch(options) // 2)
+
+
+def draw_grouped(options: argparse.Namespace) -> Callable[[], Any]:
+    from shared.chat import GroupedOrder
+
+    order = GroupedOrder(options.size, BATCH, 0, lengths=lengths_of(options.size))
+    return lambda: order.indices(steps_per_epoch(options) // 2)
+
+
+WORK = {
+    "tokenising text": tokenise_text,
+    "tokenising conversations": tokenise_chats,
+    "packing": pack,
+    "opening prepared conversations": open_chats,
+    "starting": start,
+    "drawing a step": draw,
+    "drawing a step, grouped by length": draw_grouped,
+    "resuming at step 100": resume_early,
+    "resuming in the middle of an epoch": resume_middle,
+    "resuming in the eleventh epoch": resume_late,
+}
+
+
+def peak() -> int:
+    """Most bytes that this process has held in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measured(options: argparse.Namespace) -> Row:
+    """Seconds and bytes of one piece of work; what takes no time is repeated, since the first time is cold."""
+    work: Any = WORK[options.work](options)
+    before, started = peak(), time.perf_counter()
+    result = work()
+    seconds, memory = time.perf_counter() - started, peak() - before
+    if options.work.startswith(REPEATED):
+        times = []
+        for _ in range(options.steps):
+            started = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - started)
+        seconds = statistics.median(times)
+    if options.work.startswith("resuming") and result != work(20):
+        sys.exit(f"{options.work}: drew other samples than a run that began 20 steps before")
+    return {"seconds": seconds, "memory": memory}
+
+
+def main() -> None:
+    parser = rounds.parser(__doc__, __file__, rounds=3, steps=200, least=1, counts="repetitions of what takes no time")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10**4, 10**6, 10**8], help="numbers of samples")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that a cell may take")
+    parser.add_argument("--works", nargs="+", choices=list(WORK), default=list(WORK), help="lines of the table")
+    options = rounds.parse(parser, dict.fromkeys(WORK, measured))
+    options.sizes.sort()
+    seen: dict[tuple[str, int], Row] = {}
+
+    def too_much(work: str, size: int) -> str:
+        smaller = [other for other in options.sizes if other < size]
+        if not smaller or work.startswith(REPEATED):
+            return ""
+        last = seen.get((work, smaller[-1]), {"seconds": math.inf, "memory": math.inf})
+        factor = size / smaller[-1]
+        if last["seconds"] > 0.05 and last["seconds"] * factor > options.limit:
+            return f"not run, over {options.limit:g} s"
+        if last["memory"] > 2e6 and last["memory"] * factor > MEMORY:
+            return f"not run, over {MEMORY / 1e9:g} GB"
+        return ""
+
+    def measure(contender: str, number: int) -> Row:
+        work, size = contender.split(" | ")[0], int(contender.split(" | ")[1].replace(",", ""))
+        why = too_much(work, size)
+        if why:
+            return {"absent": why}
+        with rounds.folder(options) as environment:
+            found = rounds.worker(__file__, work, options, environment, size=size)
+        seen.setdefault((work, size), found)
+        return {"milliseconds": 1e3 * found["seconds"], "megabytes": found["memory"] / 1e6}
+
+    names = [f"{work} | {size:,}" for work in options.works for size in options.sizes]
+    rows = rounds.alternate(names, options.rounds, measure)
+    columns = {"time, ms": ("milliseconds", ",.2f"), "memory, MB": ("megabytes", ",.1f")}
+    notes = [f"Medians (and ranges) of {options.rounds} rounds; the peak of the process's memory over that before."]
+    rounds.report(options, rows, rounds.table("what | samples", rows, columns), notes)
+
+
+if __name__ == "__main__":
+    main()

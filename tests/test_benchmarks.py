@@ -1,0 +1,114 @@
+"""Each benchmark of speed at its smallest size: all rows are there and finite, and all contenders did the same work.
+
+How fast anything is decides nothing here. A script that finds that two contenders did not do the same ends with an error.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ACCELERATE, LAUNCHER, ROOT
+
+SHAPE = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=2,intermediate_size=32"
+PARTS = (
+    *("next window", "seeds", "learning rate", "accumulate", "forward", "backward", "clip", "finite?", "update"),
+    *("count and log", "stop, evaluate, save?"),
+)
+
+
+@pytest.fixture
+def benchmark(monkeypatch, tmp_path, capsys):
+    """Run a script's `main` with its processes forked (see launcher.py): the lines of its table, and its JSON."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    rounds = importlib.import_module("rounds")
+
+    def forked(arguments, environment):
+        launched = arguments[: len(ACCELERATE) - 1] == ACCELERATE[1:]
+        argv = arguments[len(ACCELERATE) - 1 :] if launched else ["--mixed_precision", "no", *arguments]
+        code, output = LAUNCHER.run(argv, dict(environment), cwd=ROOT)
+        assert code == 0, output
+
+    monkeypatch.setattr(rounds, "run", forked)
+
+    def run(name, *arguments):
+        output = tmp_path / "figures.json"
+        flags = ["--rounds", 1, "--output", output, *arguments]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, flags)])
+        importlib.import_module(name).main()
+        text = capsys.readouterr().out
+        content = json.loads(output.read_text())
+        assert {"torch", "device", "date"} <= content["about"].keys()
+        lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+        assert len({len(line) for line in lines}) == 1, text
+        numbers = [value for row in content["rows"] for value in row.values() if isinstance(value, float)]
+        assert numbers and all(map(math.isfinite, numbers))
+        return [line[0] for line in lines[1:]], content["rows"]
+
+    return run
+
+
+def test_peers_pretrain(benchmark, text_file):
+    flags = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --config_overrides {SHAPE}"
+    lines, rows = benchmark("peers_pretrain", "--steps", 2, "--precisions", "no", "--flags", flags)
+    assert lines == ["template, fp32", "raw loop, fp32", "Trainer, fp32"]
+    assert max(row["loss_difference"] for row in rows) < 1e-5
+
+
+def test_peers_lora(benchmark, tiny_model):
+    lines, rows = benchmark("peers_lora", "--steps", 3, "--model_name_or_path", tiny_model, "--rows", 1, "--length", 256)
+    assert lines == ["template", "raw packed", "raw padded", "TRL packed", "TRL padded"]
+    measured = {row["contender"]: row for row in rows}
+    assert ("TRL packed" in measured) == bool(importlib.util.find_spec("trl"))
+    assert measured["template"]["loss_difference"] < 1e-5
+    assert measured["template"]["waste"] == measured["raw packed"]["waste"] < measured["raw padded"]["waste"]
+
+
+def test_peers_image(benchmark, architectures):
+    size = ("--images", 20, "--image_size", 16, "--batch_size", 4, "--workers", 1, "--learning_rate", 0.01)
+    lines, _ = benchmark("peers_image", "--steps", 24, *size, "--model_folder", architectures / "resnet")
+    loops, loaders = ["template", "plain", "Trainer", "model alone"], ["template's loader", "plain's loader"]
+    assert sorted(lines) == sorted([*loops, *loaders, "timm", "timm's loader"])
+
+
+def test_overhead(benchmark):
+    lines, rows = benchmark("overhead", "--steps", 8)
+    assert [line for line in lines if not line.startswith("- ")] == [row["contender"] for row in rows]
+    assert [line.removeprefix("- ") for line in lines if line.startswith("- ")] == list(PARTS)
+    assert max(row["difference"] for row in rows) < 1e-5
+
+
+def test_startup(benchmark):
+    flags = "--global_batch_size 8 --per_device_train_batch_size 8 --dataloader_num_workers 0"
+    arguments = ("--templates", "image_classification", "--steps", 1, "--flags", flags)
+    lines, rows = benchmark("startup", *arguments)
+    starts = [f"image_classification, {kind}" for kind in ("baseline", "--help", "first step", "resume")]
+    assert lines == ["`accelerate launch` of nothing", *starts]
+    assert [row.get("from") for row in rows] == [None, None, None, 0, 1]
+
+
+def test_growth(benchmark):
+    lines, rows = benchmark("growth", "--steps", 2, "--sizes", 400, 4000, "--limit", 1e-9)
+    works = list(dict.fromkeys(lines))
+    assert len(works) == 10 and lines == [work for work in works for _ in range(2)]
+    left_out = {row["contender"] for row in rows if "absent" in row}
+    assert left_out <= {f"{work} | 4,000" for work in works[:4]}  # those that grow
+
+
+def test_every_script_is_in_the_readme():
+    readme = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    assert {name for name in scripts if f"benchmarks/{name}" not in readme} == set()
+
+
+def test_scripts_are_workers_of_their_own(tmp_path):
+    """The real thing, not forked: a script starts itself as a worker, which leaves its result in a file."""
+    command = [sys.executable, str(ROOT / "benchmarks/growth.py"), "--rounds", "1", "--sizes", "40", "--steps", "1"]
+    command += ["--works", "packing", "--output", str(tmp_path / "figures.json")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0 and "| packing | 40 |" in done.stdout, done.stderr
