@@ -437,13 +437,13 @@ class GroupedOrder(Order):
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         stretch, batch = divmod(step_in_epoch, self.GROUP)
         size = self.GROUP * self.global_batch_size
-        positions = np.arange(stretch * size, min((stretch + 1) * size, self.num_samples))
-        chosen = data.permute(positions, self.num_samples, (self.seed, epoch))
+        stop = min((stretch + 1) * size, self.num_samples)
+        chosen = data.permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
         assert self.lengths is not None
         chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
         full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
         if batch < full:
-            batch = int(data.permute(np.array([batch]), full, (self.seed, epoch, stretch))[0])
+            batch = int(data.permuted(full, (self.seed, epoch, stretch), 0, full)[batch])
         return chosen[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
 
 
