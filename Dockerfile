@@ -75,9 +75,6 @@ LABEL org.opencontainers.image.title="accelerate-training-templates" \
       org.opencontainers.image.base.name="${BASE_IMAGE}" \
       org.opencontainers.image.revision="${REVISION}"
 
-# A job is well while it runs, and its exit code says how it ended.
-HEALTHCHECK NONE
-
 # A stop has to reach the training process, and the container has to outlive it: `accelerate launch` with one process
 # passes no signal on and dies of it at once, which would end the container before the checkpoint is written.
 # So tini -g signals the whole process group, and run.sh makes all ignore SIGTERM and SIGUSR1 but who handles them.
