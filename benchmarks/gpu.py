@@ -1,7 +1,7 @@
 """What one GPU does: its limits, the templates' steps beside them and beside a bare loop, and whether the sums are right.
 
     python benchmarks/gpu.py                              # all rows, under 9 minutes on an H100; writes benchmarks/gpu.json
-    python benchmarks/gpu.py --only "LoRA|packed"         # rows whose names match; the figures of the others stay
+    python benchmarks/gpu.py --only "LoRA|packed"         # rows whose names match; figures of others on this machine stay
     python benchmarks/gpu.py --toy --output toy.json      # a rehearsal at toy size on any machine: no figure means anything
 
 Each row is measured in a process of its own with a time limit, so that one that fails leaves the others; the file is
@@ -208,7 +208,7 @@ class Worker:
         self.connection, its_end = context.Pipe()
         self.process = context.Process(target=serve, args=(its_end, str(self.folder), os.getpid()))
         self.process.start()
-        self.started = 0.0
+        self.started, self.ended = 0.0, False
 
     def begin(self, row: Row) -> None:
         with contextlib.suppress(OSError, EOFError):  # it has died, which `outcome` will see
@@ -229,9 +229,13 @@ class Worker:
         return found | {"seconds": round(time.monotonic() - self.started, 1)}
 
     def end(self) -> None:
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid or 0, signal.SIGKILL)
+        """Kill the process and what it has started, and remove its files."""
+        if self.ended:
+            return
+        self.ended = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # in case it was too young to lead a group
         self.process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -252,6 +256,7 @@ def run(rows: list[Row], limit: float, record: Callable[[Row, dict[str, Any]], N
         folder = Path(name)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
         spares: list[Worker] = []
+        running: list[tuple[Row, Worker]] = []
         try:
             while waiting:
                 group = [waiting.pop(0)]
@@ -271,7 +276,7 @@ def run(rows: list[Row], limit: float, record: Callable[[Row, dict[str, Any]], N
                     patience = 300 if measures.toy else 30 + 2 * row.seconds
                     record(row, worker.outcome(min(patience, deadline - worker.started)))
         finally:
-            for worker in spares:
+            for worker in [*spares, *(worker for _, worker in running)]:
                 worker.end()
 
 

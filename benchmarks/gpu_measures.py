@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -207,7 +208,7 @@ class Tokenizer:
 
 def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
-    generator, vocabulary = torch.Generator().manual_seed(seed), len(Tokenizer(size))
+    generator, lengths, vocabulary = torch.Generator().manual_seed(seed), random.Random(seed), len(Tokenizer(size))
     start = torch.randint(0, vocabulary, (rows, 1), generator=generator)
     stride = torch.randint(1, 9, (rows, 1), generator=generator)
     tokens = (start + stride * torch.arange(length + 1)) % vocabulary
@@ -217,7 +218,7 @@ def token_batch(size: str, rows: int, length: int, *, documents: bool = False, f
         for labels, positions in zip(batch["labels"], batch["position_ids"], strict=True):
             at = 0
             while at < length:
-                end = min(length, at + int(torch.randint(length // 8, length // 2, (), generator=generator)))
+                end = min(length, at + lengths.randrange(length // 8, length // 2))
                 positions[at:end] -= at
                 labels[end - 1] = -100  # the next token is another document's
                 at = end
