@@ -164,6 +164,7 @@ def preload() -> None:
 def serve(connection: Any, folder: str, parent: int) -> None:
     """A process of one row: imports, waits to be told which, measures it, and leaves outcome.json in `folder`."""
     os.setsid()  # so that whatever it starts is ended with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -262,7 +263,7 @@ def run(rows: list[Row], limit: float, record: Callable[[Row, dict[str, Any]], N
                 group = [waiting.pop(0)]
                 while waiting and len(group) < cores() and not (group[0].timed or waiting[0].timed):
                     group.append(waiting.pop(0))
-                if not measures.toy and max(row.seconds for row in group) > deadline - time.monotonic():
+                if max(1 if measures.toy else row.seconds for row in group) > deadline - time.monotonic():
                     for row in group:
                         record(row, {"not measured": "out of time"})
                     continue
@@ -368,6 +369,7 @@ def main() -> None:
         print(f"{row.name}: {said} [{outcome.get('seconds', 0)} s]", file=sys.stderr, flush=True)
 
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and their files are cleared away
     start = time.monotonic()
     run(rows, options.limit, record)
     print(f"{table(content['rows'])}\n\nTokens or images a second: medians of 4 blocks; ratios with their ranges.")

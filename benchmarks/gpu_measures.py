@@ -253,6 +253,7 @@ def pretraining(
     plain = language_model(size, length, **settings) if sharded else model
     loop = Loop(accelerator, model, [batch], models.causal_lm_loss)
     strategy = {"strategy": type(loop.model).__name__}
+    strategy |= {"note": "the bare loop's own model lies in memory, too"} if sharded else {}
     if documents:  # of whose attention only a part is computed, so that MFU would flatter
         return strategy | pace(loop.step, rows * length, 0.0)
     bare = bare_step(plain, batch, None if sharded else loop.optimizers[0].optimizer)
