@@ -2,15 +2,14 @@
 
 - Training rows make the templates' optimizer step (seeds, learning rate, forward, loss, backward, clipping, the guard
   against what is not finite, update) on batches that lie ready on the device, so reading data and logging are not in
-  them: see plain_loop.py for whole runs. Models have random weights; pretraining computes in bf16 over fp32 weights.
-- The bare loop is written by hand on the same model, blocks compiled or not as there: autocast, loss, backward, clip,
-  one fused AdamW. The two alternate, block by block; a ratio pairs neighbouring blocks, and above 1 the templates' step
-  is the faster one. A block lasts about half a second, and the device is waited for before and after it.
+  them: see peers_pretrain.py and overhead.py. Models have random weights; pretraining computes in bf16 over fp32 weights.
+- The bare loop is written by hand on the same model, blocks compiled or not as there: autocast, a loss from whole logits,
+  backward, clip, one fused AdamW. The two alternate, block by block; a ratio pairs neighbouring blocks, and above 1 the
+  templates' step is the faster one. A block lasts about half a second; the device is waited for before and after it.
 - Losses are those of ten steps of one small model in PyTorch's deterministic mode.
 """
 
 import importlib
-import inspect
 import json
 import math
 import os
@@ -168,6 +167,19 @@ class Loop:
         return loss.detach()
 
 
+def language_loop(
+    accelerator: Any, model: nn.Module, size: str, batches: list[dict], *, fused: bool = True, **settings: Any
+) -> tuple[Loop, dict[str, Any]]:
+    """(the loop of a language model, what is said of it); `fused` as the templates do: head and loss in one."""
+    from shared.lm_loss import causal_lm_loss, fuse_head
+
+    loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
+    said: dict[str, Any] = {"strategy": type(loop.model).__name__}
+    if fused and not (word := fuse_head(accelerator, loop.model, len(Tokenizer(size)))).startswith("fused"):
+        said["note"] = f"loss {word}"
+    return loop, said
+
+
 def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any = None) -> Callable[[], None]:
     """A training step without anything of this project or of Accelerate.
 
@@ -237,7 +249,7 @@ def language_model(size: str, length: int, *, compiled: bool = False, checkpoint
 
 
 def pretraining(
-    size: str, length: int, rows: int, *, documents: bool = False, flat: bool = False, **settings: Any
+    size: str, length: int, rows: int, *, documents: bool = False, flat: bool = False, fused: bool = True, **settings: Any
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
     from shared import model as models
@@ -251,25 +263,13 @@ def pretraining(
     batch = token_batch(size, rows, length, documents=documents, flat=flat)
     sharded = "FSDP_VERSION" in os.environ
     plain = language_model(size, length, **settings) if sharded else model
-    loop = Loop(accelerator, model, [batch], models.causal_lm_loss)
-    strategy = {"strategy": type(loop.model).__name__}
-    strategy |= {"note": "the bare loop's own model lies in memory, too"} if sharded else {}
+    loop, said = language_loop(accelerator, model, size, [batch], fused=fused)
+    if sharded:
+        said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
     if documents:  # of whose attention only a part is computed, so that MFU would flatter
-        return strategy | pace(loop.step, rows * length, 0.0)
+        return said | pace(loop.step, rows * length, 0.0)
     bare = bare_step(plain, batch, None if sharded else loop.optimizers[0].optimizer)
-    return strategy | pace(loop.step, rows * length, flops, bare)
-
-
-def causal_lm_loss(*, fused: bool) -> Callable:
-    """The templates' loss, with head and cross-entropy in one if that is asked for and offered."""
-    from shared import model as models
-
-    loss: Any = models.causal_lm_loss
-    if "fused" in inspect.signature(loss).parameters:
-        return partial(loss, fused=fused)
-    if fused:
-        raise Skipped("shared.model.causal_lm_loss has no `fused`")
-    return loss
+    return said | pace(loop.step, rows * length, flops, bare)
 
 
 def quantise(model: nn.Module) -> None:
@@ -286,14 +286,14 @@ def quantise(model: nn.Module) -> None:
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT asks for
 
 
-def lora(size: str, rows: int, *, checkpointing: str = "none", fused: bool = False, quantised: bool = False) -> dict:
+def lora(size: str, rows: int, *, checkpointing: str = "none", fused: bool = True, quantised: bool = False) -> dict:
     """Tokens a second of the fine-tuning step on full packed rows of 2048 tokens: all of them are useful."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from shared import model as models
 
-    loss, accelerator = causal_lm_loss(fused=fused), start_accelerator()
+    accelerator = start_accelerator()
     length, rows = (64, min(2, rows)) if toy else (2048, rows)
     presets = template("pretrain").PRESETS | {"8B": (4096, 32, 32, 8, 14336)}
     hidden, blocks, heads, kv_heads, feed_forward = (64, 2, 4, 2, 128) if toy else presets[size]
@@ -316,8 +316,9 @@ def lora(size: str, rows: int, *, checkpointing: str = "none", fused: bool = Fal
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = template("lora_finetune").trained_in_fp32(get_peft_model(base, adapters))
     flops = models.flops_per_token(model, length)
-    loop = Loop(accelerator, model, [token_batch(size, rows, length, documents=True)], loss, weight_decay=0.0)
-    return pace(loop.step, rows * length, flops)
+    batch = token_batch(size, rows, length, documents=True)
+    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, weight_decay=0.0)
+    return said | pace(loop.step, rows * length, flops)
 
 
 # Images ----------------------------------------------------------------------------------------------------------------
@@ -406,14 +407,13 @@ def image_input() -> dict[str, Any]:
 
 def save_stall(*, in_background: bool) -> dict[str, Any]:
     """Seconds that training stands still for a checkpoint of a 1.2B model with AdamW's state."""
-    from shared import model as models
     from shared.checkpoint import Checkpointer
     from shared.options import CheckpointConfig
 
     accelerator = start_accelerator()
     length, rows = (64, 2) if toy else (2048, 4)
     batch = token_batch("1B", rows, length)
-    loop = Loop(accelerator, language_model("1B", length), [batch], models.causal_lm_loss)
+    loop, _ = language_loop(accelerator, language_model("1B", length), "1B", [batch])
     seconds(loop.step, 3)
     usual = statistics.median(seconds(loop.step) for _ in range(5))
     folder = Path(tempfile.mkdtemp())
@@ -442,19 +442,16 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
 # Right or wrong --------------------------------------------------------------------------------------------------------
 
 
-def losses(tolerance: float | None = None, **settings: Any) -> dict[str, Any]:
+def losses(tolerance: float | None = None, *, fused: bool = True, **settings: Any) -> dict[str, Any]:
     """Losses of ten optimizer steps of the 125M model."""
-    from shared import model as models
-
     torch.use_deterministic_algorithms(True, warn_only=True)
     accelerator = start_accelerator()
     length, rows = (32, 2) if toy else (1024, 4)
     model = language_model("125M", length, **settings)
     batches = [token_batch("125M", rows, length, seed=seed) for seed in range(10)]
     constant: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
-    loop = Loop(accelerator, model, batches, models.causal_lm_loss, **constant)
-    values = [loop.step().item() / (rows * length) for _ in batches]
-    return {"losses": values, "tolerance": tolerance, "strategy": type(loop.model).__name__}
+    loop, said = language_loop(accelerator, model, "125M", batches, fused=fused, **constant)
+    return said | {"losses": [loop.step().item() / (rows * length) for _ in batches], "tolerance": tolerance}
 
 
 def resuming() -> dict[str, Any]:
