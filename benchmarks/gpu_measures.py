@@ -1,0 +1,476 @@
+"""What `gpu.py` measures: each function here is called in a process of its own, and returns a row's figures.
+
+- Training rows make the templates' optimizer step (seeds, learning rate, forward, loss, backward, clipping, the guard
+  against what is not finite, update) on batches that lie ready on the device, so reading data and logging are not in
+  them: see peers_pretrain.py and overhead.py. Models have random weights; pretraining computes in bf16 over fp32 weights.
+- The bare loop is written by hand on the same model, blocks compiled or not as there: autocast, a loss from whole logits,
+  backward, clip, one fused AdamW. The two alternate, block by block; a ratio pairs neighbouring blocks, and above 1 the
+  templates' step is the faster one. A block lasts about half a second; the device is waited for before and after it.
+- Losses are those of ten steps of one small model in PyTorch's deterministic mode.
+"""
+
+import importlib
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from about import cores
+from torch import nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY = {"125M": 32768, "1B": 128256, "8B": 128256}
+toy = False  # tiny models, few steps: whether all works
+
+
+class Skipped(Exception):
+    """This row cannot be measured here, and that is nobody's fault."""
+
+
+# Timing ----------------------------------------------------------------------------------------------------------------
+
+
+def device() -> torch.device:
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
+
+
+def seconds(function: Callable[[], Any], times: int = 1) -> float:
+    """How long so many calls take, the device's work included."""
+    synchronize = torch.cuda.synchronize if device().type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        function()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def pace(step: Callable[[], Any], units: int, flops: float, other: Callable[[], Any] | None = None) -> dict[str, Any]:
+    """Figures of a step that computes `units` tokens or images with so many operations each, beside another step's."""
+    figures: dict[str, Any] = {"first_step_seconds": seconds(step)}  # compiles, where that is asked for
+    seconds(step, 1 if toy else 2)
+    if device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    once = seconds(step)
+    if device().type == "cuda":
+        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    times = 1 if toy else max(2, min(50, math.ceil(0.5 / once)))
+    if other is not None:
+        seconds(other, 1 if toy else 3)
+    own, others = [], []
+    for _ in range(2 if toy else 4):
+        own.append(seconds(step, times) / times)
+        if other is not None:
+            others.append(seconds(other, times) / times)
+    median = statistics.median(own)
+    figures |= {"step_ms": 1000 * median, "a_second": units / median, "step_ms_each": [1000 * s for s in own]}
+    if flops:
+        figures["tflops"] = flops * units / median / 1e12
+    if others:
+        figures["ratios"] = [b / a for a, b in zip(own, others, strict=True)]
+    return figures
+
+
+# Limits of the device --------------------------------------------------------------------------------------------------
+
+
+def best(function: Callable[[], Any]) -> float:
+    """Seconds of a call in the fastest of several blocks."""
+    times = 2 if toy else 20
+    seconds(function, times)
+    return min(seconds(function, times) / times for _ in range(8))
+
+
+def matrix_product(*, fp8: bool) -> dict[str, Any]:
+    n, where = 256 if toy else 8192, device()
+    a, b = (torch.randn(n, n, device=where, dtype=torch.bfloat16) for _ in range(2))
+    product: Callable[[], Any] = partial(torch.mm, a, b)
+    if fp8:  # one scale a tensor, and b column by column, as the kernel wants it
+        a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=where)
+        product = partial(torch._scaled_mm, a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=where.type == "cuda")
+    return {"measured_tflops": 2 * n**3 / best(product) / 1e12, "note": f"{n} x {n} x {n}, random numbers"}
+
+
+def bandwidth() -> dict[str, Any]:
+    source = torch.randn(2**20 if toy else 2**30, device=device())
+    copy = torch.empty_like(source)
+    size = source.numel() * source.element_size()
+    rate = 2 * size / best(partial(copy.copy_, source)) / 1e12
+    return {"tb_per_second": rate, "note": f"a copy of {size / 1e9:.1f} GB, bytes read and bytes written"}
+
+
+# The templates' step ---------------------------------------------------------------------------------------------------
+
+
+def template(name: str) -> Any:
+    """A template as a module."""
+    return importlib.import_module(f"templates.{name}")
+
+
+def start_accelerator() -> Any:
+    from shared import launch
+
+    if device().type == "cpu" and "FSDP_VERSION" in os.environ:  # as a rehearsal on several processes does by itself
+        launch._rehearse_on_cpu(timedelta(seconds=60))
+    return launch.start(0)
+
+
+class Loop:
+    """The templates' optimizer step on batches that lie ready."""
+
+    def __init__(self, accelerator: Any, model: nn.Module, batches: list[dict], loss: Callable, **settings: Any) -> None:
+        import numpy as np
+
+        from shared import optim, parallel, steps
+        from shared.checkpoint import TrainState
+        from shared.data import Window
+        from shared.options import OptimConfig
+
+        self.config = OptimConfig(**settings)
+        optimizers, norm = optim.build(model, self.config), self.config.max_grad_norm
+        self.model, *self.optimizers = parallel.prepare(accelerator, model, *optimizers, max_grad_norm=norm)
+        self.accelerator, self.loss, self.state = accelerator, loss, TrainState()
+        targets = [(batch, int((batch["labels"] != -100).sum()), len(batch["labels"])) for batch in batches]
+        self.windows = [Window([batch], n, rows, 0, None, np.arange(rows)[None]) for batch, n, rows in targets]
+        self.guard = steps.Guard(accelerator, self.model, self.state, max_skipped=0)
+
+    def step(self) -> torch.Tensor:
+        """The loss summed over the batch, on the device."""
+        from shared import launch, optim, steps
+
+        window = self.windows[self.state.step % len(self.windows)]
+        launch.seed_step(0, self.state.step, 0)
+        optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
+        with steps.accumulate(self.accelerator, self.model, last=True):
+            loss = self.loss(self.model, window.micro_batches[0])
+            self.accelerator.backward(loss * steps.loss_scale(window.num_targets))
+        norm = steps.clip_gradients(self.accelerator, self.model, self.config.max_grad_norm)
+        finite = self.guard.finite([loss.detach()], norm, window)
+        steps.update(self.accelerator, self.optimizers, skip=not finite)
+        self.state.advance(window)
+        self.guard.stop_if_asked()
+        return loss.detach()
+
+
+def language_loop(
+    accelerator: Any, model: nn.Module, size: str, batches: list[dict], *, fused: bool = True, **settings: Any
+) -> tuple[Loop, dict[str, Any]]:
+    """(the loop of a language model, what is said of it); `fused` as the templates do: head and loss in one."""
+    from shared.lm_loss import causal_lm_loss, fuse_head
+
+    loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
+    said: dict[str, Any] = {"strategy": type(loop.model).__name__}
+    if fused and not (word := fuse_head(accelerator, loop.model, len(Tokenizer(size)))).startswith("fused"):
+        said["note"] = f"loss {word}"
+    return loop, said
+
+
+def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any = None) -> Callable[[], None]:
+    """A training step without anything of this project or of Accelerate.
+
+    Args:
+        model: the very one of the templates' step, unless that is sharded: two would not fit.
+        moments_of: its optimizer, whose state is used, too, for the same reason.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if moments_of is not None:
+        optimizer.state = moments_of.state
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    labels, forward = batch["labels"], type(model).forward  # not the instance's, which Accelerate has wrapped
+
+    def step() -> None:
+        with torch.autocast(labels.device.type, torch.bfloat16):
+            logits = forward(model, **inputs, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Tokenizer:
+    """As much of a tokenizer as building a model asks for."""
+
+    bos_token_id = eos_token_id = pad_token_id = 0
+
+    def __init__(self, size: str) -> None:
+        self.tokens = 512 if toy else VOCABULARY[size]
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
+def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
+    """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
+    generator, lengths, vocabulary = torch.Generator().manual_seed(seed), random.Random(seed), len(Tokenizer(size))
+    start = torch.randint(0, vocabulary, (rows, 1), generator=generator)
+    stride = torch.randint(1, 9, (rows, 1), generator=generator)
+    tokens = (start + stride * torch.arange(length + 1)) % vocabulary
+    batch = {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
+    if documents:
+        batch["position_ids"] = torch.arange(length).repeat(rows, 1)
+        for labels, positions in zip(batch["labels"], batch["position_ids"], strict=True):
+            at = 0
+            while at < length:
+                end = min(length, at + lengths.randrange(length // 8, length // 2))
+                positions[at:end] -= at
+                labels[end - 1] = -100  # the next token is another document's
+                at = end
+    return {key: (value.reshape(1, -1) if flat else value).to(device()) for key, value in batch.items()}
+
+
+def language_model(size: str, length: int, *, compiled: bool = False, checkpointing: str = "none", attention: str = "sdpa"):
+    """What templates/pretrain.py builds for these settings, made on the device."""
+    from shared.options import SpeedConfig
+
+    pretrain = template("pretrain")
+    speed = SpeedConfig(torch_compile=compiled, gradient_checkpointing=checkpointing, attn_implementation=attention)  # type: ignore[arg-type]
+    preset = {"model_preset": "3M", "config_overrides": "num_hidden_layers=2"} if toy else {"model_preset": size}
+    with device():
+        return pretrain.build_model(pretrain.Config(seq_length=length, speed=speed, **preset), Tokenizer(size))
+
+
+def pretraining(
+    size: str, length: int, rows: int, *, documents: bool = False, flat: bool = False, fused: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
+    from shared import model as models
+
+    if settings.get("attention") == "flex_attention" and device().type == "cpu":
+        raise Skipped("flex attention has no backward on a CPU")
+    length, rows = (64, 2) if toy else (length, rows)
+    accelerator = start_accelerator()
+    model = language_model(size, rows * length if flat else length, **settings)
+    flops = models.flops_per_token(model, length)
+    batch = token_batch(size, rows, length, documents=documents, flat=flat)
+    sharded = "FSDP_VERSION" in os.environ
+    plain = language_model(size, length, **settings) if sharded else model
+    loop, said = language_loop(accelerator, model, size, [batch], fused=fused)
+    if sharded:
+        said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
+    if documents:  # of whose attention only a part is computed, so that MFU would flatter
+        return said | pace(loop.step, rows * length, 0.0)
+    bare = bare_step(plain, batch, None if sharded else loop.optimizers[0].optimizer)
+    return said | pace(loop.step, rows * length, flops, bare)
+
+
+def quantise(model: nn.Module) -> None:
+    """Linear layers but the head to nf4 in place, as loading in 4 bits does; for a model that comes from no file."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    options: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and name != "lm_head":
+                four = Linear4bit(child.in_features, child.out_features, False, torch.bfloat16, device="meta", **options)
+                four.weight = Params4bit(child.weight.detach(), requires_grad=False, **options)
+                setattr(parent, name, four.to(device()))  # which quantises
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT asks for
+
+
+def lora(size: str, rows: int, *, checkpointing: str = "none", fused: bool = True, quantised: bool = False) -> dict:
+    """Tokens a second of the fine-tuning step on full packed rows of 2048 tokens: all of them are useful."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from shared import model as models
+
+    accelerator = start_accelerator()
+    length, rows = (64, min(2, rows)) if toy else (2048, rows)
+    presets = template("pretrain").PRESETS | {"8B": (4096, 32, 32, 8, 14336)}
+    hidden, blocks, heads, kv_heads, feed_forward = (64, 2, 4, 2, 128) if toy else presets[size]
+    architecture = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=feed_forward,
+        vocab_size=len(Tokenizer(size)),
+        max_position_embeddings=length,
+        tie_word_embeddings=size != "8B",
+    )
+    options = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    with device():
+        base = models.from_architecture(AutoModelForCausalLM, architecture, **options)
+    if quantised:
+        quantise(base)
+    models.set_gradient_checkpointing(base, checkpointing)
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+    model = template("lora_finetune").trained_in_fp32(get_peft_model(base, adapters))
+    flops = models.flops_per_token(model, length)
+    batch = token_batch(size, rows, length, documents=True)
+    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, weight_decay=0.0)
+    return said | pace(loop.step, rows * length, flops)
+
+
+# Images ----------------------------------------------------------------------------------------------------------------
+
+
+def image_step(kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False) -> dict[str, Any]:
+    """Images a second of the image template's step on uint8 images that lie on the device."""
+    from transformers import AutoModelForImageClassification, ResNetConfig, ViTConfig
+
+    from shared import classifier
+    from shared import model as models
+
+    size, rows, classes = (32, 4, 10) if toy else (224, batch_size, 1000)
+    accelerator = start_accelerator()
+    small: dict[str, Any] = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+    tiny: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    architecture: Any
+    if kind == "ResNet-50":
+        architecture = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1]) if toy else ResNetConfig()
+    else:
+        architecture = ViTConfig(**(tiny if toy else small if kind == "ViT-S/16" else {}))  # whose default is ViT-B/16
+    architecture.num_labels, architecture.image_size = classes, size
+    model: nn.Module = models.from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32)
+    processor = classifier.image_processor(None, size, None)
+    to_model = classifier.ToModel(processor, accelerator.device, channels_last=channels_last)
+    model.to(accelerator.device).to(memory_format=to_model.memory_format)  # type: ignore[call-overload]
+    with accelerator.autocast():
+        flops = models.measure(model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)})
+    if compiled:
+        model.compile()
+    classifier.training_mode(model)
+    batch = {"pixel_values": torch.randint(0, 256, (rows, 3, size, size)).to(torch.uint8)}
+    batch = {k: v.to(accelerator.device) for k, v in (batch | {"labels": torch.arange(rows) % classes}).items()}
+
+    def loss(prepared: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = prepared(pixel_values=to_model(batch["pixel_values"])).logits.float()
+        return F.cross_entropy(logits, batch["labels"], label_smoothing=0.1, reduction="sum")
+
+    return pace(Loop(accelerator, model, [batch], loss).step, rows, flops)
+
+
+def image_input() -> dict[str, Any]:
+    """Images a second that the image template's loader decodes, augments and puts on the device, with no model."""
+    import numpy as np
+    from PIL import Image
+
+    from shared import classifier, images
+    from shared.options import BatchConfig, ImageConfig
+
+    classify = template("image_classification")
+    count, rows, width, height = (24, 4, 48, 40) if toy else (640, 64, 500, 375)
+    folder, workers = Path(tempfile.mkdtemp()), 1 if toy else cores()
+    os.environ["TEMPLATES_CACHE"] = str(folder / "cache")
+
+    def make(number: int) -> None:
+        rng = np.random.default_rng(number)
+        coarse = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8))
+        pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
+        pixels = (pixels + rng.integers(-9, 10, pixels.shape, dtype=np.int16)).clip(0, 255)
+        place = folder / "images" / f"class-{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.jpg", quality=90)
+
+    with ThreadPoolExecutor(cores()) as pool:
+        list(pool.map(make, range(count)))
+    accelerator = start_accelerator()
+    batch = BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers)
+    config = classify.with_defaults(classify.Config(images=ImageConfig(train_dir=folder / "images"), batch=batch))
+    processor = classifier.image_processor(None, 32 if toy else 224, None)
+    to_model = classifier.ToModel(processor, accelerator.device)
+    data = images.prepare(config.images)
+    loader, _ = classify.build_loaders(config, data, processor, nn.Identity(), accelerator)
+    windows: Iterator[Any] = loader.windows(0, 100_000)  # more than are read: at the end workers have nothing to do
+
+    def read() -> None:
+        to_model(next(windows).micro_batches[0]["pixel_values"])
+
+    warm, times = (6, 6) if toy else (5 * workers, 200)  # 4 batches a worker are read ahead
+    seconds(read, warm)
+    rate = rows * times / seconds(read, times)
+    return {"a_second": rate, "note": f"{workers} workers, JPEGs of {width} x {height} pixels"}
+
+
+# Checkpoints -----------------------------------------------------------------------------------------------------------
+
+
+def save_stall(*, in_background: bool) -> dict[str, Any]:
+    """Seconds that training stands still for a checkpoint of a 1.2B model with AdamW's state."""
+    from shared.checkpoint import Checkpointer
+    from shared.options import CheckpointConfig
+
+    accelerator = start_accelerator()
+    length, rows = (64, 2) if toy else (2048, 4)
+    batch = token_batch("1B", rows, length)
+    loop, _ = language_loop(accelerator, language_model("1B", length), "1B", [batch])
+    seconds(loop.step, 3)
+    usual = statistics.median(seconds(loop.step) for _ in range(5))
+    folder = Path(tempfile.mkdtemp())
+    config = template("pretrain").Config(checkpoint=CheckpointConfig(async_save=in_background, save_total_limit=1))
+    saver = Checkpointer(accelerator, loop.model, loop.optimizers, folder, config, data="none")
+    size, free = saver.size(), shutil.disk_usage(folder).free
+    if free < 1.2 * size:
+        raise Skipped(f"a checkpoint has {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free in {folder.parent}")
+    call = seconds(partial(saver.save, loop.state))
+    figures: dict[str, Any] = {"stands_still_seconds": call, "gb": size / 1e9, "usual_step_ms": 1000 * usual}
+    note = f"{size / 1e9:.1f} GB; a step takes {1000 * usual:.0f} ms"
+    if in_background and saver.pending is not None:
+        start, taken = time.perf_counter(), 0
+        while not saver.pending.done() and time.perf_counter() - start < 10:
+            seconds(loop.step)
+            taken += 1
+        slower = time.perf_counter() - start - taken * usual
+        written = "written by then" if saver.pending.done() else "not all written by then"
+        if saver.pending.done():
+            saver.wait()  # raises what went wrong
+        figures |= {"slower_seconds": slower, "steps_meanwhile": taken}
+        note += f"; the next {taken} steps took {slower:.1f} s longer than usual, {written}"
+    return figures | {"note": note}
+
+
+# Right or wrong --------------------------------------------------------------------------------------------------------
+
+
+def losses(tolerance: float | None = None, *, fused: bool = True, **settings: Any) -> dict[str, Any]:
+    """Losses of ten optimizer steps of the 125M model."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    accelerator = start_accelerator()
+    length, rows = (32, 2) if toy else (1024, 4)
+    model = language_model("125M", length, **settings)
+    batches = [token_batch("125M", rows, length, seed=seed) for seed in range(10)]
+    constant: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    loop, said = language_loop(accelerator, model, "125M", batches, fused=fused, **constant)
+    return said | {"losses": [loop.step().item() / (rows * length) for _ in batches], "tolerance": tolerance}
+
+
+def resuming() -> dict[str, Any]:
+    """`verify-resume` on the pretraining template, in attention whose backward always adds up in the same order."""
+    folder = Path(tempfile.mkdtemp())
+    texts = [json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "shared").glob("*.py"))]
+    (folder / "text.jsonl").write_text("".join(texts))
+    config = ROOT / "accelerate_configs" / ("cpu.yaml" if device().type == "cpu" else "single_gpu.yaml")
+    flags = {"train_file": folder / "text.jsonl", "vocab_size": 512, "eval_samples": 8, "attn_implementation": "eager"}
+    flags |= {"model_preset": "3M", "seq_length": 64} if toy else {"model_preset": "30M", "seq_length": 256}
+    command = [sys.executable, "-m", "shared", "verify-resume", "--steps", "12" if toy else "48", "--"]
+    command += [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
+    command += [str(ROOT / "templates/pretrain.py"), *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"TEMPLATES_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    unlike = [" ".join(text.split()) for text in done.stdout.splitlines() if " differ " in text]
+    if done.returncode and not unlike:
+        said = done.stderr.strip().splitlines() or ["no output"]
+        raise RuntimeError(next((text for text in said if text.startswith("error: ")), said[-1]))
+    return {"passed": not done.returncode, "note": "; ".join(unlike) or "killed and resumed: the same, bit for bit"}
