@@ -78,8 +78,9 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         ],
     )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.mixed_precision_policy is not None:  # sums over ranks in fp32, as DDP's are
-        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        # Sums over ranks in fp32, as DDP's are, and a loss that the model returns is not rounded to 16 bits.
+        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None)
         plugin.mixed_precision_policy = policy
     if rehearsal and plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU

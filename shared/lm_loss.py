@@ -125,15 +125,18 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> st
     labels[0, 3] = IGNORED
     training = model.training
     model.eval()
-    plain = causal_lm_loss(model, {"input_ids": tokens, "labels": labels})
-    attach(head)
-    try:
-        fused = causal_lm_loss(model, {"input_ids": tokens, "labels": labels})
-        same, why = torch.allclose(plain, fused, rtol=1e-3), f"{type(model).__name__} changes what its head returns"
-    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
-        same, why = False, first_line(error)
+    trial = {"input_ids": tokens, "labels": labels}
+    # Compiled blocks are not to see these few tokens: the sizes that they meet first are compiled as constants.
+    why = f"{type(model).__name__} changes what its head returns"
+    with torch.compiler.set_stance("force_eager"):
+        plain = causal_lm_loss(model, trial)
+        attach(head)
+        try:
+            fused = causal_lm_loss(model, trial)
+        except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+            fused, why = None, first_line(error)
     model.train(training)
-    if not same:
-        del head.forward
-        return f"from whole logits: {why}"
-    return "fused with the head, in chunks of tokens"
+    if fused is not None and fused.dtype == torch.float32 and torch.allclose(plain.float(), fused, rtol=1e-3):
+        return "fused with the head, in chunks of tokens"
+    del head.forward
+    return f"from whole logits: {why}"

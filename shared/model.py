@@ -376,7 +376,8 @@ def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size
     scaled = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
     for module in scaled:
         module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
-    first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
+    with torch.compiler.set_stance("force_eager"):  # compiled blocks take the sizes that they meet first for constants
+        first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
     for module in scaled:
         del module.forward
     model.train(training)

@@ -85,9 +85,9 @@ def test_another_build_after_a_change_of_source_installs_nothing(image, source):
     (source / "shared/extra.py").write_text('"""New."""\n')
     said = build(source, f"{NAME}-2")
     steps = said.split("STEP ")
-    (installs,) = (step for step in steps if "pip install --no-cache-dir" in step.splitlines()[0])
+    (installs,) = (step for step in steps if "pip install --no-cache-dir" in step.split("\n")[0])
     assert "Using cache" in installs and "Collecting" not in said
-    assert "Using cache" not in next(step for step in steps if "COPY shared shared" in step.splitlines()[0])
+    assert "Using cache" not in next(step for step in steps if "COPY shared shared" in step.split("\n")[0])
     buildah("rmi", f"{NAME}-2")
 
 

@@ -84,6 +84,7 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
     assert held["weights"] == pytest.approx(weights, abs=0.01) if weights else held["weights"] < 0.9
     if moments or template == "pretrain":
         assert held["optimizer state"] == pytest.approx(moments, abs=0.01) if moments else held["optimizer state"] < 0.9
+    assert ("fused with the head" in other.output) == ("tensor_parallel" not in config)
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     assert [row["grad_norm"] for row in other.rows if "grad_norm" in row] == pytest.approx(
         [row["grad_norm"] for row in one.rows if "grad_norm" in row], rel=1e-4
@@ -182,6 +183,7 @@ def test_fp8_learns_nearly_what_bf16_learns_and_resumes_as_fp32(flags, launched,
     eight = run(template, tmp_path / "fp8", *given, precision="fp8", **how)
     spread = "FSDP2 x 2" if config == "fsdp2" else "1 process"
     assert eight.manifest(STEPS)["strategy"] == f"{spread} on cpu, fp8"
+    assert "fused with the head" in one.output and "fused with the head" in eight.output
     assert eight.losses != one.losses
     assert eight.losses == pytest.approx(one.losses, rel=5e-3)  # fp8 keeps 3 bits of each factor of a product
     start = ("--resume_from_checkpoint", eight.folder / f"checkpoint-{SAVED:06d}")
