@@ -45,7 +45,6 @@ RUN grep -v '^-e' requirements.txt > /tmp/dependencies.txt \
 # Stands for the `-e .` of requirements.txt, without a build.
 ENV PYTHONPATH=/workspace
 COPY accelerate_configs accelerate_configs
-COPY jobs/run.sh jobs/run.sh
 COPY shared shared
 COPY templates templates
 # A checkout under a strict umask is not readable by the user below; safetensors writes its files as 0600.
@@ -59,11 +58,10 @@ ENV HF_HOME=/cache/huggingface \
     WANDB_CONFIG_DIR=/cache/wandb \
     WANDB_DATA_DIR=/cache/wandb \
     XDG_CACHE_HOME=/cache \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     HOME=/cache \
     USER=trainer \
     PYTHONUNBUFFERED=1
-# torch's launcher kills what has not stopped after 30 s: too short for the last checkpoint of a large model.
-ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290
 # All that is written, besides /tmp: the rest may be read-only (docker run --read-only --tmpfs /tmp).
 VOLUME ["/workspace/outputs", "/cache"]
 USER 1000:1000
@@ -77,6 +75,5 @@ LABEL org.opencontainers.image.title="accelerate-training-templates" \
 
 # A stop has to reach the training process, and the container has to outlive it: `accelerate launch` with one process
 # passes no signal on and dies of it at once, which would end the container before the checkpoint is written.
-# So tini -g signals the whole process group, and run.sh makes all ignore SIGTERM and SIGUSR1 but who handles them.
-ENTRYPOINT ["tini", "-g", "--", "/workspace/jobs/run.sh"]
+ENTRYPOINT ["tini", "--", "python", "-m", "shared", "run"]
 CMD ["accelerate", "launch", "templates/lora_finetune.py"]

@@ -6,15 +6,19 @@
 #   sbatch --nodes 4 --gpus-per-node 8 --time 12:00:00 jobs/slurm.sh templates/pretrain.py --train_file corpus/
 #   CONFIG=multi_node_hsdp sbatch --nodes 4 jobs/slurm.sh templates/pretrain.py ...
 #   IMAGE=templates.sif sbatch jobs/slurm.sh templates/pretrain.py ...    # Apptainer: `apptainer build` it from the image
-#   IMAGE=registry/templates sbatch jobs/slurm.sh ...                     # anything else: SLURM's pyxis
+#   IMAGE=registry#templates sbatch jobs/slurm.sh ...                     # anything else: SLURM's pyxis
 #
 # Submit it in the folder of the templates, on a file system that all nodes share. The run is in runs/<job name>-<job id>,
-# the same one each time the job is queued again. Without a container, activate the virtual environment first.
+# the same one each time the job is queued again. Without a container, activate the virtual environment first. In a
+# container this folder is seen, and what MOUNTS names besides: MOUNTS=/data,/models.
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+# All cores and all memory of the nodes: by default a task gets one core.
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 # To the training, not to this script, so many seconds before the time is over: enough for a step and a checkpoint.
 #SBATCH --signal=USR1@300
@@ -27,34 +31,55 @@ set -euo pipefail
 
 run=${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
 for argument in "$@"; do
-    case $argument in --output_dir | --output_dir=*) echo "say RUN_DIR=... in place of --output_dir" >&2; exit 2 ;; esac
+    case $argument in
+        --output_dir* | --output-dir*) echo "say RUN_DIR=... in place of --output_dir" >&2; exit 2 ;;
+    esac
 done
 
+config=${CONFIG:-multi_node_ddp}
 processes=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
-main_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+main_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 launch=(
-    --config_file "accelerate_configs/${CONFIG:-multi_node_ddp}.yaml"
+    --config_file "accelerate_configs/$config.yaml"
     --num_machines "$SLURM_NNODES" --num_processes "$((SLURM_NNODES * processes))"
     --main_process_ip "$main_node" --main_process_port "${MAIN_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 )
-container=() srun_container=()
-case ${IMAGE:-} in
-    "") ;;
-    *.sif) container=(apptainer exec --nv --bind "$PWD" --pwd "$PWD" "$IMAGE") ;;
-    *) srun_container=("--container-image=$IMAGE" "--container-mounts=$PWD" "--container-workdir=$PWD") ;;
-esac
+if [ "$config" = multi_node_hsdp ]; then  # sharded inside a node, replicated between nodes
+    launch+=(--parallelism_config_dp_replicate_size "$SLURM_NNODES" --parallelism_config_dp_shard_size "$processes")
+fi
 
-# Signals are for the training. A machine that is left alone is ended after two minutes.
-trap : TERM USR1
+tasks=(--nodes "$SLURM_NNODES" --ntasks "$SLURM_NNODES" --ntasks-per-node 1)
+# A node that is left alone is ended after two minutes; one that ends earlier than the others ends none of them.
+tasks+=(--kill-on-bad-exit=0 --wait=120)
+container=()
+if [ -n "${IMAGE:-}" ]; then
+    # This folder's code, and caches that all nodes see, in place of the image's own.
+    export PYTHONPATH=$PWD TEMPLATES_CACHE=${TEMPLATES_CACHE:-$PWD/cache/templates} HF_HOME=${HF_HOME:-$PWD/cache/huggingface}
+    mounts=$PWD${MOUNTS:+,$MOUNTS}
+    case $IMAGE in
+        *.sif) container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$IMAGE") ;;
+        *)
+            tasks+=("--container-image=$IMAGE" "--container-mounts=$(sed 's/[^,]*/&:&/g' <<< "$mounts")")
+            tasks+=("--container-workdir=$PWD" "--container-env=PYTHONPATH,TEMPLATES_CACHE,HF_HOME")
+            ;;
+    esac
+fi
+
+trap : TERM USR1  # signals are for the training; this script waits for it
+rm -f "$run/exit.json"  # of an earlier end
 code=0
 # shellcheck disable=SC2016  # what stands in single quotes is for the nodes
-srun --ntasks-per-node=1 --wait=120 "${srun_container[@]}" \
-    sh -c 'trap "" TERM USR1; exec "$@"' sh "${container[@]}" \
-    sh -c 'exec jobs/run.sh accelerate launch --machine_rank "$SLURM_NODEID" "$@"' sh \
+srun "${tasks[@]}" ${container[@]+"${container[@]}"} \
+    sh -c 'exec python -m shared run accelerate launch --machine_rank "$SLURM_NODEID" "$@"' sh \
     "${launch[@]}" "$@" --output_dir "$run" || code=$?
 
+# The training's own words, if it had the time for them: srun returns the largest code of all nodes, or that of a kill.
+if [ "$code" -ne 0 ] && [ -f "$run/exit.json" ]; then
+    code=$(sed -n 's/.*"exit_code": \([0-9]*\).*/\1/p' "$run/exit.json")
+    if grep -q '"cause": "stopped by SIGUSR1' "$run/exit.json"; then code=138; fi
+fi
 # Only for the time that is over: who cancels a job does not want it back, and preempted ones come back by themselves.
-if [ "$code" -ne 0 ] && grep -q '"cause": "stopped by SIGUSR1' "$run/exit.json" 2>/dev/null; then
+if [ "$code" -eq 138 ]; then
     echo "the time is over: queued again, from the last checkpoint in $run"
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -37,6 +37,7 @@ class CleanExit(Exception):
     """An end that a user can act on: one line on the console, no traceback, and a stated exit code."""
 
     exit_code = 1
+    alone = False  # this process ends by itself, for what all of them have not agreed on
 
 
 class ConfigError(CleanExit):
@@ -88,7 +89,7 @@ def clean_exit() -> Iterator[None]:
     try:
         yield
     except CleanExit as end:
-        note_exit_code(end.exit_code)
+        note_exit_code(end.exit_code, sure=not end.alone)
         if not is_main_rank():
             # Most errors are seen by all ranks and told by the main one; the launcher then ends this one right here.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -101,12 +102,27 @@ def clean_exit() -> Iterator[None]:
         sys.exit(end.exit_code)
 
 
-def note_exit_code(code: int) -> None:
-    """Write it to the file that jobs/run.sh asks for; the first one of a launch stays, since it is the cause."""
-    file = os.environ.get("TEMPLATES_EXIT_CODE")
-    if file:
-        with contextlib.suppress(OSError), open(file, "x", encoding="utf-8") as noted:
-            noted.write(str(code))
+def note_exit_code(code: int, *, sure: bool = True) -> None:
+    """Tell `python -m shared run`, if this runs under it; the first one of a launch stays, since it is the cause."""
+    folder = os.environ.get("TEMPLATES_RUN")
+    if folder:
+        with contextlib.suppress(OSError), open(Path(folder, "code"), "x", encoding="utf-8") as noted:
+            noted.write(f"{code}{'' if sure else '?'}")
+
+
+def _be_told_of_signals() -> None:
+    """Tell `python -m shared run`, if this runs under it, that this process trains, and when it fails."""
+    folder = os.environ.get("TEMPLATES_RUN")
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, str(os.getpid())).touch()
+        before = sys.excepthook
+
+        def noted(*error: Any) -> None:
+            note_exit_code(1)
+            before(*error)
+
+        sys.excepthook = noted
 
 
 def rank() -> int:
@@ -246,6 +262,7 @@ def parse_or_exit(config_class: type[T]) -> T:
     end_with_the_launcher()
     for number in STOP_SIGNALS:
         signal.signal(number, _stop_before_the_start)
+    _be_told_of_signals()
     with clean_exit():
         config = parse(config_class, description=(sys.modules["__main__"].__doc__ or "").strip())
     folder = flatten(config).get("output_dir")
@@ -256,8 +273,8 @@ def parse_or_exit(config_class: type[T]) -> T:
 
 
 def _stop_before_the_start(number: int, _frame: object) -> None:
-    """Until training has its own handlers. Whoever started this may have signals ignored, as jobs/run.sh does."""
-    note_exit_code(143)
+    """Until training has its own handlers. Whoever started this may have signals ignored, as `run` does."""
+    note_exit_code(143, sure=False)
     if is_main_rank():
         print(f"stopped by {signal.Signals(number).name} before the start", file=sys.stderr, flush=True)
     os._exit(143)

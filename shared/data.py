@@ -91,7 +91,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
             try:
                 torch.distributed.distributed_c10d._get_default_store().check(["there"])
             except RuntimeError:
-                raise ConfigError(f"rank 0, which prepares {folder}, has ended: see its own output") from None
+                raise CleanExit(f"rank 0, which prepares {folder}, has ended: see its own output") from None
         if not told and time.monotonic() - start > 60:
             told = True
             rank = os.environ.get("RANK")

@@ -113,7 +113,9 @@ def run(main: Callable[[C], None], config: C) -> None:
 
 def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
     if _signal:  # whatever the code on the way made of it
-        return Stopped(f"stopped by {signal.Signals(_signal).name} at step {_step}")
+        stopped = Stopped(f"stopped by {signal.Signals(_signal).name} at step {_step}")
+        stopped.alone = True
+        return stopped
     if isinstance(error, CleanExit):
         return error
     if isinstance(error, torch.OutOfMemoryError):

@@ -74,13 +74,18 @@ def test_compose_takes_its_file():
     assert done.returncode == 0, done.stdout
 
 
-# run.sh: the container's entry point ------------------------------------------------------------------------------------
+# run: the container's entry point ------------------------------------------------------------------------------------
 
 
-def run_sh(*command, **kwargs) -> subprocess.Popen:
+def under_run(*command, **kwargs) -> subprocess.Popen:
     env = os.environ | {"PATH": PATH} | kwargs.pop("env", {})
     return subprocess.Popen(
-        [str(ROOT / "jobs/run.sh"), *map(str, command)], cwd=ROOT, env=env, start_new_session=True, text=True, **kwargs
+        [sys.executable, "-m", "shared", "run", *map(str, command)],
+        cwd=ROOT,
+        env=env,
+        start_new_session=True,
+        text=True,
+        **kwargs,
     )
 
 
@@ -89,14 +94,16 @@ def run_sh(*command, **kwargs) -> subprocess.Popen:
     [
         (("true",), 0),
         (("sh", "-c", "exit 7"), 7),
-        (("no-such-command",), 127),
+        (("no-such-command",), 2),
         (("sh", "-c", "kill -TERM $$; kill -USR1 $$; exit 5"), 5),  # ignored
-        (("sh", "-c", 'printf 4 > "$TEMPLATES_EXIT_CODE"; exit 1'), 4),
-        (("sh", "-c", 'printf 4 > "$TEMPLATES_EXIT_CODE"'), 0),  # a part of it failed, which it has coped with
+        (("sh", "-c", "kill -KILL $$"), 137),
+        (("sh", "-c", 'printf 4 > "$TEMPLATES_RUN/code"; exit 1'), 4),
+        (("sh", "-c", 'printf 4 > "$TEMPLATES_RUN/code"'), 0),  # a part of it failed, which it has coped with
+        (("sh", "-c", 'printf "143?" > "$TEMPLATES_RUN/code"; exit 1'), 1),  # stopped, but not by a signal to us
     ],
 )
 def test_the_exit_code_of_a_command(command, code):
-    assert run_sh(*command).wait(timeout=60) == code
+    assert under_run(*command).wait(timeout=60) == code
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -104,33 +111,58 @@ def test_wrong_input_has_its_exit_code_however_many_processes(flags, tmp_path, p
     launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
     launch += ["--num_processes", processes, "--main_process_port", free_port()]
     wrong = ["templates/pretrain.py", *flags, "--output_dir", tmp_path / "run", "--train_file", "/nowhere"]
-    process = run_sh("accelerate", "launch", *launch, *wrong, stderr=subprocess.PIPE)
+    process = under_run("accelerate", "launch", *launch, *wrong, stderr=subprocess.PIPE)
     _, said = process.communicate(timeout=200)
     assert process.returncode == 2 and "/nowhere" in said
 
 
 def test_a_stop_before_training_begins_has_its_exit_code(flags, tmp_path):
-    """Also where SIGTERM is ignored from the start, as run.sh arranges it."""
-    process = run_sh("accelerate", "launch", "templates/pretrain.py", "--output_dir", tmp_path / "run", *flags)
-    while process.poll() is None:  # until it is heard
-        os.killpg(process.pid, signal.SIGTERM)
-        time.sleep(0.3)
-    assert process.returncode == 143
+    """At once, whether there is a training process already or not."""
+    for delay, number in ((2, signal.SIGTERM), (5, signal.SIGTERM), (6, signal.SIGUSR1)):
+        process = under_run("accelerate", "launch", "templates/pretrain.py", "--output_dir", tmp_path / "run", *flags)
+        time.sleep(delay)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+        assert not any(str(tmp_path / "run") in p.info["cmdline"] for p in psutil.process_iter(["cmdline"]))
+
+
+BROKEN = """
+import os, time
+from dataclasses import dataclass
+from shared import config
+
+@dataclass(frozen=True)
+class Config:
+    x: int = 1
+
+config.parse_or_exit(Config)
+if os.environ["RANK"] == "1":
+    {fault}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("fault", ["raise KeyError(1)", "os.kill(os.getpid(), 9)"])
+def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
+    """torch's launcher then ends the others with SIGTERM, which nobody had asked for."""
+    (tmp_path / "broken.py").write_text(BROKEN.format(fault=fault))
+    launch = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", "--main_process_port", free_port()]
+    assert under_run("accelerate", "launch", *launch, tmp_path / "broken.py").wait(timeout=100) == 1
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stop_writes_a_checkpoint_and_ends_with_143(flags, straight, tmp_path, processes):
-    """SIGTERM to the whole group, as `tini -g` does when the container is stopped."""
+    """SIGTERM to the first process, as when the container is stopped; or to all of its group."""
     launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
     launch += ["--mixed_precision", "no", "--num_processes", processes, "--main_process_port", free_port()]
     command = ["accelerate", "launch", *launch, "templates/pretrain.py", *flags, "--output_dir", tmp_path / "run"]
     log = tmp_path / "log"
-    process = run_sh(*command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    process = under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT)
     wait_for_step(tmp_path / "run", 3, process, log)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM) if processes == 1 else process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=100) == 143, log.read_text()
     assert exit_of(tmp_path / "run")["exit_code"] == 143 and not (tmp_path / "run/final").exists()
-    assert run_sh(*command, stdout=log.open("w"), stderr=subprocess.STDOUT).wait(timeout=300) == 0, log.read_text()
+    assert under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT).wait(timeout=300) == 0, log.read_text()
     if processes == 2:
         assert set(compare(straight.folder, tmp_path / "run").values()) == {""}
 
@@ -139,19 +171,16 @@ def test_a_stop_writes_a_checkpoint_and_ends_with_143(flags, straight, tmp_path,
 
 # One process a node, each in the network namespace that stands for it; a signal goes to all processes of the step.
 SRUN = f"""#!{sys.executable}
-import os, psutil, signal, subprocess, sys
+import os, signal, subprocess, sys
 
-options = [a for a in sys.argv[1:] if a.startswith("--")][: next(i for i, a in enumerate(sys.argv[1:]) if a[:2] != "--")]
-command, nodes = sys.argv[1 + len(options) :], os.environ["STANDS_FOR_NODES"].split()
+start = next(i for i, word in enumerate(sys.argv) if word in ("sh", "apptainer"))
+options, command, nodes = sys.argv[1:start], sys.argv[start:], os.environ["STANDS_FOR_NODES"].split()
 print("srun", *options, flush=True)
 tasks = []
 
 def forward(number, _frame):
-    for process in psutil.Process().children(recursive=True):
-        try:
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            pass
+    for task in tasks:  # to what srun has started, as SLURM does where cgroups track a job: not to its children
+        task.send_signal(number)
 
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, forward)
@@ -205,7 +234,7 @@ def test_slurm_two_nodes_stop_when_the_time_is_over_and_are_queued_again(machine
     job = sbatch(env, log, *command)
     wait_for_step(tmp_path / "run", 3, job, log)
     os.kill(srun_of(job), signal.SIGUSR1)  # --signal=USR1@300
-    assert job.wait(timeout=120) == 143, log.read_text()
+    assert job.wait(timeout=120) == 138, log.read_text()
     assert (tmp_path / "queue").read_text() == "77\n"
     assert f"queued again, from the last checkpoint in {tmp_path / 'run'}" in log.read_text()
     assert exit_of(tmp_path / "run")["cause"].startswith("stopped by SIGUSR1 at step ")
@@ -237,21 +266,27 @@ def test_slurm_tells_of_what_cannot_be(slurm, tmp_path):
 
 
 HELLO = 'import os, sys\nprint("hello from", os.environ["WORLD_SIZE"], sys.argv[1:])\n'
+HELLO += 'print("caches in", os.environ["TEMPLATES_CACHE"])\n'
 
 
-@pytest.mark.parametrize("image", ["templates.sif", "registry/templates"])
+@pytest.mark.parametrize("image", ["templates.sif", "registry#templates"])
 def test_slurm_in_a_container(slurm, tmp_path, image):
     """Which of the two runtimes is asked, and that what it starts is the same."""
-    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    shutil.copytree(ROOT / "shared", tmp_path / "shared")
     shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
     (tmp_path / "hello.py").write_text(HELLO)
     log = tmp_path / "log"
-    env = slurm | {"IMAGE": image, "PROCESSES_PER_NODE": "2"}
+    env = {name: value for name, value in slurm.items() if name not in ("TEMPLATES_CACHE", "HF_HOME")}
+    env |= {"IMAGE": image, "PROCESSES_PER_NODE": "2", "MOUNTS": "/data", "PYTHONPATH": str(ROOT)}
     assert sbatch(env, log, "hello.py", "--x", 1, cwd=tmp_path).wait(timeout=120) == 0, log.read_text()
     said = log.read_text()
     assert said.count("hello from 2 ['--x', '1', '--output_dir', 'runs/train-77']") == 2
-    assert ("--container-image=registry/templates" in said) == (image == "registry/templates")
-    assert (f"apptainer exec --nv --bind {tmp_path} --pwd {tmp_path} templates.sif sh -c" in said) == image.endswith(".sif")
+    pyxis = f"--container-image={image} --container-mounts={tmp_path}:{tmp_path},/data:/data --container-workdir={tmp_path} "
+    assert (pyxis in said) == (not image.endswith(".sif"))
+    assert (f"apptainer exec --nv --bind {tmp_path},/data --pwd {tmp_path} templates.sif sh -c" in said) == image.endswith(
+        ".sif"
+    )
+    assert said.count(f"caches in {tmp_path}/cache/templates") == 2
 
 
 # Kubernetes and Compose ------------------------------------------------------------------------------------------------
@@ -280,7 +315,7 @@ def test_the_command_of_the_kubernetes_job(tmp_path, chat_file, tiny_model):
     given += ["--model_name_or_path", tiny_model, "--train_file", chat_file, "--max_steps", 2, "--report_to", "none"]
     given += ["--seq_length", 64, "--num_generations", 0, "--global_batch_size", 4, "--per_device_train_batch_size", 2]
     given.insert(2, f"--main_process_port={free_port()}")
-    process = run_sh(*given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = under_run(*given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     manifest = json.loads((tmp_path / "run/checkpoint-000002/MANIFEST.json").read_text())
@@ -295,10 +330,14 @@ def test_the_commands_of_the_kubernetes_job_on_two_nodes(machines, flags, tmp_pa
         for number, machine in enumerate(machines):
             hosts[number].parent.mkdir(parents=True, exist_ok=True)
             hosts[number].write_text("127.0.0.1 localhost\n10.77.0.1 train-nodes-0.train-nodes\n")
-            values = {"=16": "=4", "$(JOB_COMPLETION_INDEX)": number, "outputs/train": tmp_path / "run"}
+            values = {
+                "=16": "=4",
+                "shard_size=8": "shard_size=2",
+                "$(JOB_COMPLETION_INDEX)": number,
+                "outputs/train": tmp_path / "run",
+            }
             given = on_this_machine(arguments_of("kubernetes_multi_node"), **values)
-            given.insert(2, "--parallelism_config_dp_shard_size=2")
-            command = ["ip", "netns", "exec", machine, str(ROOT / "jobs/run.sh"), *given, *flags]
+            command = ["ip", "netns", "exec", machine, sys.executable, "-m", "shared", "run", *given, *flags]
             env = os.environ | {"PATH": PATH, "GLOO_SOCKET_IFNAME": "eth0"}
             log = (tmp_path / f"{number}.log").open("w")
             pods.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))

@@ -65,7 +65,12 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     pins = set((ROOT / "requirements.txt").read_text().splitlines())
     assert set((folder / "requirements.txt").read_text().splitlines()[1:]) <= pins
     assert (folder / ".git").is_dir() or not shutil.which("git")
-    assert os.access(folder / "jobs/run.sh", os.X_OK) and "templates/" not in (folder / "jobs/kubernetes.yaml").read_text()
+    assert os.access(folder / "jobs/slurm.sh", os.X_OK) and "templates/" not in (folder / "jobs/kubernetes.yaml").read_text()
+    assert (
+        "smoke_test.py" in (folder / "Dockerfile").read_text() and "!smoke_test.py" in (folder / ".dockerignore").read_text()
+    )
+    configs = [name for path in (folder / "jobs").iterdir() for name in re.findall(r"file=(\S+\.yaml)", path.read_text())]
+    assert configs and all((folder / name).exists() for name in configs)
     refused = (folder / "accelerate_configs" / "deepspeed_zero2.yaml").exists()
     assert refused == (name in ("lora_finetune", "pretrain"))
 

@@ -83,6 +83,7 @@ def kind(part: str) -> str:
         r"python -m shared ": "shared",
         r"pip install -r (tests/)?requirements\.txt$": "install",
         r"pytest$": "tests",
+        r"mkdir -p runs$": "folder",
         r"docker run ": "container",
         r"docker build |docker compose -f jobs/compose\.yaml (up|run)|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
     }

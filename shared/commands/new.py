@@ -25,7 +25,7 @@ from shared.commands.upgrade import BASE, ORIGIN, mergeable, put
 from shared.config import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[2]
-COMMANDS = ("verify_resume", "audit", "upgrade", "selftest")  # that serve a project; and plan, for language models
+COMMANDS = ("run", "verify_resume", "audit", "upgrade", "selftest")  # that serve a project; and plan, for language models
 # Launch configs that a template refuses.
 UNFIT = {
     "image_classification": {"tensor_parallel", "fsdp2_tensor_parallel", "fsdp2_offload"}
@@ -208,7 +208,8 @@ would have been.
 
 ```bash
 docker build -t training . && docker run training selftest
-docker run --gpus all --shm-size 8g -v "$PWD/outputs:/workspace/outputs" training
+mkdir -p outputs
+docker run --gpus all --shm-size 8g --user "$(id -u):$(id -g)" -v "$PWD/outputs:/workspace/outputs" training
 sbatch jobs/slurm.sh {first}
 ```
 
@@ -246,7 +247,7 @@ if __name__ == "__main__":
 def _dockerfile(names: tuple[str, ...]) -> str:
     text = (SOURCE / "Dockerfile").read_text(encoding="utf-8")
     scripts = " ".join(script(name, names) for name in names)
-    text = _named(text.replace("COPY templates templates", f"COPY {scripts} ./"), names)
+    text = _named(text.replace("COPY templates templates", f"COPY {scripts} smoke_test.py ./"), names)
     text = text.replace("One image for every template", "An image for training")
     return text.replace("the LoRA template's offline demo", "the script without arguments")
 
@@ -255,12 +256,17 @@ def _named(text: str, names: tuple[str, ...]) -> str:
     """A file that names templates, with this project's scripts in their place."""
     for name in templates():
         text = text.replace(f"templates/{name}.py", script(name, names) if name in names else script(names[0], names))
+    if names == ("pretrain_pipeline",):  # which takes no sharded data parallelism, and two processes at least
+        text = re.sub(r" *- --parallelism_config_\w+=\d+.*\n", "", text.replace("multi_node_hsdp", "multi_node_ddp"))
+        text = text.replace("${GPUS:-1}", "${GPUS:-2}")
     return text
 
 
 def _dockerignore(names: tuple[str, ...]) -> str:
     text = (SOURCE / ".dockerignore").read_text(encoding="utf-8")
-    return text.replace("!templates\n", "".join(f"!{script(name, names)}\n" for name in names))
+    return text.replace(
+        "!templates\n", "".join(f"!{name}\n" for name in [*(script(n, names) for n in names), "smoke_test.py"])
+    )
 
 
 GITIGNORE = "__pycache__/\n*.pyc\noutputs/\nruns/\nwandb/\n.venv/\n"

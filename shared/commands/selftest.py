@@ -50,10 +50,10 @@ class Broken(CleanExit):
 def launch_line(processes: int) -> list[str]:
     """`accelerate launch` for so many processes, in fp32."""
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no"]
-    if processes > 1:
-        config = ROOT / "accelerate_configs" / "ddp.yaml"
-        launch += ["--config_file", str(config), "--num_processes", str(processes), "--main_process_port", "0"]
-    return launch
+    if processes == 1:
+        return [*launch, "--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
+    config = ROOT / "accelerate_configs" / "ddp.yaml"
+    return [*launch, "--config_file", str(config), "--num_processes", str(processes), "--main_process_port", "0"]
 
 
 def prove(jobs: Mapping[str, tuple[str, Sequence[int]]]) -> None:

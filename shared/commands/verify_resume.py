@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import yaml
 
 from shared import audit
 from shared.checkpoint import checkpoints, read_tensors
+from shared.commands.run import kill
 from shared.config import CleanExit, ConfigError
 from shared.folder import read_json_lines
 
@@ -80,7 +80,7 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
     flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
     flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data"]
     log = run_dir.with_suffix(".log")
-    env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_EXIT_CODE"}  # which is for our own
+    env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}  # which is for our own
     with log.open("a") as output:
         process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
@@ -100,17 +100,6 @@ def logged(run_dir: Path) -> int:
     with contextlib.suppress(OSError):
         return max((row["step"] for row in read_json_lines(run_dir / "metrics.jsonl") if "loss" in row), default=0)
     return 0
-
-
-def kill(pid: int) -> None:
-    """SIGKILL a process and all its descendants, the parents first, so that none can react."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        family = [parent, *parent.children(recursive=True)]
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=30)
 
 
 def compare(one: Path, other: Path) -> dict[str, str]:

@@ -1,0 +1,94 @@
+"""Run a command so that it can be stopped, and so that its end can be understood. The container starts everything so.
+
+python -m shared run accelerate launch templates/pretrain.py --output_dir runs/first
+python -m shared run selftest
+
+SIGTERM and SIGUSR1 go to the training processes, which write a checkpoint and end; the launcher, which would die of them
+before that, does not see them. What trains nothing is ended at once. The exit code is the training's own, of which
+`accelerate launch` makes 1: 0 done, 2 input or settings, 3 checkpoint or disk, 4 not finite, 143 stopped by SIGTERM,
+138 by SIGUSR1, 1 anything else.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from shared.config import STOP_SIGNALS, ConfigError
+
+STOPPED = 143
+
+
+def main() -> None:
+    command = sys.argv[2:] if sys.argv[1:2] == ["--"] else sys.argv[1:]
+    if not command or command[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    if command[0] == "selftest":
+        command = [sys.executable, "-m", "shared", *command]
+    sys.exit(run(command))
+
+
+def run(command: list[str]) -> int:
+    """Run a command to its end; its exit code, or that of the training in it.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    seen: list[int] = []
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, lambda number, _frame: seen.append(number))
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        # Time for the last checkpoint, after which torch's launcher kills; by default it leaves 30 seconds.
+        env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "290"} | os.environ | {"TEMPLATES_RUN": folder}
+        try:
+            process = subprocess.Popen(command, env=env, preexec_fn=_ignore_stop_signals)
+        except OSError as error:
+            raise ConfigError(f"{command[0]}: {error.strerror}") from None
+        passed = 0
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+            for number in seen[passed:]:
+                _pass_on(number, Path(folder), process.pid)
+            passed = len(seen)
+        noted = Path(folder, "code")
+        code = noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
+    if code.endswith("?"):  # by a signal that may have been the launcher's, after another process had died
+        code = code.removesuffix("?") if seen else "1"
+    if seen and (int(code) == STOPPED or int(code) < 0):
+        return 128 + seen[0]
+    return int(code) if int(code) >= 0 else 128 - int(code)
+
+
+def _ignore_stop_signals() -> None:
+    """In the command's process, for all that it starts, too: some clusters signal every process of a job."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _pass_on(number: int, folder: Path, launcher: int) -> None:
+    """Signal the training processes, which have left their numbers in `folder`; without any, end everything."""
+    told = False
+    for path in folder.glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.name), number)
+            told = True
+    if not told:
+        kill(launcher)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process and all its descendants, the parents first, so that none can react."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        family = [parent, *parent.children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family[1:], timeout=30)
