@@ -59,6 +59,7 @@ if [ -n "${IMAGE:-}" ]; then
     case $IMAGE in
         *.sif) container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$IMAGE") ;;
         *)
+            # shellcheck disable=SC2001  # no pattern of bash repeats what it has found
             tasks+=("--container-image=$IMAGE" "--container-mounts=$(sed 's/[^,]*/&:&/g' <<< "$mounts")")
             tasks+=("--container-workdir=$PWD" "--container-env=PYTHONPATH,TEMPLATES_CACHE,HF_HOME")
             ;;
