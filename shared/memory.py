@@ -8,6 +8,7 @@ the bytes of living storages are counted, and more blocks follow a straight line
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -214,8 +215,8 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
     return {setting: max(found) for setting, found in peaks.items()}
 
 
-def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
-    """Most bytes that were allocated at once on the CPU after `since` (time.time_ns()), of a profile with memory.
+def traced_peak(profiler: torch.profiler.profile, since: int, until: float = math.inf) -> int:
+    """Most bytes that were allocated at once on the CPU between two times (time.time_ns()), of a profile with memory.
 
     Args:
         profiler: stopped, and started before anything that is to be counted was allocated.
@@ -225,7 +226,7 @@ def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
-        peak = max(peak, now) if event.start_ns() > since else peak
+        peak = max(peak, now) if since < event.start_ns() < until else peak
     return peak
 
 

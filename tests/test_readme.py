@@ -82,7 +82,7 @@ def kind(part: str) -> str:
         r"(ACCELERATE_USE_CPU=true )?accelerate launch ": "launch",
         r"python -m shared ": "shared",
         r"pip install -r (tests/)?requirements\.txt$": "install",
-        r"pytest$": "tests",
+        r"pytest -n 2$": "tests",
         r"mkdir -p runs$": "folder",
         r"docker run ": "container",
         r"docker build |docker compose -f jobs/compose\.yaml (up|run)|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
@@ -135,7 +135,7 @@ def test_what_a_job_names_is_there(part):
 
 
 def test_the_test_command_is_the_one_of_ci():
-    assert "pip install -r tests/requirements.txt && pytest" in COMMANDS
+    assert "pip install -r tests/requirements.txt && pytest -n 2" in COMMANDS
     assert "pip install -r requirements.txt && accelerate launch templates/lora_finetune.py" in COMMANDS
 
 
