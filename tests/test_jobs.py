@@ -123,7 +123,7 @@ def test_a_stop_before_training_begins_has_its_exit_code(flags, tmp_path):
         time.sleep(delay)
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
-        assert not any(str(tmp_path / "run") in p.info["cmdline"] for p in psutil.process_iter(["cmdline"]))
+        assert not any(str(tmp_path / "run") in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
 
 
 BROKEN = """
