@@ -117,7 +117,8 @@ def test_every_flag_the_readme_names_exists():
         "main_process_ip",
         "gpus",
         "gpu_memory",
-        "rm",
+        "main_process_port",
+        *("build", "read", "shm", "stop", "tmpfs", "user", "nodes"),  # of docker (their first words) and sbatch
     }
     flags = set(re.findall(r"(?<![\w-])--([a-z][\w]*)", (ROOT / "README.md").read_text()))
     assert {flag.removeprefix("no_") for flag in flags} - known - launcher == set()
