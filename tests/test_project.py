@@ -115,7 +115,7 @@ def test_several_templates_in_one(tmp_path):
     shared("new", "pretrain", "lora_finetune", tmp_path / "both")
     assert {"pretrain.py", "lora_finetune.py"} <= {p.name for p in (tmp_path / "both").iterdir()}
     assert not (tmp_path / "both/train.py").exists()
-    assert "COPY pretrain.py lora_finetune.py ./" in (tmp_path / "both/Dockerfile").read_text()
+    assert "COPY pretrain.py lora_finetune.py smoke_test.py ./" in (tmp_path / "both/Dockerfile").read_text()
 
 
 def test_nothing_is_overwritten(tmp_path):
