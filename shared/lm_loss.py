@@ -101,6 +101,11 @@ def _forward(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         )
 
 
+def is_plain(head: Any) -> bool:
+    """Whether a head is one matrix and no more: no bias, no adapter, not quantised."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
+
+
 def attach(head: Any) -> None:
     """Let a head, a plain matrix, compute the loss where `causal_lm_loss` asks for it."""
     head.forward = partial(_forward, head)
@@ -114,7 +119,7 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> st
     it was. Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
     """
     head = accelerator.unwrap_model(model).get_output_embeddings()
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or head.bias is not None:
+    if not is_plain(head):
         return "from whole logits: the head is not a plain matrix"
     if accelerator.mixed_precision == "fp16":  # whose gradients need the scale before they are computed
         return "from whole logits, for fp16"

@@ -101,7 +101,7 @@ def _build(job: Job, depth: int, gathered: bool = False) -> nn.Module:
             lora = LoraConfig(task_type="CAUSAL_LM", r=job.lora_r, target_modules="all-linear")
             model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.bias is None:
+    if lm_loss.is_plain(head):
         lm_loss.attach(head)
     made: dict[Any, Any] = {}  # tied weights stay tied
     for module in model.modules():

@@ -21,7 +21,8 @@ import torch
 
 from shared import audit, steps
 from shared.checkpoint import CheckpointError, checkpoints, verify
-from shared.commands.verify_resume import compare, kill
+from shared.commands.run import kill
+from shared.commands.verify_resume import compare
 from shared.config import ConfigError
 from tests.conftest import ACCELERATE, LAUNCHER, ROOT, Run, command, run, run_here
 
