@@ -89,7 +89,7 @@ def run_as_main(argv, env):
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     subprocess.Popen = POPEN
     sys.argv = argv
-    sys.path[0] = str(Path(argv[0]).parent)
+    sys.path[:1] = [str(Path(argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     code = 0
     try:
         runpy.run_path(argv[0], run_name="__main__")
