@@ -213,10 +213,10 @@ def project_loop(options: argparse.Namespace) -> Row:
             watch.lap("clip")
             finite = guard.finite(losses, grad_norm, window)
             watch.lap("finite?")
-            steps.update(accelerator, optimizers, skip=not finite)
+            steps.update(accelerator, optimizers, finite)
             watch.lap("update")
             state.advance(window)
-            logger.step(losses if finite else None, window, grad_norm=grad_norm, learning_rate=learning_rate)
+            logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
             watch.lap("count and log")
             guard.stop_if_asked()
             with logger.pause():

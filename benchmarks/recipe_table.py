@@ -69,8 +69,8 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         for i in range(accumulation):
             with steps.accumulate(accelerator, prepared, last=i + 1 == accumulation):
                 accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / (args.rows * args.length))
-        steps.clip_gradients(accelerator, prepared, 1.0)
-        steps.update(accelerator, optimizers)
+        norm = steps.clip_gradients(accelerator, prepared, 1.0)
+        steps.update(accelerator, optimizers, norm.isfinite())
         if on_cuda:
             torch.cuda.synchronize()
 

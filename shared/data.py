@@ -378,6 +378,7 @@ class Loader:
         self.per_device, self.rank, self.world_size = per_device, rank, world_size
         self.device, self.num_workers = device, num_workers
         self._readers: dict[tuple[int, int], DataLoader] = {}  # of the latest range
+        self._crossing = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -400,9 +401,22 @@ class Loader:
             for batch in rows:
                 if isinstance(batch, CleanExit):
                     raise batch
-            rows = [{k: v.to(self.device, non_blocking=True) for k, v in row.items()} for row in rows]
+            rows = self._to_device(rows)
             epoch = step // self.order.steps_per_epoch
             yield Window(rows, self.samples.num_targets(indices), len(indices), epoch, self.order.samples_per_epoch, split)
+
+    def _to_device(self, rows: list[Batch]) -> list[Batch]:
+        """The batches on the device. To a GPU they cross on a stream of their own, beside the step that it computes."""
+        if self._crossing is None:
+            return [{k: v.to(self.device) for k, v in row.items()} for row in rows]
+        using = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._crossing):
+            rows = [{k: v.to(self.device, non_blocking=True) for k, v in row.items()} for row in rows]
+        using.wait_stream(self._crossing)
+        for row in rows:
+            for tensor in row.values():
+                tensor.record_stream(using)  # or its memory is taken again while that stream still reads it
+        return rows
 
     def longest(self, rows: int) -> Batch:
         """A micro-batch of `rows` copies of the longest sample, on the device: what memory has to suffice for."""

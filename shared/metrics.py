@@ -117,10 +117,9 @@ class Logger:
         self.mark = time.perf_counter()
 
     def _reset(self) -> None:
-        self.steps = self.targets = 0
-        self.positions = 0
+        self.targets = self.positions = 0
         self.seconds = self.waited = 0.0
-        self.loss = torch.zeros((), device=self.accelerator.device)
+        self.loss, self.steps = torch.zeros(2, device=self.accelerator.device)  # summed up, where nothing waits for it
 
     def waiting(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass the loader's windows on, and time how long each keeps the training waiting."""
@@ -142,21 +141,27 @@ class Logger:
         self.mark = time.perf_counter()
 
     def step(
-        self, losses: list[torch.Tensor] | None, window: Window, *, grad_norm: torch.Tensor, learning_rate: float
+        self,
+        losses: list[torch.Tensor],
+        finite: torch.Tensor,
+        window: Window,
+        *,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
     ) -> None:
         """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this.
 
         Args:
-            losses: summed losses of this rank's micro-batches; None if the update was skipped.
+            losses: summed losses of this rank's micro-batches.
+            finite: bool scalar on the device; losses of a step that is not are left out.
             window: what was computed.
             grad_norm: before clipping, the same on all ranks.
             learning_rate: of this step.
         """
         if self.recorder is not None:
             self.recorder.write(self.state.step, window)
-        if losses is not None:
-            self.steps += 1
-            self.loss += torch.stack(losses).detach().sum() / window.num_targets
+        self.loss += torch.where(finite, torch.stack(losses).sum() / window.num_targets, 0.0)
+        self.steps += finite
         self.targets += window.num_targets
         self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
         self.bar.update()
@@ -164,13 +169,13 @@ class Logger:
             self.profiler.step()
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             return
-        sums = torch.stack([self.loss, torch.tensor(float(self.positions), device=self.loss.device)])
-        summed_loss, positions = total(self.accelerator, sums).tolist()
+        sums = torch.stack([self.loss, torch.full_like(self.loss, self.positions)])
+        (summed_loss, positions), steps = total(self.accelerator, sums).tolist(), self.steps.item()
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         processed = positions / seconds
         values = {
-            "loss": summed_loss / self.steps if self.steps else math.nan,
+            "loss": summed_loss / steps if steps else math.nan,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm.item(),
             f"trained_{self.unit}_per_second": self.targets / seconds,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -87,11 +88,12 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
     return norm
 
 
-def update(accelerator: Accelerator, optimizers: list[Any], *, skip: bool = False) -> None:
-    """Step all optimizers, unless this one is skipped, and clear the gradients.
+def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor) -> None:
+    """Step all optimizers if the step is `finite` (a bool on the device), and clear the gradients.
 
-    The inner ones are driven directly: with fp16, Accelerate's wrappers would each update the loss scale, so that a
-    second optimizer's gradients were unscaled twice.
+    A fused optimizer's kernel looks at it itself and leaves weights and state as they were, so nothing waits for the
+    device; for others the answer is fetched. The inner optimizers are driven directly: with fp16, Accelerate's wrappers
+    would each update the loss scale, so that a second optimizer's gradients were unscaled twice.
     """
     faults.point("update")
     if zero.is_used(accelerator):
@@ -99,20 +101,45 @@ def update(accelerator: Accelerator, optimizers: list[Any], *, skip: bool = Fals
     scaler = accelerator.scaler
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)
-        if scaler is not None and not skip:
-            scaler.step(inner)
-        elif not skip:
+        if scaler is None and _skips_by_itself(inner, finite.device):
+            inner.found_inf = (~finite).float()
             inner.step()
+            del inner.found_inf
+        elif finite:
+            inner.step() if scaler is None else scaler.step(inner)
         inner.zero_grad(set_to_none=not keeps_gradients(accelerator))
     if scaler is not None:
         scaler.update()
 
 
+def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:
+    """Whether `step` heeds `found_inf`, as torch's fused kernels do; not for weights that are offloaded elsewhere."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return fused and all(group["params"][0].device == device for group in optimizer.param_groups)
+
+
+class _OnItsWay:
+    """A small tensor's copy to the host. Reading it waits for what came before it on the device, not for what followed."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.values = tensor.to("cpu", non_blocking=True)  # to pinned memory
+        self.arrived = None
+        if tensor.is_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> list[Any]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values.tolist()
+
+
 class Guard:
     """What all ranks agree on once a step: is everything finite, and does a signal ask to stop.
 
-    From its making on, SIGTERM and SIGUSR1 are noted and acted on between steps. Every rank makes one, before any
-    reading process is started, and calls its methods alike.
+    The answer is on the device when a step ends, and the host reads it one step later, while the device is busy with the
+    next: no step waits for another. From the guard's making on, SIGTERM and SIGUSR1 are noted and acted on between steps.
+    Every rank makes one, before any reading process is started, and calls its methods alike.
 
     Args:
         accelerator: of the run.
@@ -124,22 +151,23 @@ class Guard:
     def __init__(self, accelerator: Accelerator, model: nn.Module, state: TrainState, *, max_skipped: int) -> None:
         self.accelerator, self.model, self.state, self.max_skipped = accelerator, model, state, max_skipped
         self.received = self.agreed = 0
+        self.unread: Callable[[], None] | None = None  # what the last step's verdict asks for
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
         self.received = number
 
-    def _agree(self, spoiled: torch.Tensor) -> bool:
-        """Whether it is true on any rank; the signal that any rank has received is noted alongside."""
-        verdict = torch.stack([spoiled.int(), torch.tensor(self.received, device=spoiled.device, dtype=torch.int)])
+    def _agree(self, spoiled: torch.Tensor) -> torch.Tensor:
+        """[whether it is true on any rank, the signal that any rank has received], int32 on the device."""
+        verdict = torch.full((2,), self.received, dtype=torch.int32, device=spoiled.device)
+        verdict[0] = spoiled
         if self.accelerator.num_processes > 1:
             dist.all_reduce(verdict, dist.ReduceOp.MAX)
-        anywhere, self.agreed = verdict.tolist()
-        return bool(anywhere)
+        return verdict
 
-    def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, window: Window) -> bool:
-        """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, skip the update.
+    def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, window: Window) -> torch.Tensor:
+        """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the update is to be skipped.
 
         With fp16 an infinite gradient is the loss scaler's business, which skips the update and lowers its scale.
 
@@ -148,25 +176,48 @@ class Guard:
             norm: of the gradient.
             window: what was computed, whose samples are named where the loss is not finite.
 
+        Returns:
+            bool scalar on the device, the same on all ranks.
+
+        Raises:
+            NonFiniteError: on all ranks, by what is known of the step before: see `settle`.
+        """
+        self.settle()
+        scaler = self.accelerator.scaler
+        values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
+        verdict = self._agree(~torch.stack(values).sum(dtype=torch.float32).isfinite())
+        answer, step, indices = _OnItsWay(verdict), self.state.step + 1, window.indices  # and not the batch's memory
+
+        def act() -> None:
+            spoiled, self.agreed = answer.read()
+            if spoiled:
+                self._count_skipped(step, losses, norm, indices)
+
+        self.unread = act
+        return verdict[0] == 0
+
+    def settle(self) -> None:
+        """Read the last step's verdict now, before its `state` is saved: count an update that was skipped, and name it.
+
         Raises:
             NonFiniteError: on all ranks: the limit is reached, or what a skipped update leaves is already spoiled.
         """
-        scaler = self.accelerator.scaler
-        values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
-        spoiled = ~torch.isfinite(torch.stack([v.float() for v in values])).all()
-        if not self._agree(spoiled):
-            return True
+        act, self.unread = self.unread, None
+        if act is not None:
+            act()
+
+    def _count_skipped(self, step: int, losses: list[torch.Tensor], norm: torch.Tensor, indices: np.ndarray) -> None:
         guilty = [i for i, loss in enumerate(losses) if not torch.isfinite(loss)]
-        each: list[Any] = gather_object([(self.accelerator.process_index, guilty, window.indices.tolist())])
+        each: list[Any] = gather_object([(self.accelerator.process_index, guilty, indices.tolist())])
         named = [(rank, i, rows[i]) for rank, own, rows in each for i in own if i < len(rows)]
         where = "; ".join(
             f"rank {rank}, micro-batch {i + 1}: {', '.join(str(s) for s in rows if s >= 0)}" for rank, i, rows in named[:8]
         )
         everything = sorted({s for _, _, rows in each for row in rows for s in row if s >= 0})
         samples = f"samples of {where}" if where else f"the gradient, not the loss; samples {str(everything)[1:-1]}"
-        what = f"step {self.state.step + 1}: loss or gradient is not finite (gradient norm {norm.item():g}; {samples})"
+        what = f"step {step}: loss or gradient is not finite (gradient norm {norm.item():g}; {samples})"
         buffers = [b for b in persistent_buffers(self.model).values() if b.is_floating_point()]
-        if self._agree(torch.tensor(any(not torch.isfinite(b).all() for b in buffers), device=spoiled.device)):
+        if self._agree(torch.tensor(any(not torch.isfinite(b).all() for b in buffers), device=norm.device))[0]:
             raise NonFiniteError(f"{what}. The running statistics have taken it in: continue from the last checkpoint")
         if zero.is_used(self.accelerator):
             raise NonFiniteError(f"{what}. DeepSpeed has updated with it: continue from the last checkpoint")
@@ -176,16 +227,16 @@ class Guard:
                 f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been skipped before: "
                 "look at these samples, lower --learning_rate, or raise --max_skipped_steps"
             )
-        say(f"warning: {what}; the update is skipped ({self.state.skipped} of at most {self.max_skipped})")
-        return False
+        say(f"warning: {what}; the update was skipped ({self.state.skipped} of at most {self.max_skipped})")
 
     def stop_if_asked(self) -> None:
-        """End the run if any rank had been asked to when `finite` was called.
+        """End the run if any rank had been asked to when `finite` was called for the step before, or `settle` since.
 
         Raises:
             Stopped: on all ranks. The one who catches it saves a checkpoint.
         """
         if self.agreed:
+            self.settle()
             self.received = self.agreed  # also where another rank was told
             raise Stopped(f"stopped by {signal.Signals(self.agreed).name} at step {self.state.step}")
 
@@ -195,9 +246,10 @@ class Guard:
         Raises:
             Stopped: as `stop_if_asked` does.
         """
+        self.settle()
         for i, window in enumerate(windows):
             if i % 8 == 0:
-                self._agree(torch.zeros((), device=self.accelerator.device))
+                self.agreed = int(self._agree(torch.zeros((), device=self.accelerator.device))[1])
                 self.stop_if_asked()
             faults.point("evaluation")
             yield window

@@ -341,12 +341,12 @@ def main(config: Config) -> None:
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
-            steps.update(accelerator, optimizers, skip=not finite)
+            steps.update(accelerator, optimizers, finite)
             if ema:
                 ema.average_in(min(config.recipe.ema_decay, (1 + state.step) / (10 + state.step)))
 
             state.advance(window)
-            logger.step(losses if finite else None, window, grad_norm=grad_norm, learning_rate=learning_rate)
+            logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
             guard.stop_if_asked()
             last = state.step == total_steps
             with logger.pause():
@@ -355,6 +355,7 @@ def main(config: Config) -> None:
                     logger.draw()
                     last = last or "stopped_early" in state.notes
                 if state.step % config.checkpoint.save_steps == 0 or last:
+                    guard.settle()
                     saver.save(state)
             if last:
                 break

@@ -291,10 +291,10 @@ def main(config: Config) -> None:
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
-            steps.update(accelerator, optimizers, skip=not finite)
+            steps.update(accelerator, optimizers, finite)
 
             state.advance(window)
-            logger.step(losses if finite else None, window, grad_norm=grad_norm, learning_rate=learning_rate)
+            logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
             guard.stop_if_asked()
             last = state.step == total_steps
             with logger.pause():
@@ -302,6 +302,7 @@ def main(config: Config) -> None:
                     evaluate_and_log()
                     logger.draw()
                 if state.step % config.checkpoint.save_steps == 0 or last:
+                    guard.settle()
                     saver.save(state)
     except exits.Stopped:  # by a signal, on all ranks
         saver.save(state)

@@ -54,8 +54,8 @@ def main(checkpointing: str, lora_r: int, output: Path) -> None:
         for last in (False, True):
             with steps.accumulate(accelerator, prepared, last=last):
                 accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / 1000)
-        steps.clip_gradients(accelerator, prepared, 1.0)
-        steps.update(accelerator, optimizers)
+        norm = steps.clip_gradients(accelerator, prepared, 1.0)
+        steps.update(accelerator, optimizers, norm.isfinite())
 
     step(0)
     times = [time.time_ns()]

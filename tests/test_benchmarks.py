@@ -92,6 +92,13 @@ def test_startup(benchmark):
     assert [row.get("from") for row in rows] == [None, None, None, 0, 1]
 
 
+def test_save_stall(benchmark, text_file):
+    flags = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --global_batch_size 2 --config_overrides {SHAPE}"
+    lines, rows = benchmark("save_stall", "--steps", 10, "--every", 4, "--flags", flags)
+    assert lines == ["synchronous", "in the background"]
+    assert all(row["waits"] > 0 for row in rows)
+
+
 def test_growth(benchmark):
     lines, rows = benchmark("growth", "--steps", 2, "--sizes", 400, 4000, "--limit", 1e-9)
     works = list(dict.fromkeys(lines))

@@ -1,0 +1,98 @@
+"""shared/steps.py: a skipped update, and a step that waits for nothing (faults and signals: tests/test_faults.py)."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from shared import optim, steps
+from shared.launch import start
+from shared.options import OptimConfig
+from tests.conftest import run_here
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+
+
+def build(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    return model, optim.build(model, OptimConfig(optim=name, weight_decay=0.1))
+
+
+def state_of(model, optimizers):
+    """Copies of all tensors that an update could change."""
+    tensors = dict(model.named_parameters())
+    for i, optimizer in enumerate(optimizers):
+        for j, values in optimizer.state_dict()["state"].items():
+            tensors |= {f"{i}.{j}.{key}": value for key, value in values.items() if torch.is_tensor(value)}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("bad_at", [0, 2])
+def test_a_skipped_update_changes_nothing(name, bad_at):
+    accelerator = start(0)
+    (model, optimizers), (other, others) = build(name), build(name)
+    inputs = torch.randn(5, 4, 8)
+
+    def step(model, optimizers, batch, *, finite=True):
+        model(batch).square().mean().backward()
+        if not finite:
+            for parameter in model.parameters():
+                parameter.grad.fill_(torch.nan)
+        steps.update(accelerator, optimizers, torch.tensor(finite))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    for i, batch in enumerate(inputs):
+        if i == bad_at:
+            before = state_of(model, optimizers)
+            step(model, optimizers, batch, finite=False)
+            after = state_of(model, optimizers)
+            for key, value in before.items():
+                assert torch.equal(value, after[key]), key
+            assert bad_at == 0 or len(before) > 6  # the optimizer's state, too
+        else:
+            step(model, optimizers, batch)
+            step(other, others, batch)
+    for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
+        assert torch.equal(one, two), key
+
+
+@pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
+def test_nothing_in_a_step_waits_for_the_device(template, monkeypatch, tmp_path, text_file, tiny_model):
+    """From the loss's scale to the stop signal no value is read but the verdict of the step before."""
+    given = {
+        "pretrain": ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16),
+        "lora_finetune": ("--model_name_or_path", tiny_model, "--max_train_samples", 200, "--seq_length", 256),
+        "image_classification": (),
+    }[template]
+    inside, found = [False], []
+
+    def watched(original):
+        def read(tensor, *args, **kwargs):
+            frame = sys._getframe(1)
+            if inside[0] and frame.f_code is not steps._OnItsWay.read.__code__:
+                found.append(f"{original.__name__}: {frame.f_code.co_filename}:{frame.f_lineno}")
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    def switching(function, on):
+        def call(*args, **kwargs):
+            inside[0] = on
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
+    monkeypatch.setattr(steps, "loss_scale", switching(steps.loss_scale, True))
+    monkeypatch.setattr(steps.Guard, "stop_if_asked", switching(steps.Guard.stop_if_asked, False))
+    rows = ("--global_batch_size", 8, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 0)
+    never = ("--max_steps", 4, "--logging_steps", 100, "--eval_steps", 100, "--save_steps", 100)
+    run_here(template, *rows, *never, *given, "--output_dir", tmp_path / "run")
+    logged = [line for line in found if "shared/metrics.py" in line]
+    assert logged  # the last step is, so that the watch is seen to work
+    # transformers looks once a forward whether a row's positions start again.
+    assert [line for line in found if line not in logged and "transformers/masking_utils.py" not in line] == []
