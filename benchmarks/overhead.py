@@ -15,7 +15,7 @@ Goal: a step of this project that is not logged takes at most 50 us longer than 
 All train the same two linear layers on the same samples in the same order at the same rate; the weights that they end
 with are compared, and the script ends with an error where they differ. A figure is the median over stretches of 50
 steps, of which the first quarter is left out. The lines below this project's are its own parts, each timed within the
-step by two looks at the clock, beside the raw loop's part that does the same; what the looks cost is a line, too.
+step by two looks at the clock, beside the raw loop's part that does the same.
 """
 
 import argparse

@@ -133,12 +133,13 @@ class Clock:
     def __init__(self, steps: int) -> None:
         self.steps, self.every, self.step = steps, every(steps), 0
         self.intervals: list[Row] = []
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, Any] = {}
         self.start = time.perf_counter()
 
-    def count(self, **amounts: int) -> None:
+    def count(self, **amounts: Any) -> None:
+        """Add integers, or tensors, which are read at the interval's end only."""
         for name, amount in amounts.items():
-            self.counts[name] = self.counts.get(name, 0) + int(amount)
+            self.counts[name] = self.counts.get(name, 0) + amount
 
     def due(self, step: int) -> bool:
         return step % self.every == 0 or step == self.steps
@@ -148,8 +149,9 @@ class Clock:
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
-        rates = {f"{name}_per_second": amount / (now - self.start) for name, amount in self.counts.items()}
-        self.intervals.append({"step": step, "loss": loss, **self.counts, **rates})
+        counts = {name: int(amount) for name, amount in self.counts.items()}
+        rates = {f"{name}_per_second": count / (now - self.start) for name, count in counts.items()}
+        self.intervals.append({"step": step, "loss": loss, **counts, **rates})
         self.counts, self.step, self.start = {}, step, now
 
     def callback(self) -> Any:
@@ -165,7 +167,7 @@ class Clock:
 
         return Marking()
 
-    def counted(self, trainer: Any, amounts: Callable[[Mapping[str, Any]], dict[str, int]]) -> Any:
+    def counted(self, trainer: Any, amounts: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
         """A `Trainer` class that counts the amounts in each micro-batch."""
         clock = self
 

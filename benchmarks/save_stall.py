@@ -17,9 +17,10 @@ import sys
 import time
 
 import rounds
-from rounds import ROOT, Row
+from rounds import DEVICE, PRECISIONS, ROOT, Row
 
 KINDS = {"synchronous": False, "in the background": True}
+WARM_UP = 3  # steps
 
 
 def training(options: argparse.Namespace) -> Row:
@@ -28,13 +29,19 @@ def training(options: argparse.Namespace) -> Row:
 
     ends: dict[int, float] = {}
     calls: dict[int, float] = {}
+    writing: dict[int, bool] = {}  # whether a checkpoint is still written when a step ends
+    savers: list[checkpoint.Checkpointer] = []
     advance, save = checkpoint.TrainState.advance, checkpoint.Checkpointer.save
 
     def advanced(state, window):  # type: ignore[no-untyped-def]
         advance(state, window)
         ends[state.step] = time.perf_counter()
+        writing[state.step] = any(saver.pending is not None and not saver.pending.done() for saver in savers)
 
     def saved(saver, state):  # type: ignore[no-untyped-def]
+        if writing[state.step] and state.step < options.steps:
+            sys.exit(f"step {state.step}: the checkpoint before is still being written: raise --every")
+        savers[:] = [saver]
         start = time.perf_counter()
         save(saver, state)
         calls[state.step] = time.perf_counter() - start
@@ -47,13 +54,14 @@ def training(options: argparse.Namespace) -> Row:
     sys.argv = [template, *rounds.flags(given), *shlex.split(options.flags)]
     runpy.run_path(template, run_name="__main__")
 
-    reach = options.every // 2  # steps after a save that writing in the background may slow down
-    lengths = {step: ends[step] - ends[step - 1] for step in ends if step - 1 in ends and step > options.every // 2}
-    saves = [step for step in calls if step + reach in lengths]
-    touched = {step + i for step in saves for i in range(1, reach + 1)}
-    step = statistics.median(length for number, length in lengths.items() if number not in touched)
-    lost = [sum(lengths[number + i] - step for i in range(1, reach + 1)) for number in saves]
-    waits = [calls[number] for number in saves]
+    lengths = {step: ends[step] - ends[step - 1] for step in ends if step - 1 in ends}
+    # The save comes between two steps' ends; the steps on whose way it is written are those until one ends without it.
+    saves = [s for s in calls if s + options.every <= options.steps]
+    reach = {s: [s + 1 + i for i in range(options.every) if i == 0 or writing[s + i]] for s in saves}
+    touched = {step for steps in reach.values() for step in steps}
+    step = statistics.median(lengths[s] for s in lengths if s not in touched and s > WARM_UP)
+    lost = [sum(lengths[s] - step for s in steps) for steps in reach.values()]
+    waits = [calls[s] for s in reach]
     figures = {"step": step, "waits": statistics.median(waits), "lost": statistics.median(lost)}
     return {name: 1000 * seconds for name, seconds in figures.items()}
 
@@ -63,9 +71,10 @@ def main() -> None:
     parser.add_argument("--every", type=rounds.at_least(4), default=8, help="steps from save to save")
     parser.add_argument("--flags", default="--model_preset 30M --seq_length 64 --global_batch_size 2", help="of pretrain.py")
     options = rounds.parse(parser, dict.fromkeys(KINDS, training))
-    if options.steps < options.every + options.every // 2:
-        parser.error("--steps has to be at least one and a half times --every")
+    if options.steps < 2 * options.every:
+        parser.error("--steps has to be at least twice --every")
     with rounds.folder(options) as environment:
+        environment["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if DEVICE.type == "cuda" else "no"
         rows = rounds.alternate(
             KINDS, options.rounds, lambda name, number: rounds.worker(__file__, name, options, environment, number=number)
         )
@@ -73,7 +82,8 @@ def main() -> None:
         row |= {f"{name}_in_steps": row[name] / row["step"] for name in ("waits", "lost")}
     columns = {"a step, ms": ("step", ",.0f"), "training waits, ms": ("waits", ",.0f")}
     columns |= {"in steps": ("waits_in_steps", ".2f"), "lost in all, in steps": ("lost_in_steps", ".2f")}
-    notes = [f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps; `{options.flags}`."]
+    what = f"`{options.flags}`, {PRECISIONS[precision]}"
+    notes = [f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps; {what}."]
     rounds.report(options, rows, rounds.table("checkpoint", rows, columns), notes)
 
 

@@ -391,6 +391,7 @@ class Stream:
         self.source, self.tokenizer, self.seq_length = source, tokenizer, seq_length
         self.global_batch_size, self.per_device = global_batch_size, per_device
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._to_device = data.ToDevice(device)
         self.column, self.validation_percent = column, validation_percent
 
     steps_per_epoch: int | None = None
@@ -454,10 +455,11 @@ class Stream:
 
     def _window(self, sequences: list[np.ndarray], epoch: int, first: int) -> Window:
         split = data.micro_batches(np.arange(len(sequences)), self.rank, self.world_size, self.per_device)
-        batches = []
-        for indices in split:
-            tokens = torch.from_numpy(np.stack([sequences[i] for i in indices])).to(self.device)
-            batches.append({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+        rows = [torch.from_numpy(np.stack([sequences[i] for i in indices])) for indices in split]
+        if self.device.type == "cuda":
+            rows = [tokens.pin_memory() for tokens in rows]
+        on_device = [batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])]
+        batches = [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in on_device]
         return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, split + first)
 
 

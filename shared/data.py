@@ -346,6 +346,26 @@ def _stop_signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class ToDevice:
+    """Puts batches on a device. Pinned ones cross to a GPU on a stream of their own, beside the step that it computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batches: list[Batch]) -> list[Batch]:
+        if self.stream is None:
+            return [{key: tensor.to(self.device) for key, tensor in batch.items()} for batch in batches]
+        using = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.stream):
+            batches = [{k: tensor.to(self.device, non_blocking=True) for k, tensor in batch.items()} for batch in batches]
+        using.wait_stream(self.stream)
+        for batch in batches:
+            for tensor in batch.values():
+                tensor.record_stream(using)  # or its memory is taken again while that stream still reads it
+        return batches
+
+
 class Loader:
     """Windows of micro-batches for one rank, from any optimizer step on.
 
@@ -378,7 +398,7 @@ class Loader:
         self.per_device, self.rank, self.world_size = per_device, rank, world_size
         self.device, self.num_workers = device, num_workers
         self._readers: dict[tuple[int, int], DataLoader] = {}  # of the latest range
-        self._crossing = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._to_device = ToDevice(device)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -404,19 +424,6 @@ class Loader:
             rows = self._to_device(rows)
             epoch = step // self.order.steps_per_epoch
             yield Window(rows, self.samples.num_targets(indices), len(indices), epoch, self.order.samples_per_epoch, split)
-
-    def _to_device(self, rows: list[Batch]) -> list[Batch]:
-        """The batches on the device. To a GPU they cross on a stream of their own, beside the step that it computes."""
-        if self._crossing is None:
-            return [{k: v.to(self.device) for k, v in row.items()} for row in rows]
-        using = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._crossing):
-            rows = [{k: v.to(self.device, non_blocking=True) for k, v in row.items()} for row in rows]
-        using.wait_stream(self._crossing)
-        for row in rows:
-            for tensor in row.values():
-                tensor.record_stream(using)  # or its memory is taken again while that stream still reads it
-        return rows
 
     def longest(self, rows: int) -> Batch:
         """A micro-batch of `rows` copies of the longest sample, on the device: what memory has to suffice for."""

@@ -196,7 +196,7 @@ class Logger:
             say(f"step {self.state.step}/{self.total_steps}: {progress}")
         self.log(values)
         self._reset()
-        self.mark = time.perf_counter()
+        self.mark = now  # what logging takes belongs to the next interval
 
     def _warn_of_a_spike(self, loss: float) -> None:
         """A loss far above the recent ones, in units of how much these differ, deserves a look."""

@@ -65,6 +65,7 @@ def report(events: Iterable[Any], rows: int = 12) -> str:
     start, end = min(e.time_range.start for e in steps), max(e.time_range.end for e in steps)
     threads = {e.thread for e in steps}
     counted = kernels or [e for e in operators if not e.name.startswith("ProfilerStep")]
+    counted = [e for e in counted if start <= e.time_range.start < end]  # the device is behind, and finishes later
     sums: dict[str, list[float]] = {}
     for event in counted:
         took = event.time_range.elapsed_us() if kernels else event.self_cpu_time_total

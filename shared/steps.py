@@ -91,9 +91,9 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
 def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor) -> None:
     """Step all optimizers if the step is `finite` (a bool on the device), and clear the gradients.
 
-    A fused optimizer's kernel looks at it itself and leaves weights and state as they were, so nothing waits for the
-    device; for others the answer is fetched. The inner optimizers are driven directly: with fp16, Accelerate's wrappers
-    would each update the loss scale, so that a second optimizer's gradients were unscaled twice.
+    Fused AdamW's kernel looks at it itself and leaves weights and state as they were, so nothing waits for the device;
+    for others, offloaded weights and fp16 the answer is fetched. The inner optimizers are driven directly: with fp16,
+    Accelerate's wrappers would each update the loss scale, so that a second optimizer's gradients were unscaled twice.
     """
     faults.point("update")
     if zero.is_used(accelerator):
@@ -113,22 +113,23 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
 
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:
-    """Whether `step` heeds `found_inf`, as torch's fused kernels do; not for weights that are offloaded elsewhere."""
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return fused and all(group["params"][0].device == device for group in optimizer.param_groups)
+    """Whether `step` heeds `found_inf`, as fused AdamW's kernel does; not for weights that are offloaded elsewhere."""
+    if not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
+        return False
+    return all(group["params"][0].device == device for group in optimizer.param_groups)
 
 
 class _OnItsWay:
     """A small tensor's copy to the host. Reading it waits for what came before it on the device, not for what followed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.values = tensor.to("cpu", non_blocking=True)  # to pinned memory
+        self.values = tensor.to("cpu", non_blocking=tensor.is_cuda)  # then to pinned memory
         self.arrived = None
         if tensor.is_cuda:
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
-    def read(self) -> list[Any]:
+    def read(self) -> Any:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.values.tolist()
@@ -137,9 +138,10 @@ class _OnItsWay:
 class Guard:
     """What all ranks agree on once a step: is everything finite, and does a signal ask to stop.
 
-    The answer is on the device when a step ends, and the host reads it one step later, while the device is busy with the
-    next: no step waits for another. From the guard's making on, SIGTERM and SIGUSR1 are noted and acted on between steps.
-    Every rank makes one, before any reading process is started, and calls its methods alike.
+    The answer is on the device, and the host fetches it one step later, while the device is busy with the next, so that
+    it need not wait; but at once where steps take more than a second, or something else waits for the device. From the
+    guard's making on, SIGTERM and SIGUSR1 are noted and acted on between steps. Every rank makes one, before any reading
+    process is started, and calls its methods alike.
 
     Args:
         accelerator: of the run.
@@ -150,21 +152,32 @@ class Guard:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, state: TrainState, *, max_skipped: int) -> None:
         self.accelerator, self.model, self.state, self.max_skipped = accelerator, model, state, max_skipped
-        self.received = self.agreed = 0
-        self.unread: Callable[[], None] | None = None  # what the last step's verdict asks for
+        self.received = self.agreed = self.slow = 0
+        self.began = time.perf_counter()
+        self.unread: Callable[[], None] | None = None  # acts on the last step's verdict
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
         self.received = number
 
-    def _agree(self, spoiled: torch.Tensor) -> torch.Tensor:
-        """[whether it is true on any rank, the signal that any rank has received], int32 on the device."""
-        verdict = torch.full((2,), self.received, dtype=torch.int32, device=spoiled.device)
-        verdict[0] = spoiled
-        if self.accelerator.num_processes > 1:
-            dist.all_reduce(verdict, dist.ReduceOp.MAX)
-        return verdict
+    def _agree(self, good: torch.Tensor, *, slow: bool = False) -> tuple[torch.Tensor, Callable[[], bool]]:
+        """Whether it is `good` on all ranks, as a bool on the device; the same as a function that fetches it, with the
+        signal that any rank has received and whether any is `slow`."""
+        if self.accelerator.num_processes == 1:
+            alone = _OnItsWay(good)
+            return good, lambda: bool(alone.read())
+        verdict = torch.full((2,), -(2 * self.received + slow), dtype=torch.int32, device=good.device)
+        verdict[0] = good
+        dist.all_reduce(verdict, dist.ReduceOp.MIN)
+        answer = _OnItsWay(verdict)
+
+        def fetch() -> bool:
+            everywhere, note = answer.read()
+            self.agreed, self.slow = divmod(-note, 2)
+            return bool(everywhere)
+
+        return verdict[0] == 1, fetch
 
     def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, window: Window) -> torch.Tensor:
         """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the update is to be skipped.
@@ -185,19 +198,20 @@ class Guard:
         self.settle()
         scaler = self.accelerator.scaler
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
-        verdict = self._agree(~torch.stack(values).sum(dtype=torch.float32).isfinite())
-        answer, step, indices = _OnItsWay(verdict), self.state.step + 1, window.indices  # and not the batch's memory
+        before, self.began = self.began, time.perf_counter()
+        finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
+        everywhere, fetch = self._agree(finite, slow=self.began - before > 1)
+        step, indices = self.state.step + 1, window.indices  # and not the batch, which takes memory
 
         def act() -> None:
-            spoiled, self.agreed = answer.read()
-            if spoiled:
+            if not fetch():
                 self._count_skipped(step, losses, norm, indices)
 
         self.unread = act
-        return verdict[0] == 0
+        return everywhere
 
     def settle(self) -> None:
-        """Read the last step's verdict now, before its `state` is saved: count an update that was skipped, and name it.
+        """Fetch the last step's verdict now: count an update that was skipped, and name its samples.
 
         Raises:
             NonFiniteError: on all ranks: the limit is reached, or what a skipped update leaves is already spoiled.
@@ -217,7 +231,8 @@ class Guard:
         samples = f"samples of {where}" if where else f"the gradient, not the loss; samples {str(everything)[1:-1]}"
         what = f"step {step}: loss or gradient is not finite (gradient norm {norm.item():g}; {samples})"
         buffers = [b for b in persistent_buffers(self.model).values() if b.is_floating_point()]
-        if self._agree(torch.tensor(any(not torch.isfinite(b).all() for b in buffers), device=norm.device))[0]:
+        sound = torch.tensor(all(bool(torch.isfinite(b).all()) for b in buffers), device=norm.device)
+        if not self._agree(sound)[0]:
             raise NonFiniteError(f"{what}. The running statistics have taken it in: continue from the last checkpoint")
         if zero.is_used(self.accelerator):
             raise NonFiniteError(f"{what}. DeepSpeed has updated with it: continue from the last checkpoint")
@@ -229,14 +244,22 @@ class Guard:
             )
         say(f"warning: {what}; the update was skipped ({self.state.skipped} of at most {self.max_skipped})")
 
-    def stop_if_asked(self) -> None:
-        """End the run if any rank had been asked to when `finite` was called for the step before, or `settle` since.
+    def stop_if_asked(self, *, now: bool = False) -> None:
+        """End the run if any rank was asked to: at the latest when `finite` was called for the step before.
+
+        Args:
+            now: go by this step's verdict and not the last one's, because what comes next waits for the device anyway
+                (an evaluation), or needs the state to be true (a save).
 
         Raises:
             Stopped: on all ranks. The one who catches it saves a checkpoint.
+            NonFiniteError: see `settle`.
         """
-        if self.agreed:
+        if now or self.slow or self.agreed:
             self.settle()
+        if self.accelerator.num_processes == 1:
+            self.agreed = self.received
+        if self.agreed:
             self.received = self.agreed  # also where another rank was told
             raise Stopped(f"stopped by {signal.Signals(self.agreed).name} at step {self.state.step}")
 
@@ -249,13 +272,19 @@ class Guard:
         self.settle()
         for i, window in enumerate(windows):
             if i % 8 == 0:
-                self.agreed = int(self._agree(torch.zeros((), device=self.accelerator.device))[1])
-                self.stop_if_asked()
+                self._ask()
             faults.point("evaluation")
             yield window
 
+    def _ask(self) -> None:
+        """`stop_if_asked`, outside of steps."""
+        _, fetch = self._agree(torch.tensor(True, device=self.accelerator.device))
+        fetch()
+        self.stop_if_asked()
+
     def release(self) -> None:
-        """From here on a signal ends the run at once: all that could be lost is saved."""
+        """From here on a signal ends the run at once: all that could be lost is saved. Every rank calls this."""
+        self._ask()
         stop_at_once()
         if self.received:
             raise Stopped(f"stopped by {signal.Signals(self.received).name} at step {self.state.step}")

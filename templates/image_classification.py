@@ -347,15 +347,16 @@ def main(config: Config) -> None:
 
             state.advance(window)
             logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
-            guard.stop_if_asked()
             last = state.step == total_steps
+            evaluating = state.owes_evaluation(eval_steps, total_steps)
+            saving = state.step % config.checkpoint.save_steps == 0
+            guard.stop_if_asked(now=last or evaluating or saving)
             with logger.pause():
-                if state.owes_evaluation(eval_steps, total_steps):
+                if evaluating:
                     evaluate_and_log()
                     logger.draw()
                     last = last or "stopped_early" in state.notes
-                if state.step % config.checkpoint.save_steps == 0 or last:
-                    guard.settle()
+                if saving or last:
                     saver.save(state)
             if last:
                 break

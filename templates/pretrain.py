@@ -295,14 +295,15 @@ def main(config: Config) -> None:
 
             state.advance(window)
             logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
-            guard.stop_if_asked()
             last = state.step == total_steps
+            evaluating = not last and state.owes_evaluation(config.eval_steps)
+            saving = last or state.step % config.checkpoint.save_steps == 0
+            guard.stop_if_asked(now=evaluating or saving)
             with logger.pause():
-                if not last and state.owes_evaluation(config.eval_steps):
+                if evaluating:
                     evaluate_and_log()
                     logger.draw()
-                if state.step % config.checkpoint.save_steps == 0 or last:
-                    guard.settle()
+                if saving:
                     saver.save(state)
     except exits.Stopped:  # by a signal, on all ranks
         saver.save(state)

@@ -170,6 +170,8 @@ def test_killed_while_it_saves_in_the_background(flags, straight, tmp_path):
     [
         ("micro_batch:term@6#1", 3),
         ("micro_batch:usr@6#0", 3),
+        ("micro_batch:term@1#1", 2),  # nothing waits for the device after step 1: agreed on in the next
+        ("micro_batch:term@16#1", 8),  # in the last step
         ("save.shard:term@1#1", 3),  # noted while it saves
         ("micro_batch:term@6#1,update:term@3#1", 3),  # twice
         ("evaluation:term@3#1", 0),  # the evaluation is broken off, and made after the resume
@@ -430,11 +432,12 @@ def test_two_runs_on_one_folder(flags, straight, tmp_path):
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value):
+@pytest.mark.parametrize(("value", "config"), [("nan", "ddp"), ("inf", "ddp"), ("nan", "fsdp2")])
+def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value, config):
     given = (*flags["pretrain"], "--config_overrides", SHAPE)  # no dropout: the same on any number of processes
-    two = with_fault("pretrain", tmp_path / "two", f"micro_batch:{value}@6#1", *given, processes=2)
+    two = with_fault("pretrain", tmp_path / "two", f"micro_batch:{value}@6#1", *given, processes=2, config=config)
     assert two.returncode == 0, two.output
+    assert two.manifest(STEPS)["strategy"].startswith(f"{config.upper()} x 2")
     assert "warning: step 3: loss or gradient is not finite" in two.output
     samples = audit.samples_of_steps(tmp_path / "two")[3][2]
     named = two.output.split("rank 1, micro-batch 2: ")[1].split(")")[0]
