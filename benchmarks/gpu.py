@@ -120,6 +120,7 @@ ROWS = [  # the most telling first: the last ones may find no time
     _losses("fp8, compiled", 0.05, FP8, compiled=True),
     _losses("DDP of one process", 1e-3, ONE_RANK),
     _losses("FSDP2 of one process", 0.02, FSDP2),
+    Row("no step waits for the GPU", measures.waiting, 10, {}, (*SHARED, "torchvision", "sklearn"), timed=False),
     Row("resuming after a kill", measures.resuming, 60, {}, (*SHARED, "psutil"), timed=False, rehearsed=False),
     _pretrain("1B", "4 x 2048", ", fp8, compiled", 25, FP8, compiled=True),
     _lora("8B", 2, "", 12),

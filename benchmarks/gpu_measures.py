@@ -326,6 +326,30 @@ def lora(size: str, rows: int, *, checkpointing: str = "none", fused: bool = Tru
 
 def image_step(kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False) -> dict[str, Any]:
     """Images a second of the image template's step on uint8 images that lie on the device."""
+    loop, flops = image_loop(kind, batch_size, compiled=compiled, channels_last=channels_last)
+    return pace(loop.step, len(loop.windows[0].indices[0]), flops)
+
+
+def waiting() -> dict[str, Any]:
+    """Whether the host waits for the GPU anywhere in a step, as CUDA itself sees it."""
+    loop, _ = image_loop("ResNet-50", 8)
+    for _ in range(3):
+        loop.step()
+    if device().type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            loop.step()
+    except RuntimeError as error:
+        return {"passed": False, "note": str(error).splitlines()[0]}
+    finally:
+        if device().type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return {"passed": True, "note": "three steps without a synchronisation"}
+
+
+def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False) -> tuple[Loop, float]:
+    """(the image template's step on uint8 images that lie on the device, FLOPs of an image)."""
     from transformers import AutoModelForImageClassification, ResNetConfig, ViTConfig
 
     from shared import classifier
@@ -357,7 +381,7 @@ def image_step(kind: str, batch_size: int, *, compiled: bool = False, channels_l
         logits = prepared(pixel_values=to_model(batch["pixel_values"])).logits.float()
         return F.cross_entropy(logits, batch["labels"], label_smoothing=0.1, reduction="sum")
 
-    return pace(Loop(accelerator, model, [batch], loss).step, rows, flops)
+    return Loop(accelerator, model, [batch], loss), flops
 
 
 def image_input() -> dict[str, Any]:

@@ -24,6 +24,21 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
 
 
+def _keep_to_own_cores() -> None:
+    """Under pytest-xdist, give this process and all that it starts a share of the cores.
+
+    Otherwise single processes compute on all cores at once, and OpenMP's threads spend most of their time waiting for
+    one that the other worker's have pushed aside.
+    """
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if worker and workers and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: int(workers)] or cores)
+
+
+_keep_to_own_cores()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def offline(tmp_path_factory):
     """No network, no tracker's login, and one cache of prepared data for the whole session."""
