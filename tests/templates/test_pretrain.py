@@ -128,7 +128,7 @@ def test_killed_run_continues_bit_for_bit(base, tmp_path):
 def test_stop_signal_saves_and_exits_143(base, tmp_path):
     flags = (*base, "--per_device_train_batch_size", 4)
     whole = run("pretrain", tmp_path / "whole", *flags, processes=2)
-    stopped = run_and_kill("pretrain", tmp_path / "stopped", *flags, at_line="step 4/12", number=signal.SIGTERM, processes=2)
+    stopped = run_and_kill("pretrain", tmp_path / "stopped", *flags, at_line="step 2/12", number=signal.SIGTERM, processes=2)
     assert stopped.returncode != 0
     assert "stopped by SIGTERM at step" in stopped.output
     (checkpoint,) = (tmp_path / "stopped").glob("checkpoint-*")
