@@ -5,6 +5,7 @@ accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R OUTPUT
 
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,8 @@ ROWS, LENGTH = 2, 256
 
 
 def main(checkpointing: str, lora_r: int, output: Path) -> None:
+    if hasattr(os, "sched_setaffinity"):  # on a core that another rank shares, more of what is on its way is held
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     accelerator = launch.start(0)
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     profiler.start()
