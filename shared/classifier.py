@@ -238,7 +238,7 @@ def batch_norm_advice(model: nn.Module, batch: BatchConfig, world_size: int) -> 
     if not has_batch_norm(model):
         return None
     synchronised = any(isinstance(m, nn.SyncBatchNorm | _SyncBatchNormOnCPU) for m in model.modules())
-    seen = batch.per_device_train_batch_size * (world_size if synchronised else 1)
+    seen = batch.micro_batch()[0] * (world_size if synchronised else 1)
     if seen >= min(batch.global_batch_size, 32):
         return None
     remedies = ["a larger --per_device_train_batch_size", "a model with LayerNorm or GroupNorm (ConvNeXt, Swin, ViT)"]

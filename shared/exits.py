@@ -59,16 +59,20 @@ class OutOfMemory(CleanExit):
     exit_code = 2
 
     def __init__(self, error: torch.OutOfMemoryError, config: Any) -> None:
-        rows, checkpointing = config.batch.per_device_train_batch_size, config.speed.gradient_checkpointing
+        rows, checkpointing = config.batch.micro_batch()[0], config.speed.gradient_checkpointing
         sharded, deepspeed = configs.flag("ACCELERATE_USE_FSDP"), configs.flag("ACCELERATE_USE_DEEPSPEED")
         pipeline, cut = configs.pipeline_ranks() > 1, configs.flag("ACCELERATE_USE_PARALLELISM_CONFIG")
         find = "" if deepspeed or pipeline else " (or --find_batch_size)"
         whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
         levers = [
             (rows > 1, f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same"),
+            (
+                os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
+                "--mixed_precision bf16 after `accelerate launch`: activations in half the size",
+            ),
             (checkpointing != "full", "--gradient_checkpointing full: recomputes activations, a third slower"),
-            (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
             (whole and config.optim.optim == "adamw", "--optim adamw_8bit: a quarter of the optimizer's state"),
+            (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
             (pipeline, "more --pipeline_ranks"),
             (
                 not (pipeline or configs.flag("FSDP_OFFLOAD_PARAMS")),
@@ -174,7 +178,7 @@ def _report(error: BaseException | None) -> None:
     if _folder is None or (error is None and not configs.is_main_rank()):
         return
     code = error.exit_code if isinstance(error, CleanExit) else int(error is not None)
-    cause = "finished" if error is None else configs.first_line(error)
+    cause = "finished" if error is None else configs.redact(configs.first_line(error))
     content = {"exit_code": code, "cause": cause, "step": _step, "rank": configs.rank(), "time": time.time()}
     with contextlib.suppress(OSError), (_folder / "exit.json").open("x", encoding="utf-8") as file:
         file.write(json.dumps(content) + "\n")

@@ -18,6 +18,7 @@ from accelerate.utils import (
     AORecipeKwargs,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
     broadcast_object_list,
     set_seed,
 )
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from shared import config as configs
 from shared import exits, faults, zero
 from shared.config import CleanExit, ConfigError
-from shared.data import seed_all
+from shared.data import cache_dir, seed_all
 from shared.options import BatchConfig
 
 T = TypeVar("T")
@@ -65,11 +66,15 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
             f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
+    # Where torch.compile's work outlives the job: by default it lies below /tmp, which clusters empty.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     _use_all_cores(world_size)
     wait = datetime.timedelta(seconds=timeout)
     rehearsal = on_cpu and world_size > 1 and _rehearse_on_cpu(wait)
     accelerator = Accelerator(
         log_with=log_with,
+        # Trackers that write files insist on a folder; `metrics.Logger` names the run's.
+        project_config=ProjectConfiguration(logging_dir="."),
         # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
@@ -142,12 +147,14 @@ def summary(title: str, rows: dict[str, Any]) -> None:
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
-    accumulation = batch.accumulation_steps()
-    per_device, readers = batch.per_device_train_batch_size, configs.data_parallel_size()
+    (at_once, accumulation), readers = batch.micro_batch(), configs.data_parallel_size()
     processes = f"{readers} process(es)"
     if accelerator.num_processes > readers:
         processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
-    return f"{batch.global_batch_size} {unit} = {processes} x {per_device} at once x {accumulation} accumulated"
+    line = f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x {accumulation} accumulated"
+    if at_once < min(batch.per_device_train_batch_size, at_once * accumulation):
+        line += f" (its share of {at_once * accumulation} does not divide by {batch.per_device_train_batch_size})"
+    return line
 
 
 def strategy(accelerator: Accelerator) -> str:

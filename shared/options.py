@@ -29,7 +29,8 @@ class BatchConfig:
     global_batch_size: int = 16
     """Samples in one optimizer step, over all devices and accumulated micro-batches."""
     per_device_train_batch_size: int = 2
-    """Samples in one forward and backward of one device; accumulation follows from it and is printed."""
+    """Samples in one forward and backward of one device, at most: fewer where a device's share of the global batch does
+    not divide by it. Accumulation follows from it, and both are printed."""
     find_batch_size: bool = False
     """Try a step before training, and where memory runs out halve per_device_train_batch_size, doubling accumulation."""
     per_device_eval_batch_size: int = 8
@@ -46,26 +47,30 @@ class BatchConfig:
     def __post_init__(self) -> None:
         sizes = ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
         configs.require_at_least_one(self, *sizes)
+        for name in ("seed", "dataloader_num_workers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} must not be negative, but is {getattr(self, name)}")
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
         for name in ("max_steps", "num_train_epochs"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name} must be positive, not {getattr(self, name)}")
 
-    def accumulation_steps(self) -> int:
-        """Micro-batches of one rank in one optimizer step of this launch.
+    def micro_batch(self) -> tuple[int, int]:
+        """(samples at once, micro-batches accumulated) of one rank in one optimizer step of this launch.
 
         Raises:
-            ConfigError: the global batch does not divide.
+            ConfigError: the global batch does not divide by the processes that read data.
         """
         processes = configs.data_parallel_size()
-        at_once = self.per_device_train_batch_size * processes
-        if self.global_batch_size % at_once:
+        share, rest = divmod(self.global_batch_size, processes)
+        if rest:
             raise ConfigError(
-                f"--global_batch_size {self.global_batch_size} is not a multiple of {at_once} "
-                f"(--per_device_train_batch_size {self.per_device_train_batch_size} x {processes} processes)"
+                f"--global_batch_size {self.global_batch_size} is not a multiple of the {processes} processes that read "
+                f"data: {' or '.join(str(n * processes) for n in (share, share + 1) if n)} would be"
             )
-        return self.global_batch_size // at_once
+        rows = max(n for n in range(1, min(share, self.per_device_train_batch_size) + 1) if share % n == 0)
+        return rows, share // rows
 
     def total_steps(self, steps_per_epoch: int | None, *, default: int | None = None) -> int:
         """Optimizer steps of the whole run; `default` when neither budget is given, else one epoch.
@@ -146,7 +151,8 @@ class SpeedConfig:
     gradient_checkpointing: str = "none"
     """none, full, or N: recompute the activations of every N-th block in the backward pass to save memory."""
     torch_compile: bool = False
-    """torch.compile each block (image models whole); needs a C compiler, pays off from some minutes of training on."""
+    """torch.compile each block (image models whole); needs a C compiler, pays off from some minutes of training on, or
+    from the second start, which finds what the first compiled."""
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
     """Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits."""
     ddp_timeout: float = 1800.0

@@ -3,7 +3,7 @@
     accelerate launch templates/image_classification.py                         # offline demo, any machine
     accelerate launch templates/image_classification.py --train_dir photos/ --model_name_or_path microsoft/resnet-50
     accelerate launch --config_file accelerate_configs/ddp.yaml templates/image_classification.py --dataset_name ORG/NAME
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/image_classification.py --train_dir ...
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/image_classification.py --train_dir photos/
     docker run --gpus all IMAGE accelerate launch templates/image_classification.py
 
 The recipes are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of torchvision's references.
@@ -81,9 +81,9 @@ class Config:
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
         if self.freeze_backbone and not self.model_name_or_path:
             raise ConfigError("--freeze_backbone needs a trained backbone: give --model_name_or_path")
-        self.batch.accumulation_steps()  # refuses what does not divide
-        if self.recipe.mixes and self.batch.per_device_train_batch_size % 2:
-            raise ConfigError("mixup and CutMix work on pairs: --per_device_train_batch_size must be even")
+        rows, _ = self.batch.micro_batch()  # refuses what does not divide
+        if self.recipe.mixes and rows % 2:
+            raise ConfigError(f"mixup and CutMix mix pairs: the images of one forward must be even in number, not {rows}")
         if self.image_size is not None and not 8 <= self.image_size <= 4096:
             raise ConfigError(f"--image_size is between 8 and 4096 pixels, not {self.image_size}")
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
@@ -165,7 +165,7 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     mixed = partial(train_row, transform=transform, recipe=config.recipe)
     prepared = partial(eval_row, processor=processor)
     eval_order = Order(len(data.validation), at_once, 0, shuffle=False)
-    sizes = batch.per_device_train_batch_size, batch.per_device_eval_batch_size
+    sizes = batch.micro_batch()[0], batch.per_device_eval_batch_size
     return (
         Loader(data.train, default_collate, order, per_device=sizes[0], transform=mixed, **loading),
         Loader(data.validation, default_collate, eval_order, per_device=sizes[1], transform=prepared, **loading),
@@ -274,7 +274,8 @@ def main(config: Config) -> None:
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
     if config.batch.find_batch_size:
-        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss)
+        pairs = 2 if config.recipe.mixes else 1
+        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss, multiple=pairs)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")

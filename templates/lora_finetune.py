@@ -78,11 +78,10 @@ class Config:
             raise ConfigError("--load_in_4bit and --load_in_8bit both quantise the base: drop one of them")
         if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
             raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
-        self.batch.accumulation_steps()  # refuses what does not divide
+        self.batch.micro_batch()  # refuses what does not divide
         if self.init_lora_weights != "default" and self.adapter_name_or_path:
             raise ConfigError("--adapter_name_or_path continues from that adapter: drop --init_lora_weights")
-        if self.lora_r < 1:
-            raise ConfigError(f"--lora_r must be at least 1, not {self.lora_r}")
+        configs.require_at_least_one(self, "lora_r", "eval_steps", "eval_samples")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
@@ -126,9 +125,7 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
         raise ConfigError(f"{len(samples)} training rows are fewer than one --global_batch_size of {size}")
     loading = parallel.share(accelerator)
     workers, per_device = config.batch.dataloader_num_workers, config.batch.per_device_eval_batch_size
-    train_loader = Loader(
-        samples, collate, order, per_device=config.batch.per_device_train_batch_size, num_workers=workers, **loading
-    )
+    train_loader = Loader(samples, collate, order, per_device=config.batch.micro_batch()[0], num_workers=workers, **loading)
     chosen = Spread(held_out, config.eval_samples)
     eval_order = Order(len(chosen), per_device * loading["world_size"], 0, shuffle=False)
     return (
@@ -139,7 +136,7 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     )
 
 
-def load_base(config: Config, accelerator: Accelerator) -> PreTrainedModel:
+def load_base(config: Config, accelerator: Accelerator, device: torch.device) -> PreTrainedModel:
     """The frozen base model, in the launch config's precision, quantised if asked."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     options: dict[str, Any] = {
@@ -148,7 +145,9 @@ def load_base(config: Config, accelerator: Accelerator) -> PreTrainedModel:
         "use_safetensors": True,
     }
     if config.load_in_4bit or config.load_in_8bit:
-        options["device_map"] = {"": accelerator.device}
+        if config.load_in_8bit and accelerator.distributed_type == DistributedType.FSDP:
+            raise ConfigError("--load_in_8bit cannot be sharded: use --load_in_4bit, or accelerate_configs/ddp.yaml")
+        options["device_map"] = {"": device}
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=config.load_in_4bit,
             load_in_8bit=config.load_in_8bit,
@@ -171,7 +170,7 @@ def trained_in_fp32(model: nn.Module) -> nn.Module:
 
 def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Module:
     """The base with trainable adapters."""
-    base = load_base(config, accelerator)
+    base = load_base(config, accelerator, accelerator.device)
     models.require_fit(base, tokenizer, config.chat.seq_length)
     models.set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.adapter_name_or_path:
@@ -226,7 +225,7 @@ def save_final(
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if config.merge_adapter:
-        base = load_base(config, accelerator)
+        base = load_base(config, accelerator, torch.device("cpu"))  # the device still holds the model in training
         base = base.dequantize() if config.load_in_4bit or config.load_in_8bit else base
         with whole_folder(run_dir / "merged") as folder:
             PeftModel.from_pretrained(base, str(run_dir / "final")).merge_and_unload().save_pretrained(folder)
@@ -257,13 +256,14 @@ def main(config: Config) -> None:
         *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
     if config.chat.packing:
-        at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.per_device_train_batch_size
+        at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.micro_batch()[0]
         models.require_packing_isolation(model, accelerator.device, len(tokenizer), at_once)
 
     # Resume ------------------------------------------------------------------------------------------------------
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=held_out.meta["sha256"])
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
-    if state.step >= total_steps and (run_dir / "final").exists():
+    last_made = run_dir / ("merged" if config.merge_adapter else "final")
+    if state.step >= total_steps and last_made.exists():
         launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
         return
     loss_by = fuse_head(accelerator, model, len(tokenizer))

@@ -68,7 +68,8 @@ class Config:
             raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
         if self.config_name and self.model_name_or_path:
             raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
-        self.batch.accumulation_steps()  # refuses what does not divide
+        configs.require_at_least_one(self, "seq_length", "eval_steps", "eval_samples")
+        self.batch.micro_batch()  # refuses what does not divide
         if self.text.streaming and self.batch.find_batch_size:
             raise ConfigError("--find_batch_size does not work with --streaming")
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
@@ -107,7 +108,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
     text, batch = config.text, config.batch
     name = text.tokenizer_name or config.model_name_or_path
     tokenizer = models.from_hub(AutoTokenizer, name) if name else None
-    loading = parallel.share(accelerator) | {"per_device": batch.per_device_train_batch_size}
+    loading = parallel.share(accelerator) | {"per_device": batch.micro_batch()[0]}
     held_out: Samples
     train: Loader | corpus.Stream
     if text.streaming:
@@ -262,7 +263,7 @@ def main(config: Config) -> None:
 
     def evaluate_and_log() -> dict[str, float]:
         values = evaluate(accelerator, model, data.validation, guard, data.bytes_per_token)
-        prompt = data.tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"]
+        prompt = data.tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"] or [data.tokenizer.eos_token_id]
         (text,) = models.continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
         logger.log(values)
         state.evaluated = state.step

@@ -8,7 +8,8 @@
 
 Neighbouring ranks hold consecutive blocks and hand micro-batches on, one forward and one backward in turns (1F1B, arXiv
 2006.09503); with stages_per_rank above 1 they hold several shorter stretches (interleaved, arXiv 2104.04473). What is
-learned is what templates/pretrain.py learns. For slow links between GPUs: only activations cross them.
+learned is what templates/pretrain.py learns with embeddings that are not tied, as they cannot be here. For slow links
+between GPUs: only activations cross them. Evaluates in micro-batches of training's size.
 """
 
 import math
@@ -74,10 +75,13 @@ class Config:
             raise ConfigError("--pipeline_ranks must be at least 2 and --stages_per_rank at least 1")
         if self.text.streaming or self.batch.find_batch_size or self.speed.ddp_comm_hook != "none":
             raise ConfigError("--streaming, --find_batch_size and --ddp_comm_hook do not work with a pipeline")
+        if self.checkpoint.dress_rehearsal:
+            raise ConfigError("--dress_rehearsal does not work with a pipeline")
         if self.optim.layer_decay < 1 or self.optim.optim == "adamw_8bit":
             raise ConfigError("--layer_decay and --optim adamw_8bit do not work with a pipeline")
         configs.set_pipeline_ranks(self.pipeline_ranks)
-        self.batch.accumulation_steps()  # refuses what does not divide
+        configs.require_at_least_one(self, "seq_length", "eval_steps", "eval_samples")
+        self.batch.micro_batch()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
             raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
 
@@ -121,7 +125,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
             f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
             f"of {batch.global_batch_size}"
         )
-    loading = parallel.share(accelerator) | {"per_device": batch.per_device_train_batch_size}
+    loading = parallel.share(accelerator) | {"per_device": batch.micro_batch()[0]}
     order = Order(len(tokens), batch.global_batch_size, batch.seed)
     train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **loading)
     about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
@@ -204,7 +208,7 @@ def main(config: Config) -> None:
         model,
         ranks=config.pipeline_ranks,
         stages_per_rank=config.stages_per_rank,
-        micro_batches=config.batch.accumulation_steps(),
+        micro_batches=config.batch.micro_batch()[1],
     )
     _, num_own = models.count_parameters(model)
     optimizers = optim.build(model, config.optim)

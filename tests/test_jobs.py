@@ -331,7 +331,7 @@ def test_the_commands_of_the_kubernetes_job_on_two_nodes(machines, flags, tmp_pa
             hosts[number].parent.mkdir(parents=True, exist_ok=True)
             hosts[number].write_text("127.0.0.1 localhost\n10.77.0.1 train-nodes-0.train-nodes\n")
             values = {
-                "=16": "=4",
+                "num_processes=16": "num_processes=4",
                 "shard_size=8": "shard_size=2",
                 "$(JOB_COMPLETION_INDEX)": number,
                 "outputs/train": tmp_path / "run",

@@ -1,17 +1,20 @@
 """Every command that the README shows is given here, on tiny data and two CPU processes in place of a user's."""
 
+import itertools
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import LAUNCHER, ROOT, free_port
+from shared import config as configs
+from tests.conftest import LAUNCHER, ROOT, free_port, load_template
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -47,6 +50,7 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
         "facebook/convnext-tiny-224": folder / "convnext",
         "chats.jsonl": chat_file,
         "corpus/": folder / "corpus",
+        "/data": folder / "corpus",  # mounted there
         "photos/": image_folder,
     }
 
@@ -85,7 +89,7 @@ def kind(part: str) -> str:
         r"pytest -n 2$": "tests",
         r"mkdir -p runs$": "folder",
         r"docker run ": "container",
-        r"docker build |docker compose -f jobs/compose\.yaml (up|run)|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
+        r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
     }
     return next((name for pattern, name in kinds.items() if re.match(pattern, part)), "")
 
@@ -132,6 +136,44 @@ def test_what_a_job_names_is_there(part):
     files = [token for token in tokens if re.match(r"(jobs|templates)/|accelerate_configs/", token)]
     assert files or "build" in tokens
     assert all((ROOT / file).is_file() for file in files), files
+
+
+def shipped() -> Iterator[str]:
+    """Every launch of a template that the project shows or starts, on one line."""
+    yield from PARTS
+    for path in sorted(ROOT.glob("templates/*.py")):
+        lines = path.read_text().split('"""')[1].replace("\\\\\n", " ").splitlines()
+        yield from (line.split(" #")[0].strip() for line in lines)
+    for path in sorted(ROOT.glob("jobs/*.yaml")):
+        for block in re.findall(r"(?:args|command):\n((?: +- .*\n)+)", path.read_text()):
+            yield " ".join(line.strip().removeprefix("- ") for line in block.splitlines())
+
+
+def launched_on(tokens: list[str]) -> list[int]:
+    """How many processes that read data it may find."""
+    tokens = [part for token in tokens for part in token.split("=", 1)]
+    value = dict(itertools.pairwise(tokens))
+    if "sbatch" in tokens:
+        (default,) = re.findall(r"#SBATCH --gpus-per-node=(\d+)", (ROOT / "jobs/slurm.sh").read_text())
+        return [int(value.get("--nodes", 1)) * int(value.get("--gpus-per-node", default))]
+    number = value.get("--num_processes")
+    if number is None and "--config_file" in value:
+        number = yaml.safe_load((ROOT / value["--config_file"]).read_text())["num_processes"]
+    return [1, 2, 4, 8] if number is None or "$" in str(number) else [int(number)]
+
+
+@pytest.mark.parametrize("line", [line for line in shipped() if re.search(r"(launch|sbatch).* templates/\w+\.py", line)])
+def test_the_global_batch_of_every_launch_divides_by_its_processes(line, world, monkeypatch):
+    tokens = [str(world.get(token, token)) for token in shlex.split(line)]
+    script = next(i for i, token in enumerate(tokens) if re.fullmatch(r"templates/\w+\.py", token))
+    name = Path(tokens[script]).stem
+    template = load_template(name)
+    monkeypatch.setattr(configs, "_pipeline_ranks", 1)  # which a pipeline's Config sets
+    for processes in launched_on(tokens[:script]):
+        if processes > 1 or name != "pretrain_pipeline":
+            monkeypatch.setenv("WORLD_SIZE", str(processes))
+            rows, accumulation = configs.parse(template.Config, tokens[script + 1 :]).batch.micro_batch()
+            assert rows >= 1 and accumulation >= 1
 
 
 def test_the_test_command_is_the_one_of_ci():

@@ -83,7 +83,7 @@ def one_process(monkeypatch):
 @pytest.fixture(scope="module")
 def templates():
     found = {}
-    for name in ("pretrain", "lora_finetune"):
+    for name in ("pretrain", "lora_finetune", "image_classification"):
         spec = importlib.util.spec_from_file_location(f"_config_test_{name}", TEMPLATES / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # a dataclass's annotations are resolved in its module
@@ -524,6 +524,8 @@ def test_replace_changes_fields_that_are_checked_together():
         (BatchConfig, {"per_device_eval_batch_size": -1}, "--per_device_eval_batch_size must be at least 1"),
         (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
         (BatchConfig, {"max_steps": 0}, "--max_steps must be positive"),
+        (BatchConfig, {"seed": -1}, "--seed must not be negative, but is -1"),
+        (BatchConfig, {"dataloader_num_workers": -1}, "--dataloader_num_workers must not be negative, but is -1"),
         (BatchConfig, {"num_train_epochs": -0.5}, "--num_train_epochs must be positive"),
         (BatchConfig, {"num_train_epochs": math.nan}, "--num_train_epochs"),
         (BatchConfig, {"num_train_epochs": math.inf}, "--num_train_epochs"),
@@ -565,6 +567,9 @@ def test_each_template_refuses_what_cannot_work(templates):
         (templates.lora_finetune, {"load_in_4bit": True, "load_in_8bit": True}, "--load_in_4bit and --load_in_8bit"),
         (templates.lora_finetune, {"init_lora_weights": "pissa", "use_dora": True}, "--init_lora_weights pissa"),
         (templates.lora_finetune, {"lora_r": 0}, "--lora_r must be at least 1"),
+        (templates.lora_finetune, {"eval_steps": 0}, "--eval_steps must be at least 1, not 0"),
+        (templates.pretrain, {"eval_samples": 0}, "--eval_samples must be at least 1, not 0"),
+        (templates.pretrain, {"seq_length": 0}, "--seq_length must be at least 1, not 0"),
     ]
     for template, values, message in cases:
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -579,9 +584,11 @@ def test_a_refusal_of_a_group_passes_through_parse_as_it_is(tmp_path):
 
 def test_the_batch_must_divide_over_the_processes_that_were_launched(templates, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match=r"not a multiple of 12 \(--per_device_train_batch_size 4 x 3 processes\)"):
+    with pytest.raises(ConfigError, match="32 is not a multiple of the 3 processes that read data: 30 or 33 would be"):
         templates.pretrain.Config(batch=BatchConfig(32, 4))
-    assert BatchConfig(24, 4).accumulation_steps() == 2
+    with pytest.raises(ConfigError, match="2 is not a multiple of the 3 processes that read data: 3 would be"):
+        templates.image_classification.Config(batch=BatchConfig(2, 4))
+    assert BatchConfig(24, 4).micro_batch() == (4, 2)
 
 
 def test_processes_that_share_a_model_read_the_same(monkeypatch):
@@ -597,17 +604,19 @@ def test_processes_that_share_a_model_read_the_same(monkeypatch):
 
 
 @settings(deadline=None, max_examples=100)
-@given(per_device=st.integers(1, 16), world=st.integers(1, 16), accumulation=st.integers(1, 8), extra=st.integers(0, 15))
-def test_accumulation_follows_from_batch_and_world_size(per_device, world, accumulation, extra):
-    at_once = per_device * world
-    size = at_once * accumulation
+@given(size=st.integers(1, 300), per_device=st.integers(1, 64), world=st.integers(1, 16))
+def test_the_micro_batch_is_the_largest_that_makes_up_the_global_batch(size, per_device, world):
     batch = BatchConfig(size, per_device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(world))
-        assert batch.accumulation_steps() == accumulation
-        if extra % at_once and extra % per_device == 0:
-            with pytest.raises(ConfigError, match=f"multiple of {at_once}"):
-                BatchConfig(size + extra, per_device).accumulation_steps()
+        if size % world:
+            with pytest.raises(ConfigError, match=f"multiple of the {world} processes"):
+                batch.micro_batch()
+            return
+        rows, accumulation = batch.micro_batch()
+    assert rows <= per_device and rows * accumulation * world == size
+    larger = range(rows + 1, min(per_device, size // world) + 1)
+    assert not any(size // world % n == 0 for n in larger)
 
 
 def test_total_steps_is_the_budget_that_was_given():
@@ -673,8 +682,8 @@ def run_python(*argv):
     [
         (["--lerning_rate", "1"], "error: unknown flag --lerning_rate: did you mean --learning_rate?; --help lists all"),
         (
-            ["--global_batch_size", "7"],
-            "error: --global_batch_size 7 is not a multiple of 2 (--per_device_train_batch_size 2 x 1 processes)",
+            ["--global_batch_size", "0"],
+            "error: --global_batch_size must be at least 1, not 0",
         ),
     ],
 )
