@@ -12,8 +12,10 @@ import re
 import sys
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,14 @@ from shared import data, demo, records
 from shared.config import ConfigError
 from shared.data import IGNORED, Batch, Order, Row
 from shared.demo import DEFAULT_TEMPLATE
+from shared.launch import on_main
 from shared.options import ChatConfig
 from shared.records import Source, kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1  # raised when the prepared files change meaning
+FORMAT = 2  # raised when the prepared files change meaning
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 
 # Forms -----------------------------------------------------------------------------------------------------------------
@@ -51,6 +54,7 @@ class Example:
     """A record in one of two shapes: messages for the chat template, or (prompt, completion) joined as they are."""
 
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # that the assistant may call, as chat templates take them
     prompt: str = ""
     completion: str = ""
 
@@ -82,7 +86,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             {"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction},
             {"role": "assistant", "content": _text(record["output"], "'output'", where)},
         ]
-        return Example(_messages(messages, where))
+        return Example(_messages(messages, where), _tools(record, where))
     if form == "ShareGPT conversations":
         turns = _list(record["conversations"], "'conversations'", where)
         messages = [{"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
@@ -90,13 +94,14 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             if message["role"] not in list(_SHAREGPT_ROLES):  # a list also takes what cannot be hashed
                 raise ConfigError(f"{where}: turn {number} is from {message['role']!r}, not {', '.join(_SHAREGPT_ROLES)}")
             message["role"] = _SHAREGPT_ROLES[message["role"]]
-        return Example(_messages(messages, where))
+        return Example(_messages(messages, where), _tools(record, where))
     if form == "prompt and completion":
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
-            return Example(_messages(_list(prompt, "'prompt'", where) + _list(completion, "'completion'", where), where))
+            both = _list(prompt, "'prompt'", where) + _list(completion, "'completion'", where)
+            return Example(_messages(both, where), _tools(record, where))
         return Example(prompt=_text(prompt, "'prompt'", where), completion=_text(completion, "'completion'", where))
-    return Example(_messages(_list(record["messages"], "'messages'", where), where))
+    return Example(_messages(_list(record["messages"], "'messages'", where), where), _tools(record, where))
 
 
 def _text(value: Any, what: str, where: str) -> str:
@@ -105,14 +110,18 @@ def _text(value: Any, what: str, where: str) -> str:
     return value
 
 
+def _tools(record: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
+    return _list(record["tools"], "'tools'", where) if record.get("tools") else None
+
+
 def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):  # CSV has no lists: people put JSON into a cell
         try:
             value = records.parse_json(value)
         except (ValueError, RecursionError):
-            raise ConfigError(f"{where}: {what} is text, expected a list of messages") from None
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise ConfigError(f"{where}: {what} is not a list of messages")
+            raise ConfigError(f"{where}: {what} is text, expected a list of objects") from None
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ConfigError(f"{where}: {what} is not a list of objects")
     return value
 
 
@@ -124,7 +133,8 @@ def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]
             raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{where}: no message has the role assistant, so there is nothing to learn")
-    return messages
+    # Parquet gives each message the keys of all; to chat templates a key that is there means something.
+    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
 
 
 # Tokens ----------------------------------------------------------------------------------------------------------------
@@ -172,7 +182,7 @@ class Encoder:
             ids = self.bos + encoded["input_ids"]
             learned = np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
-            ids, learned = self._chat(example.messages, where)
+            ids, learned = self._chat(example.messages, example.tools, where)
             if self.loss_on == "completion":
                 starts = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
                 learned[: starts[-1] if len(starts) else 0] = False
@@ -183,24 +193,52 @@ class Encoder:
             learned = np.ones(len(ids), bool)
         return ids, learned
 
-    def _chat(self, messages: list[dict[str, Any]], where: str) -> tuple[list[int], np.ndarray]:
-        render = self.tokenizer.apply_chat_template
+    def _chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, where: str
+    ) -> tuple[list[int], np.ndarray]:
+        if tools and "tools" not in str(self.tokenizer.chat_template):
+            raise ConfigError(f"{where}: has tools, of which the chat template knows nothing")
+        render: Any = partial(self.tokenizer.apply_chat_template, tools=tools)  # type: ignore[arg-type]
         try:
             if self.marks_turns:
                 encoded: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
                 return list(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
-            text: Any = render(messages, tokenize=False)
-            spans = []
-            for number, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    before: Any = render(messages[:number], tokenize=False, add_generation_prompt=True)
-                    after: Any = render(messages[: number + 1], tokenize=False)
-                    if text.startswith(before) and text.startswith(after.rstrip()):
-                        spans.append((len(before), len(after.rstrip())))
+            text = str(render(messages, tokenize=False))
+            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+            spans = [_turn(partial(render, tokenize=False), text, messages, number) for number in turns]
         except Exception as error:  # jinja2 and templates' own raise_exception
             raise ConfigError(f"{where}: the chat template refuses this conversation ({error})") from None
+        found = [span for span in spans if span is not None]
+        if len(found) < len(turns) and self.loss_on != "all":
+            raise ConfigError(
+                f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
+                "whose template marks it with {% generation %}, or --loss_on all"
+            )
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], spans)
+        return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], found)
+
+
+def _turn(render: Callable[..., Any], text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int] | None:
+    """Where an assistant's turn stands in the rendered `text`, with the token that ends it; None where that is not clear.
+
+    Some templates write a turn differently when it is the last: with its thoughts, say, or another token at its end.
+    """
+    before = render(messages[:number], add_generation_prompt=True)
+    as_the_last = render(messages[: number + 1]).rstrip()
+    if not text.startswith(before):
+        return None
+    if text.startswith(as_the_last):
+        return len(before), len(as_the_last)
+    mine, next_ones = "\ue000", "\ue001"  # characters that nobody writes
+    turn = {"role": "assistant", "content": mine}
+    both = render([*messages[:number], turn, {**messages[number + 1], "content": next_ones}])
+    between = both.rpartition(mine)[2].partition(next_ones)[0]
+    end = text.find(between, len(before))
+    if end < 0 or mine not in both or next_ones not in both or not between.strip():
+        return None
+    at_the_end = render([*messages[:number], turn]).rpartition(mine)[2]
+    closing = "".join(a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(between, at_the_end, strict=False)))
+    return len(before), end + len(closing.rstrip())
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -228,14 +266,17 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     """
     encoder = Encoder(tokenizer, config.loss_on)
     train, validation = records.open_sources(config, demo=DEMO)
-    key = data.fingerprint(
-        format=FORMAT,
-        train=train.identity(),
-        validation=validation and validation.identity(),
-        tokenizer=hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),  # type: ignore[attr-defined]
-        template=str(tokenizer.chat_template),
-        special=[tokenizer.bos_token_id, tokenizer.eos_token_id],
-        settings=[config.seq_length, config.loss_on, config.max_train_samples, config.validation_split_percentage],
+    serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    key = on_main(  # machines may see other file times, and the Hub may answer one of them only
+        lambda: data.fingerprint(
+            format=FORMAT,
+            train=train.identity(),
+            validation=validation and validation.identity(),
+            tokenizer=hashlib.sha256(serialised.encode()).hexdigest(),
+            template=str(tokenizer.chat_template),
+            special=[tokenizer.bos_token_id, tokenizer.eos_token_id],
+            settings=[config.seq_length, config.loss_on, config.max_train_samples, config.validation_split_percentage],
+        )
     )
 
     def build(folder: Path) -> None:

@@ -42,7 +42,7 @@ from shared.folder import commit, digest, remove, require_space
 from shared.launch import on_main, say, strategy
 from shared.options import CheckpointConfig
 from shared.parallel import held
-from shared.weights import WeightCopy, average_buffers, persistent_buffers
+from shared.weights import WeightCopy, average_buffers, persistent_buffers, reshard
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
@@ -129,20 +129,28 @@ def _digest_of(manifest: dict[str, Any]) -> str:
 # Tensors ---------------------------------------------------------------------------------------------------------------
 
 
+_DESCRIPTIONS = {  # all that DCP's index of tensors is made of, besides their types
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        *("StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},
+}
+
+
 class _TensorReader(dcp.FileSystemReader):
     """DCP's `.metadata` is a pickle: read it with an unpickler that knows DCP's own plain classes and runs nothing."""
 
     class _Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            plain = module.startswith("torch.distributed.checkpoint.") and "." not in name
-            if plain or (module, name) in {("torch", "Size"), ("collections", "OrderedDict"), ("pathlib", "PosixPath")}:
-                found = super().find_class(module, name)
-                if isinstance(found, type):
-                    return found
+            if name in _DESCRIPTIONS.get(module, ()):
+                return super().find_class(module, name)
             if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
                 return found
-            if (module, name) == ("torch.serialization", "_get_layout"):
-                return super().find_class(module, name)
             if (module, name) == ("builtins", "getattr"):  # how some releases of Python 3.11 pickle a member of an Enum
                 return _enum_member
             raise CheckpointError(f".metadata names {module}.{name}, which no checkpoint of tensors holds")
@@ -220,6 +228,7 @@ class Checkpointer:
         self.free = configs.free_fields(type(config))
         self.model = accelerator.unwrap_model(model)
         self.optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+        reshard(self.model)  # a forward before may have left weights gathered, which are other parameters
         # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.latest: Path | None = None

@@ -53,6 +53,30 @@ class ConfigError(CleanExit):
         super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-700:]}")
 
 
+class Unreachable(CleanExit):
+    """A server did not answer: nobody's input is wrong, and the same command may work later."""
+
+
+def is_of_the_network(error: BaseException | None) -> bool:
+    """Whether an error, or one that it follows from, is a connection's or a server's, and not the user's.
+
+    By names, since the libraries that raise these types need not be there.
+    """
+    while error is not None:
+        names = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+        if "huggingface_hub.OfflineModeIsEnabled" in names:
+            return False
+        code = getattr(getattr(error, "response", None), "status_code", None) or 0
+        if names & _OF_THE_NETWORK or code in (408, 429) or code >= 500:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_OF_THE_NETWORK = {
+    *("builtins.ConnectionError", "builtins.TimeoutError", "socket.gaierror", "httpx.TransportError", "aiohttp.ClientError"),
+    *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "urllib3.HTTPError"),
+}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name
 
 

@@ -20,6 +20,7 @@ from shared import data, demo, records
 from shared.config import ConfigError
 from shared.data import Batch, Row, Window
 from shared.demo import DEFAULT_TEMPLATE
+from shared.launch import on_main
 from shared.options import CorpusConfig
 from shared.records import Source
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
 CHUNK_BYTES = 2**20  # text handed to one tokenising process at a time
-FORMAT = 1  # raised when the files below change meaning
+FORMAT = 2  # raised when the files below change meaning
 
 
 def texts(source: Source, column: str) -> Iterator[str]:
@@ -67,14 +68,16 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     serialised = tokenizer and tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
     if tokenizer is not None and tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-text token to put between documents")
-    key = data.fingerprint(
-        format=FORMAT,
-        train=train.identity(),
-        validation=validation and validation.identity(),
-        column=config.text_column,
-        percent=config.validation_split_percentage,
-        tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
-        end=tokenizer and tokenizer.eos_token_id,
+    key = on_main(  # machines may see other file times, and the Hub may answer one of them only
+        lambda: data.fingerprint(
+            format=FORMAT,
+            train=train.identity(),
+            validation=validation and validation.identity(),
+            column=config.text_column,
+            percent=config.validation_split_percentage,
+            tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
+            end=tokenizer and tokenizer.eos_token_id,
+        )
     )
 
     def build(folder: Path) -> None:
@@ -190,7 +193,10 @@ def _start_worker(serialised: str, eos: int) -> None:
     global _worker
     from tokenizers import Tokenizer
 
-    _worker = (Tokenizer.from_str(serialised), eos)
+    tokenizer = Tokenizer.from_str(serialised)
+    tokenizer.no_truncation()  # as a fine-tune may have left in its file
+    tokenizer.no_padding()
+    _worker = (tokenizer, eos)
 
 
 def _tokenise(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

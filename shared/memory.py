@@ -230,6 +230,12 @@ def traced_peak(profiler: torch.profiler.profile, since: int, until: float = mat
     return peak
 
 
+def groups(devices: int) -> int:
+    """Groups that HSDP forms: nodes of 8 devices, or halves of one; 1 where that makes none of equal size."""
+    size = 8 if devices > 8 else devices // 2
+    return devices // size if size > 1 and devices % size == 0 else 1
+
+
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     """Yield (launch config, devices it uses, peak of one device); estimates that are not checked come last.
 
@@ -252,9 +258,8 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     rest = cast * (numbers.rest + numbers.trained_rest)  # gathered, with its gradient, all the time
     block = 2 * cast * numbers.block + (cast + 8) * numbers.trained_block  # two gathered, two gradients being reduced
     sharded = activations(job, gathered=True, around_loss=rest, in_blocks=rest + block)
-    groups = max(1, devices // 8) if devices > 8 else 2
-    for name, pieces in (("hsdp", devices // groups), ("fsdp2", devices)):
-        if pieces > 1:
+    for name, pieces in (("hsdp", devices // groups(devices)), ("fsdp2", devices)):
+        if name == "fsdp2" or 1 < pieces < devices:
             yield name, devices, Peak(weights / pieces, gradients / pieces, optimizer / pieces, sharded)
     text = job.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", 0)

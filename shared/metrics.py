@@ -273,7 +273,7 @@ class Logger:
     def _start_tracker(self, template: str, settings: dict[str, Any]) -> None:
         project, settings = redact(self.config.project_name or template), redact(settings)
         if self.tracker != "wandb":
-            self.accelerator.project_configuration.set_directories(str(self.run_dir))
+            self.accelerator.project_configuration.logging_dir = str(self.run_dir)
             plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
             self.accelerator.init_trackers(project, plain)
             return

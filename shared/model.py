@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast, extract_model_from_parallel
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from shared.config import ConfigError, first_line, redact
+from shared.config import ConfigError, Unreachable, first_line, is_of_the_network, redact
 from shared.launch import say
 
 # What loaders read from a model's folder, each one JSON object.
@@ -42,6 +45,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
 
     Raises:
         ConfigError: it is not there, is damaged, needs code of its own, or has no safetensors weights.
+        Unreachable: the Hub does not answer.
     """
     arguments = [str(name)] if first is None else [first, str(name)]  # PEFT's classes take the base model first
     if first is None:
@@ -60,6 +64,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         raise
     except Exception as error:  # these libraries raise nearly anything for a file that is not what they expect
         text = str(error)
+        if is_of_the_network(error):
+            raise Unreachable(f"{name}: {first_line(error)}") from error
         if "trust_remote_code" in text:
             reason = "it needs code of its own, which is never run here: take an architecture that transformers has"
         elif options.get("use_safetensors") and "safetensors" in text and not os.path.isdir(name):
@@ -166,13 +172,18 @@ def override(config: Any, changes: str | None) -> None:
             raise ConfigError(f"--config_overrides {change}: {first_line(error.__cause__ or error)}") from error
 
 
+def _context(model: Any) -> int | None:
+    """Tokens that a model can see at once; None if any number."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
     """Refuse a sequence longer than the model's context, and tokens that the model has no embedding for.
 
     Raises:
         ConfigError: with both numbers.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = _context(model)
     if context is not None and seq_length > context:
         raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
     embeddings = model.get_input_embeddings().num_embeddings
@@ -235,14 +246,17 @@ def continuations(
     training = model.training
     model.eval()
     device = next(model.parameters()).device
+    context = _context(extract_model_from_parallel(model)) or sys.maxsize
     generator = torch.Generator().manual_seed(seed)
     texts = []
     for prompt in prompts:
         ids = list(prompt)
         for _ in range(max_new_tokens):
-            logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1].float().cpu()
-            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator) if sample else logits.argmax()
-            ids.append(int(choice))
+            seen = torch.tensor([ids[-context:]], device=device)
+            logits = model(input_ids=seen, use_cache=False).logits[0, -1].float().cpu()
+            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0] if sample else logits.argmax()
+            # One rank's choice for all: kernels that differ in the last bit would have them end at different lengths.
+            ids.append(int(broadcast(choice.to(PartialState().device))))
             if ids[-1] == tokenizer.eos_token_id:
                 break
         texts.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.config import ConfigError, first_line, redact
+from shared.config import ConfigError, Unreachable, first_line, is_of_the_network, redact
 
 if TYPE_CHECKING:
     from shared.options import DataConfig
@@ -38,13 +38,15 @@ class Source:
 def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -> tuple[Source, Source | None]:
     """(training, validation or None) records of a config; `demo` when it names none.
 
+    A stream's identity outlives copied files and a Hub that does not answer for a while: names and sizes only.
+
     Raises:
         ConfigError: files that are missing or empty.
     """
     if config.dataset_name is not None:
         name, part = config.dataset_name, config.dataset_config_name
         identity, read = (
-            lambda: [part, "train", *_hub_identity(name)],
+            lambda: [part, "train", *([name] if streaming else _hub_identity(name))],
             lambda: load_hub(name, part, "train", streaming=streaming),
         )
         return Source(redact(name), identity, read), None
@@ -54,7 +56,8 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     def from_files(flag: str, paths: Sequence[str]) -> Source:
         files = find_files(paths, flag=flag)
         name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-        return Source(redact(name), lambda: files, lambda: read_records(files))
+        sizes = [[file.name, file.stat().st_size] for file in files]
+        return Source(redact(name), lambda: sizes if streaming else files, lambda: read_records(files))
 
     validation = from_files("validation_file", config.validation_file) if config.validation_file else None
     return from_files("train_file", config.train_file), validation
@@ -260,6 +263,7 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
 
     Raises:
         ConfigError: the data set or the split cannot be had.
+        Unreachable: the Hub does not answer.
     """
     import datasets
 
@@ -269,4 +273,5 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
         for number, record in enumerate(dataset):  # a stream meets what is wrong with its files only here
             yield f"{name}:{split}: row {number}", record  # type: ignore[misc]
     except Exception as error:  # datasets raises a wide range of types for what the user typed
-        raise ConfigError(f"--dataset_name {name} (split {split}): {first_line(error)}") from None
+        kind_of = Unreachable if is_of_the_network(error) else ConfigError
+        raise kind_of(f"--dataset_name {name} (split {split}): {first_line(error)}") from None

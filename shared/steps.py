@@ -182,7 +182,8 @@ class Guard:
     def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, window: Window) -> torch.Tensor:
         """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the update is to be skipped.
 
-        With fp16 an infinite gradient is the loss scaler's business, which skips the update and lowers its scale.
+        With fp16 an infinite gradient is the loss scaler's business, which lowers its scale: no optimizer steps (one alone
+        would leave half of the model behind), and it does not count as skipped.
 
         Args:
             losses: of this rank's micro-batches, scalars.
@@ -201,6 +202,8 @@ class Guard:
         before, self.began = self.began, time.perf_counter()
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
         everywhere, fetch = self._agree(finite, slow=self.began - before > 1)
+        if scaler is not None:
+            everywhere = everywhere & norm.isfinite()
         step, indices = self.state.step + 1, window.indices  # and not the batch, which takes memory
 
         def act() -> None:
@@ -255,10 +258,10 @@ class Guard:
             Stopped: on all ranks. The one who catches it saves a checkpoint.
             NonFiniteError: see `settle`.
         """
-        if now or self.slow or self.agreed:
-            self.settle()
         if self.accelerator.num_processes == 1:
             self.agreed = self.received
+        if now or self.slow or self.agreed:
+            self.settle()
         if self.agreed:
             self.received = self.agreed  # also where another rank was told
             raise Stopped(f"stopped by {signal.Signals(self.agreed).name} at step {self.state.step}")
@@ -296,8 +299,12 @@ def largest_that_fits(
     optimizers: list[Any],
     loader: Loader,
     loss: Callable[[Batch], torch.Tensor],
+    *,
+    multiple: int = 1,
 ) -> int:
     """Rows of a micro-batch that memory suffices for, at most the loader's; the loader gets that many from now on.
+
+    They divide the loader's, and are a multiple of `multiple`, as the loader's have to be.
 
     Tries the longest sample with the optimizer's state and gradients in place, and halves where memory runs out. The
     global batch stays what it is, so what is learned does, too. Every rank calls this, after `parallel.prepare`; where
@@ -316,9 +323,10 @@ def largest_that_fits(
     buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
     asked = rows = loader.per_device
     while not _fits(accelerator, model, inner, loss, loader.longest(rows)):
-        if rows == 1:
-            raise torch.OutOfMemoryError("a micro-batch of 1 does not fit")
-        smaller = max(n for n in range(1, rows // 2 + 1) if rows % n == 0)
+        fewer = [n for n in range(multiple, rows // 2 + 1, multiple) if rows % n == 0]
+        if not fewer:
+            raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
+        smaller = max(fewer)
         say(f"out of memory with {rows} at once; trying {smaller} at once, accumulated {asked // smaller} times as often")
         rows = smaller
     for optimizer in fresh:

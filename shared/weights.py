@@ -25,7 +25,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Drop weights that FSDP2 has gathered, perhaps in 16 bits, for a forward and not let go of yet."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -37,7 +37,7 @@ def gather_weights(
 ) -> dict[str, torch.Tensor]:
     """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank calls this."""
     model = accelerator.unwrap_model(model)
-    _reshard(model)
+    reshard(model)
     weights = {}
     values: dict[str, torch.Tensor] = dict(model.named_parameters())
     if trainable_only:
@@ -124,4 +124,4 @@ class WeightCopy:
             kept = theirs.clone()
             theirs.copy_(mine)
             mine.copy_(kept)
-        _reshard(self.model)  # or a forward would go on with the gathered weights of the one before
+        reshard(self.model)  # or a forward would go on with the gathered weights of the one before

@@ -461,6 +461,28 @@ def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, st
     assert_continues("pretrain", folder, given, straight, 2)
 
 
+def test_deepspeed_cannot_skip_a_bad_step_and_continues_from_the_last_good_checkpoint(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    launch = {"processes": 2, "config": "deepspeed_zero2"}
+    failed = with_fault("pretrain", folder, "micro_batch:nan@10#1", *given, **launch)
+    assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
+    assert "step 5: loss or gradient is not finite" in failed.output and "DeepSpeed has updated with it" in failed.output
+    assert valid_checkpoints(folder) == [2, 4]
+    again = run("pretrain", folder, *given, **launch)
+    assert again.manifest(STEPS)["strategy"].startswith("ZeRO-2 x 2")
+    assert again.losses == pytest.approx(straight("pretrain", 2).losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_in_the_very_step_of_a_bad_batch_counts_it(flags, tmp_path, processes):
+    fault = f"micro_batch:nan@{8 // processes + 1}#0,update:term@3"
+    stopped = with_fault("pretrain", tmp_path, fault, *flags["pretrain"], processes=processes)
+    assert exit_of(tmp_path)["exit_code"] == 143
+    assert "warning: step 3: loss or gradient is not finite" in stopped.output
+    saved = json.loads((checkpoints(tmp_path)[-1] / "trainer_state.json").read_text())
+    assert saved["step"] <= 5 and saved["skipped"] == 1
+
+
 def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, tmp_path):
     folder = tmp_path / "run"
     failed = with_fault("image_classification", folder, "micro_batch:nan@10", *flags["image_classification"])
@@ -507,20 +529,21 @@ def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
 # World sizes ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_then_one_then_three(flags, tmp_path):
+def test_two_processes_then_one_then_four(flags, tmp_path):
     given = (*flags["pretrain"], "--config_overrides", SHAPE, "--global_batch_size", 12, "--per_device_train_batch_size", 2)
     whole = run("pretrain", tmp_path / "whole", *given)
     folder = tmp_path / "run"
     with_fault("pretrain", folder, "update:kill@4", *given, processes=2)
     with_fault("pretrain", folder, "update:kill@3", *given, processes=1)
-    last = run("pretrain", folder, *given, processes=3)
-    assert last.manifest(STEPS)["world_size"] == 3
+    last = run("pretrain", folder, *given, processes=4)
+    assert last.manifest(STEPS)["world_size"] == 4
+    assert "4 process(es) x 1 at once x 3 accumulated (its share of 3 does not divide by 2)" in last.output
     assert last.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
     rates = [[row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)]
     assert rates[0] == rates[1]
-    refused = run("pretrain", folder, *given, processes=4, check=False)
-    assert "error: --global_batch_size 12 is not a multiple of 8" in refused.output
+    refused = run("pretrain", folder, *given, processes=5, check=False)
+    assert "error: --global_batch_size 12 is not a multiple of the 5 processes" in refused.output
 
 
 # Rehearsal, audit, and the user's own template -----------------------------------------------------------------------

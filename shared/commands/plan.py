@@ -107,9 +107,14 @@ def main() -> None:
         return
     name, checkpointing, gpus, total = several[0]
     flags = "" if checkpointing == "none" else f" --gradient_checkpointing {checkpointing}"
+    replicas = memory.groups(gpus)
+    spread = {  # over sizes other than those that the file names
+        "hsdp": f" --parallelism_config_dp_replicate_size {replicas} --parallelism_config_dp_shard_size {gpus // replicas}",
+        "tensor_parallel": f" --parallelism_config_tp_size {gpus}",
+    }.get(name, "")
     print(f"The cheapest that fits on {gpus} GPU(s), with {total:.1f} GB:\n")
     template = "lora_finetune" if config.lora_r else "pretrain"
     print(
-        f"  accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus} "
-        f"templates/{template}.py{flags} \\\n    --per_device_train_batch_size {config.per_device_train_batch_size} ..."
+        f"  accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus}{spread} \\\n"
+        f"    templates/{template}.py{flags} --per_device_train_batch_size {config.per_device_train_batch_size} ..."
     )

@@ -81,6 +81,61 @@ def test_a_template_that_marks_nothing_is_read_by_its_prefixes(chatml, loss_on, 
     assert learned_runs(chatml, ids, mask) == expected
 
 
+THINKING = (  # before the answer that is the last, as Qwen3's template has it
+    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.asked %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+RETURNING = (  # another token ends the last answer, as in gpt-oss's template
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '<|return|>' if m['role'] == 'assistant' and loop.last else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (THINKING, ["says what<|im_end|>", "<think>\n\n</think>\n\nsince it saw many<|im_end|>"]),
+        (RETURNING, ["says what<|im_end|>", "since it saw many<|return|>"]),
+    ],
+    ids=["thinking", "returning"],
+)
+def test_a_template_that_writes_the_last_turn_differently_loses_no_other(chatml, template, expected):
+    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
+    chatml.chat_template = template
+    ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
+    assert learned_runs(chatml, ids, mask) == expected
+
+
+def test_turns_that_cannot_be_found_are_refused(chatml):
+    chatml.chat_template = CHATML.replace("m['content']", "m['content'] | length | string + loop.revindex | string")
+    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
+        Encoder(chatml, "assistant")(Example(TURNS), "here")
+    _, mask = Encoder(chatml, "all")(Example(TURNS), "here")
+    assert mask.all()
+
+
+def test_tools_are_shown_to_the_model_or_refused(chatml):
+    record = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
+    for tools in (record["tools"], json.dumps(record["tools"])):
+        example = chat.read_example(record | {"tools": tools}, "chat messages", "here")
+        with pytest.raises(ConfigError, match=r"^here: has tools, of which the chat template knows nothing"):
+            Encoder(chatml, "assistant")(example, "here")
+    chatml.chat_template = "{% if tools %}{{ tools[0]['function']['name'] + '\n' }}{% endif %}" + CHATML
+    ids, mask = Encoder(chatml, "assistant")(example, "here")
+    assert chatml.decode(ids).startswith("look_up")
+    assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+    chatml.chat_template = CHATML
+    assert Encoder(chatml, "assistant")(chat.read_example(record | {"tools": None}, "chat messages", "here"), "here")
+
+
+def test_keys_that_parquet_adds_are_left_out():
+    messages = [{**turn, "tool_calls": None, "name": None} for turn in TURNS]
+    assert chat.read_example({"messages": messages}, "chat messages", "here").messages == TURNS
+
+
 def test_all_tokens(chatml):
     ids, mask = Encoder(chatml, "all")(Example(TURNS), "here")
     assert mask.all() and chatml.decode(ids).startswith("<|im_start|>system")
@@ -112,7 +167,7 @@ def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
         ({"messages": [{"role": "assistant", "content": None}]}, "content of message 1 is null"),
         ({"messages": [{"role": "assistant", "content": 3}]}, "content of message 1 is a int"),
         ({"messages": "x"}, "'messages' is text, expected a list"),
-        ({"messages": [3]}, "not a list of messages"),
+        ({"messages": [3]}, "not a list of objects"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 is from 'robot'"),
         ({"instruction": "x", "output": None}, "'output' is null"),
         ({"prompt": "x", "completion": 3}, "'completion' is a int"),

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from accelerate import Accelerator
 from torch import nn
 
@@ -169,12 +170,23 @@ class Payload:
         return (open, (self.path, "w"))
 
 
+class Listens:
+    """A class that a module of DCP happens to import."""
+
+    def __init__(self, path):
+        pass
+
+    def __reduce__(self):
+        return (torch.distributed.checkpoint.FileSystemReader, ("/",))
+
+
+@pytest.mark.parametrize("payload", [Payload, Listens])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_pickle_in_metadata_runs_nothing(tmp_path, inside):
+def test_a_pickle_in_metadata_runs_nothing(tmp_path, inside, payload):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
     folder = saver.run_dir / "checkpoint-000001"
-    payload = Payload(str(tmp_path / "ran"))
+    payload = payload(str(tmp_path / "ran"))
     if inside:
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         metadata.planner_data = payload

@@ -61,6 +61,14 @@ def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, t
         assert len(windows) == (len(tokens) - 1) // 16
 
 
+def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text_file, tokenizer, tmp_path, monkeypatch):
+    plain, _ = stream(prepared(text_file, tokenizer, tmp_path / "plain", monkeypatch), "train")
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding()
+    tokens, _ = stream(prepared(text_file, tokenizer, tmp_path / "cut", monkeypatch), "train")
+    assert tokens.tolist() == plain.tolist()
+
+
 def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 200)

@@ -88,12 +88,22 @@ def test_a_model_of_70_billion_parameters_is_counted_without_memory_for_it(measu
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 5e5  # kB; one block of it would be 2.8 GB
 
 
+@pytest.mark.parametrize(("devices", "groups"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 2), (8, 2), (12, 1), (16, 2), (64, 8)])
+def test_hsdp_groups_are_of_one_size(devices, groups):
+    assert memory.groups(devices) == groups
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         (
             ("--gpus", "2", "--gpu_memory", "80"),
             "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2",
+        ),
+        (
+            ("--gpus", "6", "--gpu_memory", "0.05"),
+            "accelerate launch --config_file accelerate_configs/hsdp.yaml --num_processes 6 "
+            "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 3",
         ),
         (("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits"),
     ],

@@ -453,10 +453,11 @@ def test_a_card_names_base_results_and_settings():
 class Counts(nn.Module):
     """Says that the next token is the last one plus 1; records the lengths it was given."""
 
-    def __init__(self):
+    def __init__(self, context=None):
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(1))
         self.lengths = []
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=context))
 
     def forward(self, input_ids, use_cache):
         assert not self.training
@@ -479,6 +480,12 @@ def test_a_continuation_stops_at_the_end_of_text_or_at_its_length():
     assert texts == ["5 6", "21 22 23 24"]
     assert subject.lengths == [2, 3, 4, 1, 2, 3, 4]
     assert subject.training
+
+
+def test_a_continuation_never_looks_further_back_than_the_model_can():
+    subject = Counts(context=3)
+    assert model.continuations(subject, Spells(), [[20, 21, 22, 23]], max_new_tokens=2) == ["24 25"]
+    assert subject.lengths == [3, 3]
 
 
 def test_continuations_are_deterministic_and_sampling_follows_its_seed():

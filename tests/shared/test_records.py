@@ -1,15 +1,21 @@
 """shared/records.py: every format gives records with their place, and what cannot be read is one ConfigError."""
 
 import json
+import os
+from types import SimpleNamespace
 
+import datasets
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared import model as models
 from shared import records
-from shared.config import ConfigError
+from shared.config import CleanExit, ConfigError
 from shared.options import CorpusConfig, DataConfig
 from shared.records import Source, find_files, open_sources, read_records
 
@@ -297,6 +303,43 @@ def test_a_folder_that_datasets_loads_is_read_with_its_rows_numbered(tmp_path):
     train, validation = open_sources(CorpusConfig(dataset_name=str(tmp_path)), demo=DEMO, streaming=True)
     assert validation is None
     assert list(train.read()) == [(f"{tmp_path}:train: row 0", {"text": "a"}), (f"{tmp_path}:train: row 1", {"text": "b"})]
+
+
+def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
+    first, second = tmp_path / "here", tmp_path / "there"
+    for folder in (first, second):
+        folder.mkdir()
+        file = write(folder, "a.jsonl", '{"text": "a"}\n')
+        os.utime(file, (1, len(str(folder))))
+    sources = [open_sources(CorpusConfig(train_file=(str(f),)), demo=DEMO, streaming=True)[0] for f in (first, second)]
+    assert sources[0].identity() == sources[1].identity() == [["a.jsonl", 14]]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionResetError("reset"), True),
+        (TimeoutError("slow"), True),
+        (httpx.ConnectTimeout("slow"), True),
+        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(503)), True),
+        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(429)), True),
+        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(404)), False),
+        (OfflineModeIsEnabled("offline"), False),
+        (FileNotFoundError("typed wrong"), False),
+        (ValueError("typed wrong"), False),
+    ],
+)
+def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error, expected):
+    def fail(*_args, **_options):
+        raise RuntimeError("as a library wraps it") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(CleanExit) as raised:
+        next(records.load_hub("org/name", None, "train"))
+    assert raised.value.exit_code == (1 if expected else 2)
+    with pytest.raises(CleanExit) as raised:
+        models.from_hub(SimpleNamespace(__name__="AutoModel", from_pretrained=fail), "org/name")
+    assert raised.value.exit_code == (1 if expected else 2)
 
 
 def test_a_split_that_is_not_there_is_one_line(tmp_path):

@@ -361,7 +361,7 @@ def test_an_image_that_vanishes_later_ends_the_run_with_its_path(base, image_fol
     ("flags", "message"),
     [
         (("--train_dir", "/nowhere"), "--train_dir /nowhere: no such folder"),
-        (("--per_device_train_batch_size", "1"), "must be even"),
+        (("--per_device_train_batch_size", "1"), "must be even in number"),
         (("--global_batch_size", "64", "--per_device_train_batch_size", "64"), "53 training images are fewer"),
         (("--config_overrides", "depth=[1]"), "depths"),
         (("--freeze_backbone",), "--model_name_or_path"),

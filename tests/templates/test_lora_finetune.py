@@ -26,6 +26,17 @@ def base(tiny_model, chat_file):
     )
 
 
+@pytest.fixture(scope="module")
+def untied_model(tiny_model, tmp_path_factory):
+    """The same with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=False)
+    model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module", params=["--packing", "--no_packing"])
 def one_process(request, base, tmp_path_factory):
     flags = (*base, request.param)
@@ -234,6 +245,35 @@ def test_qlora_on_two_processes_equals_one(base, tiny_model, chat_file, tmp_path
     assert len(names) == 2
 
 
+def test_a_head_that_is_trained_is_sharded_saved_and_resumed(base, untied_model, tmp_path):
+    """FSDP2 keeps the head's weights gathered after a forward, such as the look at packing before the first step."""
+    flags = (*base, "--model_name_or_path", untied_model, "--modules_to_save", "lm_head", "--per_device_train_batch_size", 2)
+    one = run("lora_finetune", tmp_path / "one", *flags)
+    two = run("lora_finetune", tmp_path / "two", *flags, processes=2, config="fsdp2")
+    assert two.manifest(8)["strategy"].startswith("FSDP2 x 2")
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    start = tmp_path / "two" / "checkpoint-000004"
+    again = run("lora_finetune", tmp_path / "again", *flags, "--resume_from_checkpoint", start, processes=2, config="fsdp2")
+    assert again.losses == {step: loss for step, loss in two.losses.items() if step > 4}
+    ours, theirs = adapter(tmp_path / "one"), adapter(tmp_path / "two")
+    name = next(name for name in ours if "lm_head" in name)
+    torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=1e-4)
+
+
+def test_8_bit_weights_are_not_sharded(base, tmp_path):
+    done = run("lora_finetune", tmp_path, *base, "--load_in_8bit", processes=2, config="fsdp2", check=False)
+    assert done.returncode != 0 and "error: --load_in_8bit cannot be sharded" in done.output
+
+
+def test_a_run_that_was_killed_while_it_merged_merges(base, tmp_path):
+    flags = (*base, "--max_steps", 2, "--merge_adapter", "--output_dir", tmp_path)
+    run_here("lora_finetune", *flags)
+    (tmp_path / "merged").rename(tmp_path / "was")
+    run_here("lora_finetune", *flags)
+    ours, theirs = load_file(tmp_path / "merged/model.safetensors"), load_file(tmp_path / "was/model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_continues_from_an_adapter(base, tmp_path):
     flags = (*base, "--per_device_train_batch_size", 4)
     run_here("lora_finetune", *flags, "--output_dir", tmp_path / "first")
@@ -268,6 +308,17 @@ def test_wandb_is_offline_without_a_login_and_one_run_over_a_resume(base, tmp_pa
     run_here("lora_finetune", *flags, "--allow_changed", "max_steps")
     offline = sorted(p.name for p in (tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert len(offline) == 2 and len({name.rsplit("-", 1)[1] for name in offline}) == 1
+
+
+def test_tensorboard_gets_the_scalars_in_the_runs_folder(base, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = (*base, "--per_device_train_batch_size", 4, "--report_to", "tensorboard", "--output_dir", tmp_path / "run")
+    run_here("lora_finetune", *flags)
+    (events,) = (tmp_path / "run/lora_finetune").glob("events.out.tfevents.*")
+    seen = EventAccumulator(str(events)).Reload()
+    losses = [event.value for event in seen.Scalars("loss")]
+    assert losses == pytest.approx(list(Run(tmp_path / "run", 0, "").losses.values()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

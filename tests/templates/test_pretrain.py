@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared import corpus
 from shared.config import ConfigError
+from shared.data import cache_dir
 from tests.conftest import run, run_and_kill, run_here
 
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
@@ -178,6 +179,8 @@ def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base,
     run_here("pretrain", *flags)
     other = type(one_process)(tmp_path, 0, "")
     assert_same_learning(one_process, other, tolerance=1e-4)
+    if "--torch_compile" in extra:  # what it made is where the next start looks for it
+        assert any((cache_dir() / "inductor").rglob("*.cpp"))
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
