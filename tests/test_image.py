@@ -103,7 +103,7 @@ def test_it_runs_as_a_user_without_rights(image):
 def test_the_default_job(image):
     code, output = image.run()
     assert code == 0, output
-    assert "wrote" in output and "curves.png" in output
+    assert "validation loss" in output and "adapter in" in output and "curves.png" in output
 
 
 def test_selftest(image):
