@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from shared import data, demo, records
-from shared.config import ConfigError
+from shared.config import ConfigError, cache_dir
 from shared.data import IGNORED, Batch, Order, Row
 from shared.demo import DEFAULT_TEMPLATE
 from shared.launch import on_main
@@ -302,7 +302,7 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
                 digest.update(values.tobytes())
         (folder / "meta.json").write_text(json.dumps(facts | {"sha256": digest.hexdigest()}, indent=1))
 
-    return data.build_once(data.cache_dir() / "chat" / key, build)
+    return data.build_once(cache_dir() / "chat" / key, build)
 
 
 def _encode_all(

@@ -16,6 +16,7 @@ import math
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -187,7 +188,9 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
         for name, entry in metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that torch.distributed is not used
+        dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=True)
     return tensors
 
 

@@ -281,9 +281,17 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
     return _typed(config_class, tokens, kinds, description)
 
 
+def cache_dir() -> Path:
+    """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TEMPLATES_CACHE") or os.path.join(base, "accelerate-templates"))
+
+
 def parse_or_exit(config_class: type[T]) -> T:
     """`parse` for a script's first lines, before torch is imported: --help and mistakes answer at once."""
     end_with_the_launcher()
+    # What torch.compile makes outlives the job here; by default it lies below /tmp, which clusters empty.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     for number in STOP_SIGNALS:
         signal.signal(number, _stop_before_the_start)
     _be_told_of_signals()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shared import data, demo, records
-from shared.config import ConfigError
+from shared.config import ConfigError, cache_dir
 from shared.data import Batch, Row, Window
 from shared.demo import DEFAULT_TEMPLATE
 from shared.launch import on_main
@@ -91,7 +91,7 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
         column = config.text_column
         write_shards(folder, train, validation, used, column=column, validation_percent=percent, num_proc=num_proc)
 
-    return data.build_once(data.cache_dir() / "corpus" / key, build)
+    return data.build_once(cache_dir() / "corpus" / key, build)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

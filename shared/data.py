@@ -53,12 +53,6 @@ def fingerprint(**parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def cache_dir() -> Path:
-    """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("TEMPLATES_CACHE") or os.path.join(base, "accelerate-templates"))
-
-
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Let the main rank fill `folder` while the others wait; on the next run it is there already.
 

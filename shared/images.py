@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from shared import data, demo, records
-from shared.config import ConfigError, first_line, is_main_rank, redact
+from shared.config import ConfigError, cache_dir, first_line, is_main_rank, redact
 from shared.data import Row
 from shared.launch import on_main, say
 from shared.options import ImageConfig
@@ -213,10 +213,10 @@ def prepare(config: ImageConfig) -> ImageData:
 
     is_demo = config.is_demo
     if is_demo:
-        folder = data.build_once(data.cache_dir() / "images" / "sklearn-digits-1", demo.digits)
+        folder = data.build_once(cache_dir() / "images" / "sklearn-digits-1", demo.digits)
         config = ImageConfig(train_dir=folder, validation_split_percentage=config.validation_split_percentage)
     key = on_main(look)
-    folder = data.cache_dir() / "images" / key
+    folder = cache_dir() / "images" / key
     looked_before = folder.exists()
     data.build_once(folder, lambda into: _write(found[0], table, into))
     with data.reading(folder):

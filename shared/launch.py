@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from shared import config as configs
 from shared import exits, faults, zero
 from shared.config import CleanExit, ConfigError
-from shared.data import cache_dir, seed_all
+from shared.data import seed_all
 from shared.options import BatchConfig
 
 T = TypeVar("T")
@@ -66,8 +66,6 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
             f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
-    # Where torch.compile's work outlives the job: by default it lies below /tmp, which clusters empty.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     _use_all_cores(world_size)
     wait = datetime.timedelta(seconds=timeout)
     rehearsal = on_cpu and world_size > 1 and _rehearse_on_cpu(wait)

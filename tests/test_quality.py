@@ -115,6 +115,8 @@ def test_every_flag_the_readme_names_exists():
         "mixed_precision",
         "machine_rank",
         "main_process_ip",
+        "parallelism_config_dp_shard_size",
+        "time",  # sbatch's
         "gpus",
         "gpu_memory",
         "main_process_port",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shared import data
 from shared.checkpoint import CheckpointError
-from shared.config import ConfigError
+from shared.config import ConfigError, cache_dir
 from shared.data import IGNORED, Loader, Order, micro_batches, permute
 from tests.conftest import ROOT
 
@@ -525,10 +525,10 @@ def test_a_fingerprint_of_what_has_no_plain_form_is_a_programming_error():
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "t"))
-    assert data.cache_dir() == tmp_path / "t"
+    assert cache_dir() == tmp_path / "t"
     monkeypatch.delenv("TEMPLATES_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert data.cache_dir() == tmp_path / "x" / "accelerate-templates"
+    assert cache_dir() == tmp_path / "x" / "accelerate-templates"
 
 
 def test_a_folder_is_built_once_and_reused(tmp_path):

@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared import corpus
 from shared.config import ConfigError
-from shared.data import cache_dir
-from tests.conftest import run, run_and_kill, run_here
+from tests.conftest import ROOT, run, run_and_kill, run_here
 
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 
@@ -179,8 +181,17 @@ def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base,
     run_here("pretrain", *flags)
     other = type(one_process)(tmp_path, 0, "")
     assert_same_learning(one_process, other, tolerance=1e-4)
-    if "--torch_compile" in extra:  # what it made is where the next start looks for it
-        assert any((cache_dir() / "inductor").rglob("*.cpp"))
+
+
+def test_compiled_code_is_kept_beside_prepared_data(base, tmp_path):
+    """For the next job, which may find another /tmp."""
+    env = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    flags = ("--torch_compile", "--max_steps", "1", "--per_device_train_batch_size", "8", "--output_dir", tmp_path / "run")
+    command = [sys.executable, ROOT / "templates/pretrain.py", *base, *flags]
+    env |= {"TEMPLATES_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}
+    done = subprocess.run([str(word) for word in command], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert any((tmp_path / "cache/inductor").rglob("*.cpp"))
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
