@@ -53,8 +53,8 @@ class ConfigError(CleanExit):
         super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-700:]}")
 
 
-class Unreachable(CleanExit):
-    """A server did not answer: nobody's input is wrong, and the same command may work later."""
+class NotNow(CleanExit):
+    """Nobody's input is wrong: a server, a machine or another run stands in the way, and the same command may work later."""
 
 
 def is_of_the_network(error: BaseException | None) -> bool:

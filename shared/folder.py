@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from shared import faults
-from shared.config import ConfigError
+from shared.config import ConfigError, NotNow
 from shared.exits import report_end_in
 from shared.launch import on_main, say
 
@@ -32,7 +32,8 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
     """The run's folder, made if need be and locked for this run, the same on every rank. Every rank calls this.
 
     Raises:
-        ConfigError: it cannot be written, or another run is writing to it.
+        ConfigError: it cannot be written.
+        NotNow: another run is writing to it.
     """
     folder = on_main(lambda: (output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")).resolve())
     probe = folder / f".write-test-{accelerator.process_index}"
@@ -71,7 +72,7 @@ def _lock(folder: Path) -> None:
             say(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
             return
         file.seek(0)
-        raise ConfigError(
+        raise NotNow(
             f"--output_dir {folder}: another run is writing to it ({file.read().strip()}): wait for it, stop it, or "
             "choose another folder"
         ) from None

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from shared import config as configs
 from shared import exits, faults, zero
-from shared.config import CleanExit, ConfigError
+from shared.config import CleanExit, ConfigError, NotNow
 from shared.data import seed_all
 from shared.options import BatchConfig
 
@@ -48,6 +48,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
     Raises:
         ConfigError: the launch would train something else than it seems to: processes that each believe they are
             alone, or a second answer to a question that the template's config already answers.
+        NotNow: processes for GPUs, of which none is visible.
     """
     exits.stop_at_once()
     configs.end_with_the_launcher()
@@ -62,7 +63,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
     world_size = configs.world_size()
     on_cpu = configs.flag("ACCELERATE_USE_CPU")
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
-        raise ConfigError(
+        raise NotNow(
             f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )

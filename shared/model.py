@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from shared.config import ConfigError, Unreachable, first_line, is_of_the_network, redact
+from shared.config import ConfigError, NotNow, first_line, is_of_the_network, redact
 from shared.launch import say
 
 # What loaders read from a model's folder, each one JSON object.
@@ -45,7 +45,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
 
     Raises:
         ConfigError: it is not there, is damaged, needs code of its own, or has no safetensors weights.
-        Unreachable: the Hub does not answer.
+        NotNow: the Hub does not answer.
     """
     arguments = [str(name)] if first is None else [first, str(name)]  # PEFT's classes take the base model first
     if first is None:
@@ -65,7 +65,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     except Exception as error:  # these libraries raise nearly anything for a file that is not what they expect
         text = str(error)
         if is_of_the_network(error):
-            raise Unreachable(f"{name}: {first_line(error)}") from error
+            raise NotNow(f"{name}: {first_line(error)}") from error
         if "trust_remote_code" in text:
             reason = "it needs code of its own, which is never run here: take an architecture that transformers has"
         elif options.get("use_safetensors") and "safetensors" in text and not os.path.isdir(name):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.config import ConfigError, Unreachable, first_line, is_of_the_network, redact
+from shared.config import ConfigError, NotNow, first_line, is_of_the_network, redact
 
 if TYPE_CHECKING:
     from shared.options import DataConfig
@@ -263,7 +263,7 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
 
     Raises:
         ConfigError: the data set or the split cannot be had.
-        Unreachable: the Hub does not answer.
+        NotNow: the Hub does not answer.
     """
     import datasets
 
@@ -273,5 +273,5 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
         for number, record in enumerate(dataset):  # a stream meets what is wrong with its files only here
             yield f"{name}:{split}: row {number}", record  # type: ignore[misc]
     except Exception as error:  # datasets raises a wide range of types for what the user typed
-        kind_of = Unreachable if is_of_the_network(error) else ConfigError
+        kind_of = NotNow if is_of_the_network(error) else ConfigError
         raise kind_of(f"--dataset_name {name} (split {split}): {first_line(error)}") from None
