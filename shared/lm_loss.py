@@ -61,24 +61,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         states, matrix = hidden.to(dtype), weight.to(dtype)
         to_states, to_matrix = (learning and needed for needed in ctx.needs_input_grad[:2])
         states_grad = torch.empty_like(states) if to_states else None
-        matrix_grad = torch.zeros_like(weight, dtype=torch.float32) if to_matrix else None
+        matrix_grad: torch.Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         chunk = max(1, AT_ONCE // weight.shape[0])
         for start in range(0, len(states), chunk):
-            part, label = states[start : start + chunk], labels[start : start + chunk]
-            counts, place = label != IGNORED, label.clamp(min=0)[:, None]
-            logits = (part @ matrix.T).float()
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            total += torch.where(counts, (normaliser - logits.gather(-1, place))[:, 0], 0.0).sum()
+            here, label = slice(start, start + chunk), labels[start : start + chunk]
+            place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
+            part = states[here].masked_fill(left_out, 0.0)  # here and not in the logits, which are far more numbers
+            log_probs = F.log_softmax(part @ matrix.T, -1, dtype=torch.float32)
+            total -= log_probs.gather(-1, place).masked_fill_(left_out, 0.0).sum()
             if to_states or to_matrix:
-                gradient = logits.sub_(normaliser).exp_()
+                gradient = log_probs.exp_()
                 gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=torch.float32))
-                gradient = gradient.masked_fill_(~counts[:, None], 0.0).to(dtype)
+                gradient = gradient.to(dtype)
                 if states_grad is not None:
-                    torch.mm(gradient, matrix, out=states_grad[start : start + chunk])
-                if matrix_grad is not None:
-                    matrix_grad += gradient.T @ part
-            del logits
+                    torch.mm(gradient, matrix, out=states_grad[here]).masked_fill_(left_out, 0.0)
+                if to_matrix:
+                    product = gradient.T @ part
+                    matrix_grad = product.float() if matrix_grad is None else matrix_grad.add_(product)
+                del gradient
+            del log_probs
         ctx.save_for_backward(states_grad, matrix_grad)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total
