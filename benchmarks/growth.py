@@ -241,7 +241,7 @@ def main() -> None:
 
     names = [f"{work} | {size:,}" for work in options.works for size in options.sizes]
     rows = rounds.alternate(names, options.rounds, measure)
-    columns = {"time, ms": ("milliseconds", ",.2f"), "memory, MB": ("megabytes", ",.1f")}
+    columns = {"time, ms": ("milliseconds", ",.3f"), "memory, MB": ("megabytes", ",.1f")}
     notes = [f"Medians (and ranges) of {options.rounds} rounds; the peak of the process's memory over that before."]
     rounds.report(options, rows, rounds.table("what | samples", rows, columns), notes)
 
