@@ -58,7 +58,6 @@ ENV HF_HOME=/cache/huggingface \
     WANDB_CONFIG_DIR=/cache/wandb \
     WANDB_DATA_DIR=/cache/wandb \
     XDG_CACHE_HOME=/cache \
-    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     HOME=/cache \
     USER=trainer \
     PYTHONUNBUFFERED=1

@@ -161,7 +161,7 @@ class Loop:
             self.accelerator.backward(loss * steps.loss_scale(window.num_targets))
         norm = steps.clip_gradients(self.accelerator, self.model, self.config.max_grad_norm)
         finite = self.guard.finite([loss.detach()], norm, window)
-        steps.update(self.accelerator, self.optimizers, finite)
+        steps.update(self.accelerator, self.optimizers, finite, norm)
         self.state.advance(window)
         self.guard.stop_if_asked()
         return loss.detach()

@@ -213,7 +213,7 @@ def project_loop(options: argparse.Namespace) -> Row:
             watch.lap("clip")
             finite = guard.finite(losses, grad_norm, window)
             watch.lap("finite?")
-            steps.update(accelerator, optimizers, finite)
+            steps.update(accelerator, optimizers, finite, grad_norm)
             watch.lap("update")
             state.advance(window)
             logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)

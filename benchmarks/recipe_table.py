@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
             with steps.accumulate(accelerator, prepared, last=i + 1 == accumulation):
                 accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / (args.rows * args.length))
         norm = steps.clip_gradients(accelerator, prepared, 1.0)
-        steps.update(accelerator, optimizers, norm.isfinite())
+        steps.update(accelerator, optimizers, norm.isfinite(), norm)
         if on_cuda:
             torch.cuda.synchronize()
 

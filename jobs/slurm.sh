@@ -5,7 +5,7 @@
 #   sbatch jobs/slurm.sh templates/lora_finetune.py --train_file chats.jsonl
 #   sbatch --nodes 4 --gpus-per-node 8 --time 12:00:00 jobs/slurm.sh templates/pretrain.py --train_file corpus/ \
 #     --global_batch_size 256
-#   CONFIG=multi_node_hsdp sbatch --nodes 4 jobs/slurm.sh templates/pretrain.py ...
+#   CONFIG=multi_node_hsdp sbatch --nodes 4 jobs/slurm.sh templates/pretrain.py --global_batch_size 256 ...
 #   IMAGE=templates.sif sbatch jobs/slurm.sh templates/pretrain.py ...    # Apptainer: `apptainer build` it from the image
 #   IMAGE=registry#templates sbatch jobs/slurm.sh ...                     # anything else: SLURM's pyxis
 #

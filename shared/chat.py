@@ -111,7 +111,17 @@ def _text(value: Any, what: str, where: str) -> str:
 
 
 def _tools(record: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    return _list(record["tools"], "'tools'", where) if record.get("tools") else None
+    tools = record.get("tools")
+    if not tools or (isinstance(tools, str) and tools.strip() in ("", "null")):
+        return None
+    return _without_nulls(_list(tools, "'tools'", where)) or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives each object the keys of all; to chat templates a key that is there means something."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
@@ -133,8 +143,8 @@ def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]
             raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{where}: no message has the role assistant, so there is nothing to learn")
-    # Parquet gives each message the keys of all; to chat templates a key that is there means something.
-    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
+    contents = [{"content": message["content"]} if "content" in message else {} for message in messages]
+    return [_without_nulls(message) | content for message, content in zip(messages, contents, strict=True)]
 
 
 # Tokens ----------------------------------------------------------------------------------------------------------------
@@ -208,12 +218,13 @@ class Encoder:
             spans = [_turn(partial(render, tokenize=False), text, messages, number) for number in turns]
         except Exception as error:  # jinja2 and templates' own raise_exception
             raise ConfigError(f"{where}: the chat template refuses this conversation ({error})") from None
-        found = [span for span in spans if span is not None]
-        if len(found) < len(turns) and self.loss_on != "all":
+        needed = {"assistant": spans, "completion": spans[-1:], "all": []}[self.loss_on]
+        if None in needed:
             raise ConfigError(
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
-                "whose template marks it with {% generation %}, or --loss_on all"
+                "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
+        found = [span for span in spans if span is not None]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], found)
 
@@ -238,6 +249,8 @@ def _turn(render: Callable[..., Any], text: str, messages: list[dict[str, Any]],
         return None
     at_the_end = render([*messages[:number], turn]).rpartition(mine)[2]
     closing = "".join(a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(between, at_the_end, strict=False)))
+    if not closing and not between[0].isspace():
+        return None  # another token altogether ends the last turn
     return len(before), end + len(closing.rstrip())
 
 

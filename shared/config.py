@@ -62,19 +62,21 @@ def is_of_the_network(error: BaseException | None) -> bool:
 
     By names, since the libraries that raise these types need not be there.
     """
+    names: set[str] = set()
+    codes: list[Any] = []
     while error is not None:
-        names = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
-        if "huggingface_hub.OfflineModeIsEnabled" in names:
-            return False
-        code = getattr(getattr(error, "response", None), "status_code", None) or 0
-        if names & _OF_THE_NETWORK or code in (408, 429) or code >= 500:
-            return True
+        names |= {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+        codes += [getattr(getattr(error, "response", None), "status_code", 0), getattr(error, "status", 0)]
         error = error.__cause__ or error.__context__
-    return False
+    if "huggingface_hub.OfflineModeIsEnabled" in names:  # which `datasets` turns into a ConnectionError
+        return False
+    known = [code for code in codes if isinstance(code, int)]
+    return bool(names & _OF_THE_NETWORK) or any(code in (408, 429) or code >= 500 for code in known)
 
 
 _OF_THE_NETWORK = {
-    *("builtins.ConnectionError", "builtins.TimeoutError", "socket.gaierror", "httpx.TransportError", "aiohttp.ClientError"),
+    *("builtins.ConnectionError", "builtins.TimeoutError", "socket.gaierror", "httpx.TransportError"),
+    *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
     *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "urllib3.HTTPError"),
 }
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name

@@ -151,8 +151,10 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     if accelerator.num_processes > readers:
         processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
     line = f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x {accumulation} accumulated"
-    if at_once < min(batch.per_device_train_batch_size, at_once * accumulation):
-        line += f" (its share of {at_once * accumulation} does not divide by {batch.per_device_train_batch_size})"
+    share, most = at_once * accumulation, batch.per_device_train_batch_size
+    if at_once < min(most, share):
+        better = -(-share // most) * most * readers
+        line += f" (its share of {share} does not divide by {most}; that of --global_batch_size {better} would)"
     return line
 
 

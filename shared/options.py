@@ -69,7 +69,9 @@ class BatchConfig:
                 f"--global_batch_size {self.global_batch_size} is not a multiple of the {processes} processes that read "
                 f"data: {' or '.join(str(n * processes) for n in (share, share + 1) if n)} would be"
             )
-        rows = max(n for n in range(1, min(share, self.per_device_train_batch_size) + 1) if share % n == 0)
+        most = min(share, self.per_device_train_batch_size)
+        step = 1 if share % 2 or self.per_device_train_batch_size % 2 else 2  # an even one stays even: mixup mixes pairs
+        rows = max(n for n in range(step, most + 1, step) if share % n == 0)
         return rows, share // rows
 
     def total_steps(self, steps_per_epoch: int | None, *, default: int | None = None) -> int:

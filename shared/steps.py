@@ -88,8 +88,11 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
     return norm
 
 
-def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor) -> None:
+def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor) -> None:
     """Step all optimizers if the step is `finite` (a bool on the device), and clear the gradients.
+
+    With fp16 the gradient's `norm`, too, has to be finite: else none steps, where the scaler would let those step whose
+    own gradients are, and lowers its scale.
 
     Fused AdamW's kernel looks at it itself and leaves weights and state as they were, so nothing waits for the device;
     for others, offloaded weights and fp16 the answer is fetched. The inner optimizers are driven directly: with fp16,
@@ -99,6 +102,8 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
     if zero.is_used(accelerator):
         return
     scaler = accelerator.scaler
+    if scaler is not None:
+        finite = finite & norm.isfinite()
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)
         if scaler is None and _skips_by_itself(inner, finite.device):
@@ -182,8 +187,7 @@ class Guard:
     def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, window: Window) -> torch.Tensor:
         """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the update is to be skipped.
 
-        With fp16 an infinite gradient is the loss scaler's business, which lowers its scale: no optimizer steps (one alone
-        would leave half of the model behind), and it does not count as skipped.
+        With fp16 an infinite gradient is the loss scaler's business, and does not count: see `update`.
 
         Args:
             losses: of this rank's micro-batches, scalars.
@@ -202,8 +206,6 @@ class Guard:
         before, self.began = self.began, time.perf_counter()
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
         everywhere, fetch = self._agree(finite, slow=self.began - before > 1)
-        if scaler is not None:
-            everywhere = everywhere & norm.isfinite()
         step, indices = self.state.step + 1, window.indices  # and not the batch, which takes memory
 
         def act() -> None:

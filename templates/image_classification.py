@@ -342,7 +342,7 @@ def main(config: Config) -> None:
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
-            steps.update(accelerator, optimizers, finite)
+            steps.update(accelerator, optimizers, finite, grad_norm)
             if ema:
                 ema.average_in(min(config.recipe.ema_decay, (1 + state.step) / (10 + state.step)))
 

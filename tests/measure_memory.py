@@ -58,7 +58,7 @@ def main(checkpointing: str, lora_r: int, output: Path) -> None:
             with steps.accumulate(accelerator, prepared, last=last):
                 accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / 1000)
         norm = steps.clip_gradients(accelerator, prepared, 1.0)
-        steps.update(accelerator, optimizers, norm.isfinite())
+        steps.update(accelerator, optimizers, norm.isfinite(), norm)
 
     step(0)
     times = [time.time_ns()]

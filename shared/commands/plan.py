@@ -114,7 +114,9 @@ def main() -> None:
     }.get(name, "")
     print(f"The cheapest that fits on {gpus} GPU(s), with {total:.1f} GB:\n")
     template = "lora_finetune" if config.lora_r else "pretrain"
+    at_once = config.per_device_train_batch_size * (1 if name == "tensor_parallel" else gpus)
     print(
         f"  accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus}{spread} \\\n"
-        f"    templates/{template}.py{flags} --per_device_train_batch_size {config.per_device_train_batch_size} ..."
+        f"    templates/{template}.py{flags} --per_device_train_batch_size {config.per_device_train_batch_size} "
+        f"--global_batch_size {-(-16 // at_once) * at_once} ..."
     )

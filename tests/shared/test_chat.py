@@ -109,6 +109,20 @@ def test_a_template_that_writes_the_last_turn_differently_loses_no_other(chatml,
     assert learned_runs(chatml, ids, mask) == expected
 
 
+def test_the_last_answer_suffices_where_only_it_is_learned(chatml):
+    """A template that moves the system's words before the last question, so that earlier turns are written differently."""
+    chatml.chat_template = (
+        "{% for m in messages[1:] %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{% if (loop.last and m['role'] == 'user') or (loop.revindex == 2 and m['role'] == 'user') %}"
+        "{{ messages[0]['content'] + '\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    ids, mask = Encoder(chatml, "completion")(Example(TURNS), "here")
+    assert learned_runs(chatml, ids, mask) == ["since it saw many<|im_end|>"]
+    with pytest.raises(ConfigError, match="--loss_on completion"):
+        Encoder(chatml, "assistant")(Example(TURNS), "here")
+
+
 def test_turns_that_cannot_be_found_are_refused(chatml):
     chatml.chat_template = CHATML.replace("m['content']", "m['content'] | length | string + loop.revindex | string")
     with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
@@ -127,13 +141,23 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
     ids, mask = Encoder(chatml, "assistant")(example, "here")
     assert chatml.decode(ids).startswith("look_up")
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
-    chatml.chat_template = CHATML
-    assert Encoder(chatml, "assistant")(chat.read_example(record | {"tools": None}, "chat messages", "here"), "here")
+    for nothing in (None, [], "[]", "null", ""):
+        assert chat.read_example(record | {"tools": nothing}, "chat messages", "here").tools is None
 
 
 def test_keys_that_parquet_adds_are_left_out():
     messages = [{**turn, "tool_calls": None, "name": None} for turn in TURNS]
     assert chat.read_example({"messages": messages}, "chat messages", "here").messages == TURNS
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"arguments": {"city": "Rome", "text": None}}}],
+    }
+    (read,) = chat.read_example({"messages": [call], "tools": [{"a": None, "b": 1}]}, "chat messages", "here").messages
+    assert read["tool_calls"] == [{"function": {"arguments": {"city": "Rome"}}}] and read["content"] is None
+    assert chat.read_example({"messages": [call], "tools": [{"a": None, "b": 1}]}, "chat messages", "here").tools == [
+        {"b": 1}
+    ]
 
 
 def test_all_tokens(chatml):

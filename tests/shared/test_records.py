@@ -331,7 +331,8 @@ def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
 )
 def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error, expected):
     def fail(*_args, **_options):
-        raise RuntimeError("as a library wraps it") from error
+        outer = ConnectionError if isinstance(error, OfflineModeIsEnabled) else RuntimeError  # as `datasets` does
+        raise outer("as a library wraps it") from error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(CleanExit) as raised:

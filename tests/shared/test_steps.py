@@ -41,7 +41,7 @@ def test_a_skipped_update_changes_nothing(name, bad_at):
         if not finite:
             for parameter in model.parameters():
                 parameter.grad.fill_(torch.nan)
-        steps.update(accelerator, optimizers, torch.tensor(finite))
+        steps.update(accelerator, optimizers, torch.tensor(finite), torch.tensor(1.0))
         assert all(parameter.grad is None for parameter in model.parameters())
 
     for i, batch in enumerate(inputs):
