@@ -143,8 +143,7 @@ def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]
             raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{where}: no message has the role assistant, so there is nothing to learn")
-    contents = [{"content": message["content"]} if "content" in message else {} for message in messages]
-    return [_without_nulls(message) | content for message, content in zip(messages, contents, strict=True)]
+    return [{k: _without_nulls(v) for k, v in message.items() if v is not None or k == "content"} for message in messages]
 
 
 # Tokens ----------------------------------------------------------------------------------------------------------------

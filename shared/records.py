@@ -56,8 +56,8 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     def from_files(flag: str, paths: Sequence[str]) -> Source:
         files = find_files(paths, flag=flag)
         name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-        sizes = [[file.name, file.stat().st_size] for file in files]
-        return Source(redact(name), lambda: sizes if streaming else files, lambda: read_records(files))
+        identity = (lambda: [[file.name, file.stat().st_size] for file in files]) if streaming else (lambda: files)
+        return Source(redact(name), identity, lambda: read_records(files))
 
     validation = from_files("validation_file", config.validation_file) if config.validation_file else None
     return from_files("train_file", config.train_file), validation
