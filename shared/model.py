@@ -370,6 +370,17 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
 
 
 @torch.no_grad()
+def keep_quantized(model: nn.Module) -> None:
+    """Forbid bitsandbytes to rearrange 4-bit weights in an evaluation, which it does on CPUs with AVX512-BF16.
+
+    It rounds their scales to bf16 and leaves them so: what is trained afterwards would differ, a resumed run from one
+    left alone for example, and weights that FSDP has cut would be misread.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size: int, rows: int = 1) -> None:
     """Check that documents packed in one row cannot see each other: change the first, the second must not notice.
 

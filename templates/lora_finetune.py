@@ -157,7 +157,9 @@ def load_base(config: Config, accelerator: Accelerator, device: torch.device) ->
             # FSDP2 shards 4-bit weights only if they are stored as the floating type that it communicates in.
             bnb_4bit_quant_storage=dtype if accelerator.distributed_type == DistributedType.FSDP else torch.uint8,
         )
-    return models.from_hub(AutoModelForCausalLM, config.model_name_or_path, **options)
+    base = models.from_hub(AutoModelForCausalLM, config.model_name_or_path, **options)
+    models.keep_quantized(base)
+    return base
 
 
 def trained_in_fp32(model: nn.Module) -> nn.Module:
@@ -338,7 +340,7 @@ def main(config: Config) -> None:
             for i, batch in enumerate(window.micro_batches):
                 with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
                     loss = causal_lm_loss(model, batch)
-                    accelerator.backward(loss * scale)
+                    steps.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
@@ -368,7 +370,7 @@ def main(config: Config) -> None:
     values = evaluate_and_log(generate=True)
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
     card = models.card(
-        *(f"{run_dir.name}: LoRA adapter", about_data, before | values, settings),
+        *(f"LoRA adapter of {Path(config.model_name_or_path).name}", about_data, before | values, settings),
         library_name="peft",
         base_model=config.model_name_or_path,
     )

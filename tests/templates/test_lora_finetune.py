@@ -230,6 +230,19 @@ def test_what_is_saved_evaluates_the_same_when_reloaded(base, tiny_model, chat_f
     assert str(tiny_model) in card and "eval_loss" in card and "lora_r: 4" in card
 
 
+def test_an_evaluation_leaves_4_bit_weights_as_they_are(base, tmp_path, monkeypatch):
+    """bitsandbytes rearranges and rounds them there, for good, on CPUs that have AVX512-BF16; here all pretend to."""
+    from bitsandbytes.nn import modules
+
+    def rearrange(*_):
+        raise AssertionError("rearranged")
+
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    monkeypatch.setattr(modules, "_convert_weight_packed_for_cpu", rearrange)
+    run_here("lora_finetune", *base, "--load_in_4bit", "--max_steps", 2, "--output_dir", tmp_path)
+    assert Run(tmp_path, 0, "").last("eval_loss") > 0
+
+
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_qlora_on_two_processes_equals_one(base, tiny_model, chat_file, tmp_path, config):
     from peft import PeftModel
