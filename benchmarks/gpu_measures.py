@@ -158,7 +158,7 @@ class Loop:
         optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
         with steps.accumulate(self.accelerator, self.model, last=True):
             loss = self.loss(self.model, window.micro_batches[0])
-            self.accelerator.backward(loss * steps.loss_scale(window.num_targets))
+            steps.backward(self.accelerator, loss, steps.loss_scale(window.num_targets))
         norm = steps.clip_gradients(self.accelerator, self.model, self.config.max_grad_norm)
         finite = self.guard.finite([loss.detach()], norm, window)
         steps.update(self.accelerator, self.optimizers, finite, norm)

@@ -205,7 +205,7 @@ def project_loop(options: argparse.Namespace) -> Row:
                     watch.lap("accumulate")
                     loss = model(**batch, reduction="sum")["loss"]
                     watch.lap("forward")
-                    accelerator.backward(loss * scale)
+                    steps.backward(accelerator, loss, scale)
                     watch.lap("backward")
                 losses.append(loss.detach())
             watch.lap("accumulate")

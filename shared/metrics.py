@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,7 +95,7 @@ class Logger:
         flops: float | None = None,
     ) -> None:
         self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
-        self.unit, self.flops, self.total_steps = unit, flops, total_steps
+        self.unit, self.flops, self.first, self.total_steps = unit, flops, state.step, total_steps
         self.tracker = tracker_name(config.report_to)
         self.main = accelerator.is_main_process
         self.file = run_dir / "metrics.jsonl"
@@ -119,7 +120,7 @@ class Logger:
     def _reset(self) -> None:
         self.targets = self.positions = 0
         self.seconds = self.waited = 0.0
-        self.loss, self.steps = torch.zeros(2, device=self.accelerator.device)  # summed up, where nothing waits for it
+        self.unsummed: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []  # losses, finite, targets of each step
 
     def waiting(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass the loader's windows on, and time how long each keeps the training waiting."""
@@ -160,17 +161,17 @@ class Logger:
         """
         if self.recorder is not None:
             self.recorder.write(self.state.step, window)
-        self.loss += torch.where(finite, torch.stack(losses).sum() / window.num_targets, 0.0)
-        self.steps += finite
+        self.unsummed.append((losses, finite, window.num_targets))
         self.targets += window.num_targets
         self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
         self.bar.update()
         if self.profiler is not None:
             self.profiler.step()
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
+            if self.bar.disable and self.state.step == self.first + 1:  # the next line may be minutes away
+                say(f"step {self.state.step}/{self.total_steps}: {time.perf_counter() - self.mark + self.seconds:.1f} s")
             return
-        sums = torch.stack([self.loss, torch.full_like(self.loss, self.positions)])
-        (summed_loss, positions), steps = total(self.accelerator, sums).tolist(), self.steps.item()
+        summed_loss, steps, positions = self._sums()
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         processed = positions / seconds
@@ -197,6 +198,21 @@ class Logger:
         self.log(values)
         self._reset()
         self.mark = now  # what logging takes belongs to the next interval
+
+    def _sums(self) -> tuple[float, int, float]:
+        """Of the steps since the last logging one: the finite ones' losses per target, their number; all positions.
+
+        Summed up here and not in each step, whose device it would cost six small kernels.
+        """
+        values = iter(torch.stack([loss for losses, _, _ in self.unsummed for loss in losses]).tolist())
+        finite = torch.stack([finite for _, finite, _ in self.unsummed]).tolist()
+        own_loss = 0.0
+        for (losses, _, targets), good in zip(self.unsummed, finite, strict=True):
+            summed = sum(islice(values, len(losses)))
+            own_loss += summed / max(1, targets) if good else 0.0
+        own = torch.tensor([own_loss, self.positions], device=self.accelerator.device)
+        loss, positions = total(self.accelerator, own).tolist()
+        return loss, sum(finite), positions
 
     def _warn_of_a_spike(self, loss: float) -> None:
         """A loss far above the recent ones, in units of how much these differ, deserves a look."""

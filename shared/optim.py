@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -113,14 +113,15 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         raise ConfigError("no parameter of the model is trainable")
     scales = layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
 
-    def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-        by_scale: dict[float, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_scale.setdefault(scales.get(parameter, 1.0), []).append(parameter)
-        return [{"params": ps, "weight_decay": weight_decay, "lr_scale": scale} for scale, ps in by_scale.items()]
+    def groups(decaying: list[nn.Parameter], others: Sequence[nn.Parameter] = ()) -> list[dict[str, Any]]:
+        alike: dict[tuple[float, float], list[nn.Parameter]] = {}  # a group costs the optimizer a launch of its own
+        for weight_decay, parameters in ((config.weight_decay, decaying), (0.0, others)):
+            for parameter in parameters:
+                alike.setdefault((weight_decay, scales.get(parameter, 1.0)), []).append(parameter)
+        return [{"params": ps, "weight_decay": decay, "lr_scale": scale} for (decay, scale), ps in alike.items()]
 
-    plain = groups(embeddings + vectors, 0.0)
-    everything = groups(matrices, config.weight_decay) + plain
+    plain = embeddings + vectors
+    everything = groups(matrices, plain)
     adam: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -139,13 +140,13 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     if config.optim == "muon" and any(p.ndim == 2 for p in matrices):
         # Matched to AdamW's update size (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
         muon = torch.optim.Muon(
-            groups([p for p in matrices if p.ndim == 2], config.weight_decay),
+            groups([p for p in matrices if p.ndim == 2]),
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
             momentum=config.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        rest = groups([p for p in matrices if p.ndim > 2], config.weight_decay) + plain
+        rest = groups([p for p in matrices if p.ndim > 2], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
     return [torch.optim.AdamW(everything, fused=True, **adam)]
 

@@ -69,6 +69,19 @@ def loss_scale(num_targets: int) -> float:
     return data_parallel_size() / max(1, num_targets)
 
 
+def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None:
+    """Add the gradients of a micro-batch's `loss` times `scale`. Every rank calls this, inside `accumulate`.
+
+    Args:
+        loss: scalar, summed over the micro-batch's targets.
+        scale: see `loss_scale`.
+    """
+    if zero.is_used(accelerator) or accelerator.scaler is not None:  # who take the loss alone
+        accelerator.backward(loss * scale)
+    else:  # equal to that bit for bit, and spares the device some small kernels
+        loss.backward(torch.full_like(loss, scale))
+
+
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients down to a global L2 norm of `max_norm`, if that is not 0, and return their norm before.
 

@@ -338,7 +338,7 @@ def main(config: Config) -> None:
             for i, batch in enumerate(window.micro_batches):
                 with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
                     loss = batch_loss(batch)
-                    accelerator.backward(loss * scale)
+                    steps.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)

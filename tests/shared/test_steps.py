@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared import optim, steps
-from shared.launch import start
+from shared import launch, optim, steps
 from shared.options import OptimConfig
 from tests.conftest import run_here
 
@@ -32,7 +31,7 @@ def state_of(model, optimizers):
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("bad_at", [0, 2])
 def test_a_skipped_update_changes_nothing(name, bad_at):
-    accelerator = start(0)
+    accelerator = launch.start(0)
     (model, optimizers), (other, others) = build(name), build(name)
     inputs = torch.randn(5, 4, 8)
 
@@ -87,7 +86,7 @@ def test_nothing_in_a_step_waits_for_the_device(template, monkeypatch, tmp_path,
 
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
-    monkeypatch.setattr(steps, "loss_scale", switching(steps.loss_scale, True))
+    monkeypatch.setattr(launch, "seed_step", switching(launch.seed_step, True))
     monkeypatch.setattr(steps.Guard, "stop_if_asked", switching(steps.Guard.stop_if_asked, False))
     rows = ("--global_batch_size", 8, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 0)
     never = ("--max_steps", 4, "--logging_steps", 100, "--eval_steps", 100, "--save_steps", 100)
