@@ -251,13 +251,13 @@ def seed_all(*key: int, devices: bool = True) -> None:
 
     Those of the device in use and no others: torch.manual_seed asks every kind of device, and takes 50 times as long.
     """
-    words = np.random.SeedSequence(key).generate_state(2, np.uint32)
-    seed = int(words[0]) << 32 | int(words[1])
+    text = ",".join(map(str, key))
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
     torch.default_generator.manual_seed(seed)
     if devices and (device := _accelerator()) is not None:
         device.manual_seed(seed)
-    random.seed(int(words[0]))
-    np.random.seed(words[1])
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @cache

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageClassification, pipeline
 
 from shared import optim
 from shared.config import ConfigError
-from tests.conftest import Run, paint, run, run_and_kill, run_here
+from tests.conftest import Run, load_template, paint, run, run_and_kill, run_here
 
 AUGMENTED = (
     *("--auto_augment", "randaugment", "--random_erasing", 0.3, "--mixup_alpha", 0.3, "--cutmix_alpha", 1.0),
@@ -72,6 +72,28 @@ def test_learns_the_same_however_launched(one_process, base, tmp_path, processes
     assert ours["classes"] == theirs["classes"] and ours["accuracy"] == theirs["accuracy"]
 
 
+def test_crops_of_tensors_are_those_of_pictures(image_folder):
+    """Training crops uint8 tensors, which is faster than Pillow's crops and rounds differently: by less than half a level of 256."""
+    from torchvision.transforms import v2
+
+    from shared import classifier, config, data, images, launch
+
+    template = load_template("image_classification")
+    flags = ["--train_dir", str(image_folder), "--image_size", "24", "--global_batch_size", "4"]
+    settings = template.with_defaults(config.parse(template.Config, flags))
+    found, processor = images.prepare(settings.images), classifier.image_processor(None, 24, None)
+    loader, _ = template.build_loaders(settings, found, processor, torch.nn.Identity(), launch.start(0))
+    crop = v2.RandomResizedCrop(24, scale=(settings.recipe.crop_min_scale, 1.0), interpolation=processor.resample)
+    plain = v2.Compose([crop, v2.RandomHorizontalFlip(settings.recipe.horizontal_flip), v2.PILToTensor()])
+    for window in loader.windows(0, 3):
+        ours = torch.cat([batch["pixel_values"] for batch in window.micro_batches])
+        for index, pixels in zip(window.indices.flatten().tolist(), ours, strict=True):
+            picture = found.train[index]["image"]
+            data.seed_all(settings.batch.seed, window.epoch, index, 1, devices=False)
+            difference = (plain(picture).int() - pixels.int()).abs()
+            assert difference.max() <= 8 and difference.float().mean() < 0.5, (difference.max(), difference.float().mean())
+
+
 def test_an_epoch_of_this_set_ends_in_a_ragged_batch(one_process):
     """What the tests above rely on."""
     counts = [row["images"] for row in one_process.rows if "images" in row]
@@ -105,6 +127,8 @@ def test_synchronised_batchnorm_learns_the_same_on_two_processes(base, architect
 
 def test_equals_a_plain_loop(architectures, tmp_path):
     """A hand-written loop with none of shared/; all images in each batch, so order plays no part."""
+    from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tensor, resize
+
     names = ("cat", "dog", "owl")
     pictures = [(number % 3, tmp_path / "data/train" / names[number % 3] / f"{number:02}.png") for number in range(21)]
     held_out = [(number % 3, tmp_path / "data/val" / names[number % 3] / f"{number:02}.png") for number in range(7)]
@@ -122,9 +146,9 @@ def test_equals_a_plain_loop(architectures, tmp_path):
 
     def load(chosen):
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-        images = [np.asarray(Image.open(path).resize((16, 16), Image.Resampling.BICUBIC)) for _, path in chosen]
-        pixels = torch.tensor(np.stack(images)).float() / 255
-        return ((pixels - mean) / std).permute(0, 3, 1, 2), torch.tensor([kind for kind, _ in chosen])
+        images = [resize(pil_to_tensor(Image.open(path)), [16, 16], InterpolationMode.BICUBIC) for _, path in chosen]
+        pixels = (torch.stack(images).float() / 255 - mean[:, None, None]) / std[:, None, None]
+        return pixels, torch.tensor([kind for kind, _ in chosen])
 
     pixels, labels = load(pictures)
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "model", dtype=torch.float32)
