@@ -73,7 +73,7 @@ def test_learns_the_same_however_launched(one_process, base, tmp_path, processes
 
 
 def test_crops_of_tensors_are_those_of_pictures(image_folder):
-    """Training crops uint8 tensors, which is faster than Pillow's crops and rounds differently: by less than half a level of 256."""
+    """Training crops uint8 tensors, which is faster than Pillow's crops and rounds differently, by less than half a level."""
     from torchvision.transforms import v2
 
     from shared import classifier, config, data, images, launch
