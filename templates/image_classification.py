@@ -145,12 +145,14 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     crop = v2.RandomResizedCrop(size, scale=(config.recipe.crop_min_scale, 1.0), interpolation=processor.resample)
     flip = v2.RandomHorizontalFlip(config.recipe.horizontal_flip)
     augment = {
-        "none": [v2.PILToTensor(), crop, flip],  # which is faster on a tensor, what is drawn below on a picture
-        "randaugment": [crop, flip, v2.RandAugment(), v2.PILToTensor()],
-        "trivialaugment": [crop, flip, v2.TrivialAugmentWide(), v2.PILToTensor()],
+        "none": [],
+        "randaugment": [v2.RandAugment(), v2.PILToTensor()],
+        "trivialaugment": [v2.TrivialAugmentWide(), v2.PILToTensor()],
     }
     erase = v2.RandomErasing(config.recipe.random_erasing, value=[round(255 * mean) for mean in processor.image_mean])
-    transform = v2.Compose([*augment[config.recipe.auto_augment], erase])
+    transform = v2.Compose([crop, flip, *augment[config.recipe.auto_augment], erase])
+    if config.recipe.auto_augment == "none":  # decoding and cropping are faster on tensors, the others on PIL images
+        data.train.decode = images.decode_pixels
     assert config.recipe.crop_min_scale is not None
     data.train.at_least = math.ceil(size / math.sqrt(0.75 * config.recipe.crop_min_scale))  # no crop is smaller than `size`
     batch = config.batch

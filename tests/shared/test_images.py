@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from accelerate import PartialState
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from PIL import Image
 
 from shared import images
 from shared.config import ConfigError
-from shared.images import BadImage, ImageData, decode, hold_out, prepare
+from shared.images import BadImage, ImageData, decode, decode_pixels, hold_out, prepare
 from shared.options import ImageConfig
 
 
@@ -53,6 +55,8 @@ def both(content, tmp_path, name="image.bin"):
 def reason(source, **options):
     with pytest.raises(BadImage) as error:
         decode(source, **options)
+    with pytest.raises(BadImage, match=re.escape(str(error.value))):
+        decode_pixels(source, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -183,6 +187,38 @@ def test_a_large_jpeg_is_shrunk_while_it_is_decoded_and_keeps_its_colours():
 
 def test_a_png_is_never_shrunk():
     assert decode(encoded(Image.fromarray(pixels(64, 64)), "PNG"), at_least=8).size == (64, 64)
+
+
+HELD = dict.fromkeys(("JPEG", "MPO"), ("RGB", "L", "CMYK", "1"))
+HELD |= {"PNG": ("RGB", "L", "RGBA", "P", "1", "I;16"), "TIFF": ("RGB", "L", "CMYK", "RGBA", "P", "1", "I;16")}
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in HELD.items() for mode in modes])
+def test_tensors_hold_what_pictures_hold(kind, mode, tmp_path):
+    """Whatever decodes them: of JPEGs, too, bit for bit."""
+    grey = Image.fromarray(pixels(33, 50, channels=1).astype(np.uint16) << 8)
+    picture = grey if mode == "I;16" else Image.fromarray(smooth(33, 50)).convert(mode)
+    for source in both(encoded(picture, kind), tmp_path):
+        ours = decode_pixels(source)
+        assert ours.dtype == torch.uint8
+        assert np.array_equal(ours.permute(1, 2, 0).numpy(), np.asarray(decode(source)))
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize("options", [{}, {"quality": 30, "subsampling": 2}, {"progressive": True}, {"subsampling": 0}])
+def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(Image.fromarray(pixels(67, 101)), "JPEG", exif=exif, **options)
+    assert np.array_equal(decode_pixels(content).permute(1, 2, 0).numpy(), np.asarray(decode(content)))
+
+
+def test_large_jpegs_are_shrunk_for_tensors_too():
+    content = encoded(Image.fromarray(smooth(256, 256)), "JPEG")
+    assert decode_pixels(content, at_least=64).shape == (3, 64, 64)
+    assert np.array_equal(
+        decode_pixels(content, at_least=64).permute(1, 2, 0).numpy(), np.asarray(decode(content, at_least=64))
+    )
 
 
 # What does not -------------------------------------------------------------------------------------------------------
