@@ -2,6 +2,7 @@
 
     python benchmarks/peers_image.py                                 # writes benchmarks/peers_image.json
     python benchmarks/peers_image.py --rounds 5 --steps 160 --channels_last --output results.json
+    python benchmarks/peers_image.py --only loaders --image_size 224 --images 1000 --steps 160
     python benchmarks/peers_image.py --model_folder resnet-50/ --image_size 224 --batch_size 256 --images 8000 \\
         --workers 14 --mixed_precision bf16 --channels_last          # on a GPU; the folder holds a config.json
 
@@ -261,6 +262,7 @@ def main() -> None:
     parser.add_argument("--mixed_precision", choices=list(rounds.PRECISIONS), default="no")
     parser.add_argument("--torch_compile", action="store_true")
     parser.add_argument("--channels_last", action="store_true")
+    parser.add_argument("--only", choices=["loops", "loaders"], help="leave the others out")
     work = {"plain": plain_loop, "model alone": plain_loop, "timm": timm_loop, "Trainer": trainer_loop}
     options = rounds.parse(parser, work | dict.fromkeys(LOADERS, loader_alone))
     options.images -= options.images % options.batch_size
@@ -268,7 +270,8 @@ def main() -> None:
         parser.error(f"as many --images as one batch, and at least {CLASSES}")
     options.steps -= options.steps % rounds.every(options.steps)
     absent = rounds.absent("timm", ("timm", "timm's loader"))
-    present = [name for name in (*LOOPS, *LOADERS) if not any(row["contender"] == name for row in absent)]
+    asked = {"loops": LOOPS, "loaders": LOADERS}.get(options.only, LOOPS + LOADERS)
+    present = [name for name in asked if not any(row["contender"] == name for row in absent)]
 
     with rounds.folder(options) as environment:
         make_images(Path(options.folder), options.images, options.image_size)
@@ -283,6 +286,7 @@ def main() -> None:
             return {"images_per_second": rounds.steady(intervals, "images_per_second", last=-1), "intervals": intervals}
 
         rows = rounds.alternate(present, options.rounds, measure)
+    absent = [row for row in absent if row["contender"] in asked]
     rounds.pair(rows, "images_per_second", lambda name: "plain's loader" if name in LOADERS else "plain")
     columns = {"images/s": ("images_per_second", ",.0f"), "ratio to plain, or its loader": ("ratio", ".3f")}
     what = [options.model_folder.name, f"{options.image_size} pixels", rounds.PRECISIONS[options.mixed_precision]]
