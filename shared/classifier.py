@@ -184,7 +184,7 @@ class ToModel:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        return images.float().sub_(self.mean).div_(self.std).contiguous(memory_format=self.memory_format)
+        return (images.float() - self.mean).div_(self.std).contiguous(memory_format=self.memory_format)
 
 
 # BatchNorm -------------------------------------------------------------------------------------------------------------

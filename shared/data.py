@@ -257,7 +257,7 @@ def seed_all(*key: int, devices: bool = True) -> None:
     if devices and (device := _accelerator()) is not None:
         device.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed >> 32)  # torch on the CPU takes the lower half, and the same generator as NumPy
 
 
 @cache

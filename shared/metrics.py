@@ -34,6 +34,8 @@ from shared.profiling import Profiler
 
 T = TypeVar("T")
 
+UNREAD = 1000  # steps whose losses may lie on the device: more would fill memory where nothing is logged for long
+
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets; found in the device's name, first match.
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -120,7 +122,8 @@ class Logger:
     def _reset(self) -> None:
         self.targets = self.positions = 0
         self.seconds = self.waited = 0.0
-        self.unsummed: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []  # losses, finite, targets of each step
+        self.loss, self.steps = 0.0, 0  # of this rank: losses per target, summed over the steps that are finite
+        self.unread: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []  # losses, finite, targets of the others
 
     def waiting(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass the loader's windows on, and time how long each keeps the training waiting."""
@@ -161,7 +164,7 @@ class Logger:
         """
         if self.recorder is not None:
             self.recorder.write(self.state.step, window)
-        self.unsummed.append((losses, finite, window.num_targets))
+        self.unread.append((losses, finite, window.num_targets))
         self.targets += window.num_targets
         self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
         self.bar.update()
@@ -169,9 +172,13 @@ class Logger:
             self.profiler.step()
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             if self.bar.disable and self.state.step == self.first + 1:  # the next line may be minutes away
-                say(f"step {self.state.step}/{self.total_steps}: {time.perf_counter() - self.mark + self.seconds:.1f} s")
+                say(f"step {self.state.step}/{self.total_steps}")
+            if len(self.unread) == UNREAD:
+                self._read()
             return
-        summed_loss, steps, positions = self._sums()
+        self._read()
+        own = torch.tensor([self.loss, self.positions], device=self.accelerator.device)
+        (summed_loss, positions), steps = total(self.accelerator, own).tolist(), self.steps
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         processed = positions / seconds
@@ -199,20 +206,15 @@ class Logger:
         self._reset()
         self.mark = now  # what logging takes belongs to the next interval
 
-    def _sums(self) -> tuple[float, int, float]:
-        """Of the steps since the last logging one: the finite ones' losses per target, their number; all positions.
-
-        Summed up here and not in each step, whose device it would cost six small kernels.
-        """
-        values = iter(torch.stack([loss for losses, _, _ in self.unsummed for loss in losses]).tolist())
-        finite = torch.stack([finite for _, finite, _ in self.unsummed]).tolist()
-        own_loss = 0.0
-        for (losses, _, targets), good in zip(self.unsummed, finite, strict=True):
+    def _read(self) -> None:
+        """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels."""
+        values = iter(torch.stack([loss for losses, _, _ in self.unread for loss in losses]).tolist())
+        good = torch.stack([finite for _, finite, _ in self.unread]).tolist()
+        for (losses, _, targets), is_finite in zip(self.unread, good, strict=True):
             summed = sum(islice(values, len(losses)))
-            own_loss += summed / max(1, targets) if good else 0.0
-        own = torch.tensor([own_loss, self.positions], device=self.accelerator.device)
-        loss, positions = total(self.accelerator, own).tolist()
-        return loss, sum(finite), positions
+            self.loss += summed / max(1, targets) if is_finite else 0.0
+        self.steps += sum(good)
+        self.unread.clear()
 
     def _warn_of_a_spike(self, loss: float) -> None:
         """A loss far above the recent ones, in units of how much these differ, deserves a look."""

@@ -369,7 +369,6 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     return total + 12.0 * text_config.num_hidden_layers * text_config.hidden_size * seq_length
 
 
-@torch.no_grad()
 def keep_quantized(model: nn.Module) -> None:
     """Forbid bitsandbytes to rearrange 4-bit weights in an evaluation, which it does on CPUs with AVX512-BF16.
 
@@ -381,6 +380,7 @@ def keep_quantized(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
+@torch.no_grad()
 def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size: int, rows: int = 1) -> None:
     """Check that documents packed in one row cannot see each other: change the first, the second must not notice.
 

@@ -213,6 +213,16 @@ def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
     assert np.array_equal(decode_pixels(content).permute(1, 2, 0).numpy(), np.asarray(decode(content)))
 
 
+def test_tensors_are_turned_by_what_only_pillow_knows():
+    """An orientation in XMP, and one that EXIF holds as LONG."""
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    long = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x04\0\0\0\x01\0\0\0\x06\0\0\0\0"
+    for options in ({"xmp": xmp}, {"exif": long}):
+        content = encoded(Image.fromarray(smooth(32, 48)), "JPEG", **options)
+        assert decode(content).size == (32, 48)
+        assert np.array_equal(decode_pixels(content).permute(1, 2, 0).numpy(), np.asarray(decode(content)))
+
+
 def test_large_jpegs_are_shrunk_for_tensors_too():
     content = encoded(Image.fromarray(smooth(256, 256)), "JPEG")
     assert decode_pixels(content, at_least=64).shape == (3, 64, 64)

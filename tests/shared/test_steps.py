@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from shared import launch, optim, steps
+from shared import launch, metrics, optim, steps
 from shared.options import OptimConfig
-from tests.conftest import run_here
+from tests.conftest import Run, run_here
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
@@ -60,7 +60,7 @@ def test_a_skipped_update_changes_nothing(name, bad_at):
 
 @pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
 def test_nothing_in_a_step_waits_for_the_device(template, monkeypatch, tmp_path, text_file, tiny_model):
-    """From the loss's scale to the stop signal no value is read but the verdict of the step before."""
+    """From the seeds to the stop signal no value is read but the verdict of the step before."""
     given = {
         "pretrain": ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16),
         "lora_finetune": ("--model_name_or_path", tiny_model, "--max_train_samples", 200, "--seq_length", 256),
@@ -95,3 +95,15 @@ def test_nothing_in_a_step_waits_for_the_device(template, monkeypatch, tmp_path,
     assert logged  # the last step is, so that the watch is seen to work
     # transformers looks once a forward whether a row's positions start again.
     assert [line for line in found if line not in logged and "transformers/masking_utils.py" not in line] == []
+
+
+def test_a_logged_loss_is_the_mean_however_often_losses_are_fetched(monkeypatch, tmp_path, text_file):
+    given = ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16, "--global_batch_size", 8)
+    given += ("--max_steps", 6, "--eval_steps", 100, "--save_steps", 100)
+    run_here("pretrain", *given, "--logging_steps", 1, "--output_dir", tmp_path / "each")
+    each = list(Run(tmp_path / "each", 0, "").losses.values())
+    run_here("pretrain", *given, "--logging_steps", 6, "--output_dir", tmp_path / "once")
+    monkeypatch.setattr(metrics, "UNREAD", 2)
+    run_here("pretrain", *given, "--logging_steps", 6, "--output_dir", tmp_path / "often")
+    for folder in ("once", "often"):
+        assert Run(tmp_path / folder, 0, "").losses == {6: pytest.approx(sum(each) / 6, rel=1e-6)}

@@ -73,7 +73,7 @@ def test_learns_the_same_however_launched(one_process, base, tmp_path, processes
 
 
 def test_crops_of_tensors_are_those_of_pictures(image_folder):
-    """Training crops uint8 tensors, faster than Pillow and rounded differently: by less than half a level in the mean."""
+    """Training crops uint8 tensors, faster than Pillow and (bicubic) rounded differently: on average by half a level."""
     from torchvision.transforms import v2
 
     from shared import classifier, config, data, images, launch
