@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -16,10 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
-from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms.v2.functional import pil_to_tensor
 from tqdm import tqdm
 
 from shared import data, demo, records
@@ -83,24 +80,6 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
         raise BadImage(reason) from None
 
 
-def decode_pixels(source: Path | bytes, at_least: int | None = None) -> torch.Tensor:
-    """What `decode` gives, as uint8 [3, height, width]: upright JPEGs by torchvision, bit for bit the same and faster.
-
-    torchvision's decoder complains of damage that both get over with a line of its own on stderr.
-
-    Raises:
-        BadImage: as `decode` does.
-    """
-    with contextlib.suppress(Exception):  # which `decode` meets again, and names
-        with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:  # reads its header alone
-            shrinks = at_least is not None and min(image.size) >= 2 * at_least
-            upright = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-        if upright and not shrinks:
-            content = source.read_bytes() if isinstance(source, Path) else source
-            return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    return pil_to_tensor(decode(source, at_least))
-
-
 # Where images come from ------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +136,7 @@ class Images(Dataset):
         index: [n, 2] int64, the number and the class of each.
 
     Attributes:
-        decode: the function above, for PIL images in RGB, or `decode_pixels`.
+        decode: the function above, or another that takes the same.
         at_least: see `decode`.
     """
 

@@ -17,8 +17,11 @@ from PIL import Image
 
 from shared import images
 from shared.config import ConfigError
-from shared.images import BadImage, ImageData, decode, decode_pixels, hold_out, prepare
+from shared.images import BadImage, ImageData, decode, hold_out, prepare
 from shared.options import ImageConfig
+from tests.conftest import load_template
+
+decode_pixels = load_template("image_classification").decode_pixels
 
 
 @pytest.fixture(autouse=True)
