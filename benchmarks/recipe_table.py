@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     def step() -> None:
         for i in range(accumulation):
             with steps.accumulate(accelerator, prepared, last=i + 1 == accumulation):
-                accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / (args.rows * args.length))
+                steps.backward(accelerator, lm_loss.causal_lm_loss(prepared, batch), 1 / (args.rows * args.length))
         norm = steps.clip_gradients(accelerator, prepared, 1.0)
         steps.update(accelerator, optimizers, norm.isfinite(), norm)
         if on_cuda:

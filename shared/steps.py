@@ -369,7 +369,7 @@ def warm_up(
     buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
     batch = loader.longest(loader.per_device)
     for _ in range(2):  # the second forward moves the gradients into their new buckets
-        accelerator.backward(loss(batch) * 0)
+        backward(accelerator, loss(batch), 0.0)
     for optimizer in optimizers:
         getattr(optimizer, "optimizer", optimizer).zero_grad(set_to_none=not keeps_gradients(accelerator))
     for buffer, value in buffers.items():
@@ -427,7 +427,7 @@ def _fits(
     try:
         for _ in range(2):  # the second beside the gradients of the first
             with accumulate(accelerator, model, last=False):
-                accelerator.backward(loss(batch) * 0)
+                backward(accelerator, loss(batch), 0.0)
     except torch.OutOfMemoryError:
         enough = False
     for optimizer in optimizers:
