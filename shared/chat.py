@@ -502,7 +502,7 @@ class GroupedOrder(Order):
 
 def describe(samples: Conversations, config: ChatConfig) -> str:
     """One line about the data: form, counts, lengths, share learned."""
-    meta, lengths = samples.meta, samples.lengths + 1
+    meta, lengths = samples.meta, samples.lengths
     template = (
         ""
         if meta["form"] in ("plain text", "prompt and completion")

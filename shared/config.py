@@ -30,7 +30,7 @@ import yaml
 
 T = TypeVar("T")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # stop the run after a checkpoint
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop the run after a checkpoint; SIGINT is Ctrl-C
 
 
 class CleanExit(Exception):
@@ -126,6 +126,9 @@ def clean_exit() -> Iterator[None]:
         if os.environ.get("SHOW_TRACEBACK"):  # for whoever changes the code rather than runs it
             traceback.print_exc()
         sys.exit(end.exit_code)
+    except KeyboardInterrupt:  # in a command that trains nothing
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def note_exit_code(code: int, *, sure: bool = True) -> None:
@@ -298,7 +301,10 @@ def parse_or_exit(config_class: type[T]) -> T:
         signal.signal(number, _stop_before_the_start)
     _be_told_of_signals()
     with clean_exit():
-        config = parse(config_class, description=(sys.modules["__main__"].__doc__ or "").strip())
+        about = (sys.modules["__main__"].__doc__ or "").strip()
+        config = parse(
+            config_class, description=f"{about}\n\n--config run.yaml takes flags from a file, without the dashes."
+        )
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):

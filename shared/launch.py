@@ -38,7 +38,8 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
     """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this, first of all.
 
     Accumulation, clipping and learning-rate schedules are the template's own; the launch config decides on
-    processes, strategy and precision alone. From here on SIGTERM and SIGUSR1 end the run with code 143.
+    processes, strategy and precision alone. From here on SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the
+    run with code 143.
 
     Args:
         seed: of all generators.
@@ -252,7 +253,8 @@ def _quieten_libraries() -> None:
 
         transformers_logging.disable_progress_bar()
     noisy = ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib", "DeepSpeed")
-    for name in noisy:
+    kernels = "bitsandbytes.backends.cpu.ops"  # asks everyone with a newer CPU to install a package that is not needed
+    for name in (*noisy, kernels):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast, extract_model_from_parallel
 from torch import nn
@@ -211,8 +212,13 @@ def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Ten
     return {name: convert(name, value) for name, value in weights.items()}
 
 
-def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], **front: str) -> str:
-    """A model card: what it was trained on and how, with its results; `front` is its metadata for the Hub.
+def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], *, load: str, **front: str) -> str:
+    """A model card: what it was trained on and how, with its results.
+
+    Args:
+        settings: in YAML's types.
+        load: the line of Python that loads it.
+        front: metadata for the Hub.
 
     Secrets in it are masked: cards are made to be published.
     """
@@ -226,11 +232,16 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
         "",
         f"Data: {data}",
         "",
+        "```python",
+        load,
+        "```",
+        "",
         "## Results",
         "",
     ]
     lines += ["| metric | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
-    lines += ["", "## Settings", "", "```yaml", *(f"{k}: {v}" for k, v in settings.items() if v is not None), "```", ""]
+    given = yaml.safe_dump({k: v for k, v in settings.items() if v is not None}, sort_keys=False)
+    lines += ["", "## Settings", "", f"```yaml\n{given}```", ""]
     return redact("\n".join(lines))
 
 

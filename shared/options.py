@@ -27,7 +27,8 @@ class BatchConfig:
     )
 
     global_batch_size: int = 16
-    """Samples in one optimizer step, over all devices and accumulated micro-batches."""
+    """Samples (rows, where samples are packed into rows) in one optimizer step, over all devices and accumulated
+    micro-batches."""
     per_device_train_batch_size: int = 2
     """Samples in one forward and backward of one device, at most: fewer where a device's share of the global batch does
     not divide by it. Accumulation follows from it, and both are printed."""
@@ -38,7 +39,7 @@ class BatchConfig:
     max_steps: int | None = None
     """Optimizer steps to train; at most one of max_steps and num_train_epochs is given."""
     num_train_epochs: float | None = None
-    """Passes over the training data (default: 1, or about two minutes on two CPU cores for the embedded demo)."""
+    """Passes over the training data; if not given, 1, or about two minutes on two CPU cores for the embedded demo."""
     dataloader_num_workers: int = 0
     """Worker processes of each rank that read samples; 0 reads in the training process."""
     seed: int = 0
@@ -182,7 +183,7 @@ class CheckpointConfig:
     )
 
     output_dir: Path | None = None
-    """Folder of the run; what is in it is continued (default: a new outputs/<template>/<time>)."""
+    """Folder of the run; what is in it is continued; if not given, a new outputs/<template>/<time>."""
     save_steps: int = 100
     """Optimizer steps between checkpoints; one is always written at the end."""
     save_total_limit: int = 2
@@ -190,7 +191,7 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background; training waits for a copy to the host's memory only."""
     resume_from_checkpoint: Path | None = None
-    """Checkpoint to start from (default: the newest valid one in output_dir)."""
+    """Checkpoint to start from; if not given, the newest valid one in output_dir."""
     allow_changed: tuple[str, ...] = ()
     """Names of settings that may differ from the checkpoint's although they change what is learned."""
     dress_rehearsal: bool = False
@@ -209,9 +210,9 @@ class LogConfig:
     report_to: str = "wandb"
     """Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written."""
     project_name: str | None = None
-    """Project of the tracker (default: the template's name)."""
+    """Project of the tracker; if not given, the template's name."""
     run_name: str | None = None
-    """Name of the run in W&B (default: the run folder's name)."""
+    """Name of the run in W&B; if not given, the run folder's name."""
     logging_steps: int = 10
     """Optimizer steps between logged values, which are means over them."""
     audit_data: bool = False
@@ -232,7 +233,7 @@ class DataConfig:
     train_file: tuple[str, ...] = ()
     """Files, folders or globs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text."""
     validation_file: tuple[str, ...] = ()
-    """The same, to validate on (default: a part of the training data is held out)."""
+    """The same, to validate on; if not given, a part of the training data is held out."""
     dataset_name: str | None = None
     """Data set on the Hub, or a folder that `datasets` loads, in place of train_file."""
     dataset_config_name: str | None = None
@@ -267,11 +268,11 @@ class CorpusConfig(DataConfig):
     streaming: bool = False
     """Read and tokenise as training goes, in the order of the source, and keep nothing on disk."""
     tokenizer_name: str | None = None
-    """Tokenizer on the Hub or in a folder (default: the model's, or a byte-level BPE trained on the text)."""
+    """Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on the text."""
     vocab_size: int = 4096
     """Tokens of the BPE that is trained when there is no tokenizer."""
     preprocessing_num_workers: int | None = None
-    """Processes that tokenise (default: one for every 32 MB of files, up to the processors there are)."""
+    """Processes that tokenise; if not given, one for every 32 MB of files, up to the processors there are."""
     preprocess_only: bool = False
     """Prepare tokenizer and tokens, then exit."""
 
@@ -311,17 +312,17 @@ class ImageConfig(DataConfig):
     train_dir: Path | None = None
     """Folder of class folders, or one with such folders in train/ and val/ (or validation/)."""
     validation_dir: Path | None = None
-    """Folder of class folders to validate on (default: a part of each class is held out)."""
+    """Folder of class folders to validate on; if not given, a part of each class is held out."""
     train_file: tuple[str, ...] = ()
     """CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder."""
     validation_split_percentage: float = 15.0
     """Per cent of each class held out to validate on, where no validation data is named."""
     validation_split_name: str | None = None
-    """Split of dataset_name to validate on (default: validation, val or valid, if it has one)."""
+    """Split of dataset_name to validate on; if not given, validation, val or valid, if it has one."""
     image_column: str | None = None
-    """Column of the image (default: image, img, image_path, path, file_name or file)."""
+    """Column of the image; if not given, image, img, image_path, path, file_name or file."""
     label_column: str | None = None
-    """Column of the label (default: label, labels, class, fine_label or target)."""
+    """Column of the label; if not given, label, labels, class, fine_label or target."""
     skip_bad_images: bool = False
     """Leave images out that cannot be read, and count them; otherwise the first one ends the run before it starts."""
 
@@ -349,9 +350,9 @@ class RecipeConfig:
     """Augmentation and regularisation of images."""
 
     crop_min_scale: float | None = None
-    """Least share of the image's area in a training crop (default: 0.35; 0.08 is usual for long training)."""
+    """Least share of the image's area in a training crop; if not given, 0.35; 0.08 is usual for long training."""
     horizontal_flip: float | None = None
-    """Probability of a mirrored training image (default: 0.5)."""
+    """Probability of a mirrored training image; if not given, 0.5."""
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
     """RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)."""
     random_erasing: float = 0.0

@@ -209,18 +209,24 @@ def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         records = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({error})") from None
+        raise ConfigError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({_json_fault(error)})") from None
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: record {number} is {kind(record)}, expected an object")
         yield f"{path}: record {number}", record
 
 
+def _json_fault(error: Exception) -> str:
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    return f"{error.msg.removesuffix(' at')}, column {error.colno}"
+
+
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
+        raise ConfigError(f"{where}: not valid JSON ({_json_fault(error)})") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: expected a JSON object, found {kind(record)}")
     return record

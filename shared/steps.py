@@ -158,8 +158,8 @@ class Guard:
 
     The answer is on the device, and the host fetches it one step later, while the device is busy with the next, so that
     it need not wait; but at once where steps take more than a second, or something else waits for the device. From the
-    guard's making on, SIGTERM and SIGUSR1 are noted and acted on between steps. Every rank makes one, before any reading
-    process is started, and calls its methods alike.
+    guard's making on, SIGTERM, SIGINT and SIGUSR1 are noted and acted on between steps. Every rank makes one, before any
+    reading process is started, and calls its methods alike.
 
     Args:
         accelerator: of the run.
@@ -177,7 +177,7 @@ class Guard:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
-        self.received = number
+        self.received = self.received or number  # the launcher's end, which Ctrl-C also means, brings another
 
     def _agree(self, good: torch.Tensor, *, slow: bool = False) -> tuple[torch.Tensor, Callable[[], bool]]:
         """Whether it is `good` on all ranks, as a bool on the device; the same as a function that fetches it, with the

@@ -38,7 +38,7 @@ class Config:
     model_name_or_path: str | None = None
     """Model on the Hub or in a folder to fine-tune (timm's, too, where timm is installed)."""
     config_name: str | None = None
-    """Architecture on the Hub or in a folder, with random weights (default: a ResNet of 0.3M parameters)."""
+    """Architecture on the Hub or in a folder, with random weights; if not given, a ResNet of 0.3M parameters."""
     config_overrides: str | None = None
     """Changes to that architecture: depths=[2,2,2,2],layer_type=basic."""
     freeze_backbone: bool = False
@@ -46,11 +46,11 @@ class Config:
     sync_batchnorm: bool = False
     """Let BatchNorm see the images of all ranks, not those of each."""
     image_size: int | None = None
-    """Height and width in pixels (default: the model's own, else 224)."""
+    """Height and width in pixels; if not given, the model's own, else 224."""
     crop_pct: float | None = None
-    """Share of the image that evaluation crops (default: the model's own, else 0.875)."""
+    """Share of the image that evaluation crops; if not given, the model's own, else 0.875."""
     eval_steps: int | None = None
-    """Optimizer steps between evaluations (default: an epoch); one is always made at the end."""
+    """Optimizer steps between evaluations; if not given, an epoch; one is always made at the end."""
     metric_for_best_model: Literal["accuracy", "macro_f1", "loss", "none"] = "accuracy"
     """final/ holds the weights of the evaluation that was best by this; none: those of the last step."""
     early_stopping_patience: int = 0
@@ -180,7 +180,7 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     data.train.at_least = math.ceil(size / math.sqrt(0.75 * config.recipe.crop_min_scale))  # no crop is smaller than `size`
     batch = config.batch
     if len(data.train) < batch.global_batch_size:
-        raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size")
+        raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size: choose a smaller one")
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
     drop_last = classifier.has_batch_norm(model)
     order = Order(len(data.train), batch.global_batch_size, batch.seed, drop_last=drop_last)
@@ -259,6 +259,7 @@ def main(config: Config) -> None:
     default_steps = DEMO_EPOCHS * steps_per_epoch if config.images.is_demo else None
     total_steps = config.batch.total_steps(steps_per_epoch, default=default_steps)
     eval_steps = config.eval_steps or steps_per_epoch
+    left_out = len(data.train) - train_loader.order.samples_per_epoch
     classifier.make_shardable(model)
     if config.sync_batchnorm:
         model = classifier.synchronise_batch_norm(model, accelerator.device)
@@ -295,7 +296,8 @@ def main(config: Config) -> None:
     if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
         state.notes["stopped_early"], total_steps = limits, state.step
     if state.step >= total_steps and (run_dir / "final").exists():
-        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        more = "Train longer with --allow_changed max_steps (or num_train_epochs)"
+        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
         return
     if config.batch.find_batch_size:
         pairs = 2 if config.recipe.mixes else 1
@@ -313,6 +315,9 @@ def main(config: Config) -> None:
             "images": f"{image_size} x {image_size} pixels",
             "batch": launch.batch_line(config.batch, accelerator, "images"),
             "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.1f} epochs",
+            "left out": f"{left_out:,} images an epoch, others each time: BatchNorm gets whole batches"
+            if left_out
+            else None,
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
         },
@@ -334,16 +339,19 @@ def main(config: Config) -> None:
             values = evaluate(accelerator, model, eval_loader, to_model, classes, guard).summary()
             score = values.get(f"eval_{config.metric_for_best_model}", 0.0)
             score = -score if config.metric_for_best_model == "loss" else score
-            if best is not None and ("best_step" not in state.notes or score > state.notes["best_score"]):
+            rank = [-math.inf if math.isnan(v) else float(v) for v in (score, -values["eval_loss"])]  # equals go by loss
+            if best is not None and rank > state.notes.get("best_rank", []):
                 best.take()
-                state.notes |= {"best_score": -math.inf if math.isnan(score) else score, "best_step": state.step}
+                state.notes |= {"best_rank": rank, "best_step": state.step}
         waited = state.step - state.notes.get("best_step", state.step)
         if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
             state.notes["stopped_early"] = limits
             launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
         logger.log(values)
         state.evaluated = state.step
-        launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
+        launch.say(
+            f"step {state.step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items())
+        )
 
     guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
     steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)
@@ -400,19 +408,22 @@ def main(config: Config) -> None:
         weights = gather_weights(accelerator, model)
     values = predictions.summary()
     launch.say(f"best by {config.metric_for_best_model}: step {state.notes['best_step']}" if best else "weights of the end")
+    pictures = predictions.write(run_dir, data.validation) if accelerator.is_main_process else []
     if accelerator.is_main_process:
-        for picture in predictions.write(run_dir, data.validation):
+        for picture in pictures:
             logger.log_picture(picture.stem, picture)
         with whole_folder(run_dir / "final") as folder:
             accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
             processor.save_pretrained(folder)
-            card = models.card("Image classifier", data.about, values, settings, pipeline_tag="image-classification")
+            task, load = "image-classification", 'transformers.pipeline("image-classification", model="final")'
+            card = models.card("Image classifier", data.about, values, settings, load=load, pipeline_tag=task)
             (folder / "README.md").write_text(card, encoding="utf-8")
             if config.export_onnx:
                 launch.say(classifier.export_onnx(folder, image_size))
     logger.close()
     launch.say(f"{values['eval_accuracy']:.2%} of {len(data.validation):,} validation images are classified right")
-    launch.say(f"model in {run_dir}/final; confusion_matrix.png, mistakes.png, evaluation.json and curves.png beside it")
+    beside = ", ".join([*(picture.name for picture in pictures), "evaluation.json", "curves.png"])
+    launch.say(f"model in {run_dir}/final; {beside} beside it")
 
 
 if __name__ == "__main__":

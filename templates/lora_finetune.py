@@ -33,7 +33,7 @@ class Config:
     FREE: ClassVar = frozenset({"eval_steps", "eval_samples", "num_generations", "max_new_tokens", "merge_adapter"})
 
     model_name_or_path: str = str(demo.MODEL)
-    """Model on the Hub or in a folder (default: the small Llama that comes with the demo)."""
+    """Model on the Hub or in a folder."""
     lora_r: int = 16
     """Rank of the adapters."""
     lora_alpha: int = 32
@@ -122,7 +122,11 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
         order = Order(len(packed), size, seed)
         launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
-        raise ConfigError(f"{len(samples)} training rows are fewer than one --global_batch_size of {size}")
+        rows = "packed rows" if options.packing else "rows"
+        raise ConfigError(
+            f"{len(train):,} samples in {len(samples):,} {rows} are fewer than one --global_batch_size of {size} rows: "
+            "choose a smaller one"
+        )
     loading = parallel.share(accelerator)
     workers, per_device = config.batch.dataloader_num_workers, config.batch.per_device_eval_batch_size
     train_loader = Loader(samples, collate, order, per_device=config.batch.micro_batch()[0], num_workers=workers, **loading)
@@ -266,7 +270,8 @@ def main(config: Config) -> None:
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     last_made = run_dir / ("merged" if config.merge_adapter else "final")
     if state.step >= total_steps and last_made.exists():
-        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        more = "Train longer with --allow_changed max_steps (or num_train_epochs)"
+        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
         return
     loss_by = fuse_head(accelerator, model, len(tokenizer))
     loss_of = partial(causal_lm_loss, model)
@@ -371,6 +376,7 @@ def main(config: Config) -> None:
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
     card = models.card(
         *(f"LoRA adapter of {Path(config.model_name_or_path).name}", about_data, before | values, settings),
+        load='peft.AutoPeftModelForCausalLM.from_pretrained("final")',
         library_name="peft",
         base_model=config.model_name_or_path,
     )

@@ -134,7 +134,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
         if len(tokens) < batch.global_batch_size:
             raise ConfigError(
                 f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
-                f"of {batch.global_batch_size}"
+                f"of {batch.global_batch_size}: choose a smaller one"
             )
         order = Order(len(tokens), batch.global_batch_size, batch.seed)
         train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **loading)
@@ -230,7 +230,8 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
-        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        more = "Train longer with --allow_changed max_steps (or num_train_epochs)"
+        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
         return
     loss_by = fuse_head(accelerator, model, len(data.tokenizer))
     loss_of = partial(causal_lm_loss, model)
@@ -268,7 +269,9 @@ def main(config: Config) -> None:
         logger.log(values)
         state.evaluated = state.step
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
-        launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
+        launch.say(
+            f"step {state.step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items())
+        )
         launch.say("  " + repr(config.sample_prompt + text))
         return values
 
@@ -324,7 +327,9 @@ def main(config: Config) -> None:
             unwrapped.config.dtype = config.final_dtype  # save_pretrained notes that of the weights in training
             unwrapped.config.save_pretrained(folder)
             data.tokenizer.save_pretrained(folder)
-            (folder / "README.md").write_text(models.card("Pretrained language model", data.about, values, settings))
+            load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
+            card = models.card("Pretrained language model", data.about, values, settings, load=load)
+            (folder / "README.md").write_text(card, encoding="utf-8")
     logger.close()
     launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 

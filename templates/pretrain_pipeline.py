@@ -123,7 +123,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
     if len(tokens) < batch.global_batch_size:
         raise ConfigError(
             f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
-            f"of {batch.global_batch_size}"
+            f"of {batch.global_batch_size}: choose a smaller one"
         )
     loading = parallel.share(accelerator) | {"per_device": batch.micro_batch()[0]}
     order = Order(len(tokens), batch.global_batch_size, batch.seed)
@@ -217,7 +217,8 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
-        launch.say(f"{run_dir} is finished: {state.step} steps. Train longer, or choose another --output_dir")
+        more = "Train longer with --allow_changed max_steps (or num_train_epochs)"
+        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
         return
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
@@ -245,7 +246,9 @@ def main(config: Config) -> None:
         values = evaluate(accelerator, pipeline, data.validation, guard, data.bytes_per_token)
         logger.log(values)
         state.evaluated = state.step
-        launch.say(f"step {state.step}: " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
+        launch.say(
+            f"step {state.step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items())
+        )
         return values
 
     guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
@@ -294,7 +297,9 @@ def main(config: Config) -> None:
             whole.config.dtype = config.final_dtype
             whole.config.save_pretrained(folder)
             data.tokenizer.save_pretrained(folder)
-            (folder / "README.md").write_text(models.card("Pretrained language model", data.about, values, settings))
+            load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
+            card = models.card("Pretrained language model", data.about, values, settings, load=load)
+            (folder / "README.md").write_text(card, encoding="utf-8")
     logger.close()
     launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 

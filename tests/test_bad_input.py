@@ -75,7 +75,7 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
     [
         ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ":41: not UTF-8 text (byte 2840); save it as UTF-8"),
         ("a.jsonl", LINES.decode().encode("utf-16"), ":1: not UTF-8 text (byte 0); save it as UTF-8"),
-        ("a.jsonl", LINES + b'{"text": "a\0b"}\n', ":41: not valid JSON (Invalid control character at)"),
+        ("a.jsonl", LINES + b'{"text": "a\0b"}\n', ":41: not valid JSON (Invalid control character, column 12)"),
         ("a.jsonl", LINES + b'{"text": "\\ud83d"}\n', r":41: not valid JSON ('\ud83d' is half a character)"),
         ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is a int, expected text"),
         ("a.jsonl", LINES + b'{"text": NaN}\n', ":41: 'text' is a float, expected text"),

@@ -201,6 +201,7 @@ def start(template, folder, *given, processes=1, env=None):
         stderr=subprocess.STDOUT,
         env=os.environ | (env or {}),
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell ignores in its background jobs
     ), log
 
 
@@ -240,15 +241,25 @@ def test_asking_the_launcher_to_stop(flags, straight, tmp_path, processes):
     assert_continues("pretrain", folder, given, straight, processes)
 
 
-def test_asking_everything_to_stop_with_reading_processes(flags, straight, tmp_path):
-    given, folder = flags["image_classification"], tmp_path / "run"
-    launcher, log = start("image_classification", folder, *given)
+@pytest.mark.parametrize(
+    ("template", "processes", "number"),
+    [
+        ("image_classification", 1, signal.SIGTERM),
+        ("image_classification", 1, signal.SIGINT),
+        ("pretrain", 2, signal.SIGINT),
+    ],
+)
+def test_asking_everything_to_stop(flags, straight, tmp_path, template, processes, number):
+    """As Ctrl-C does, also with reading processes."""
+    given, folder = flags[template], tmp_path / "run"
+    launcher, log = start(template, folder, *given, processes=processes)
     wait_for(log, "step 3/8", launcher)
-    os.killpg(launcher.pid, signal.SIGTERM)
+    os.killpg(launcher.pid, number)
     launcher.wait(timeout=60)
     assert_nothing_is_left(folder)
-    assert exit_of(folder)["exit_code"] == 143, log.read_text()
-    assert_continues("image_classification", folder, given, straight, 1)
+    end = exit_of(folder)
+    assert end["exit_code"] == 143 and f"stopped by {number.name} at step" in end["cause"], log.read_text()
+    assert_continues(template, folder, given, straight, processes)
 
 
 def test_killing_the_launcher_leaves_no_orphan(flags, straight, tmp_path):

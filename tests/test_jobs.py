@@ -150,17 +150,17 @@ def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
     assert under_run("accelerate", "launch", *launch, tmp_path / "broken.py").wait(timeout=100) == 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_stop_writes_a_checkpoint_and_ends_with_143(flags, straight, tmp_path, processes):
-    """SIGTERM to the first process, as when the container is stopped; or to all of its group."""
+@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_path, processes, number):
+    """SIGTERM to the first process, as when the container is stopped; or a signal to all of its group, as by Ctrl-C."""
     launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
     launch += ["--mixed_precision", "no", "--num_processes", processes, "--main_process_port", free_port()]
     command = ["accelerate", "launch", *launch, "templates/pretrain.py", *flags, "--output_dir", tmp_path / "run"]
     log = tmp_path / "log"
     process = under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT)
     wait_for_step(tmp_path / "run", 3, process, log)
-    os.killpg(process.pid, signal.SIGTERM) if processes == 1 else process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=100) == 143, log.read_text()
+    os.killpg(process.pid, number) if processes == 1 else process.send_signal(number)
+    assert process.wait(timeout=100) == 128 + number, log.read_text()
     assert exit_of(tmp_path / "run")["exit_code"] == 143 and not (tmp_path / "run/final").exists()
     assert under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT).wait(timeout=300) == 0, log.read_text()
     if processes == 2:

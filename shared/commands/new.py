@@ -78,7 +78,7 @@ def requirements(packages: set[str]) -> str:
     wanted = {_plain(name) for module in packages for name in (module, *by_module.get(module, ()))}
     lines = (SOURCE / "requirements.txt").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if (m := re.match(r"([\w.-]+)==", line)) and _plain(m[1]) in wanted]
-    return "\n".join(["# One consistent set; torch and torchvision are a matching pair from the same index.", *kept]) + "\n"
+    return "\n".join(["# One consistent set: what was tested together.", *kept]) + "\n"
 
 
 def _plain(name: str) -> str:

@@ -645,6 +645,13 @@ def test_a_clean_exit_is_one_line_and_its_code(capsys, error, code, line):
     assert capsys.readouterr() == ("", line)
 
 
+def test_ctrl_c_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end, configs.clean_exit():
+        raise KeyboardInterrupt
+    assert end.value.code == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
 def test_what_an_error_quotes_cannot_break_its_line_or_fill_the_console():
     assert str(ConfigError("a\n\x1b[2J\u2028\ud800 é🙂")) == r"a\n\x1b[2J\u2028\ud800 é🙂"
     long = str(ConfigError("file.jsonl:3: " + "x" * 10**6 + "; name it with --text_column"))

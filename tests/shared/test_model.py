@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -439,12 +440,16 @@ def test_safetensors_weights_are_loaded_equal(tmp_path):
 
 def test_a_card_names_base_results_and_settings():
     text = model.card(
-        "T", "D", {"eval_loss": 1.25}, {"seed": 3, "run_name": None}, library_name="peft", base_model="org/base"
+        *("T", "D", {"eval_loss": 1.25}, {"seed": 3, "run_name": None, "packing": False, "train_file": ["a: b"]}),
+        load='load("final")',
+        library_name="peft",
+        base_model="org/base",
     )
     assert text.startswith("---\nlibrary_name: peft\nbase_model: org/base\n---\n\n# T\n")
     assert "| eval_loss | 1.2500 |" in text
-    assert "seed: 3" in text
-    assert "run_name" not in text
+    assert '```python\nload("final")\n```' in text
+    settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert settings == {"seed": 3, "packing": False, "train_file": ["a: b"]}
 
 
 # Continuations -------------------------------------------------------------------------------------------------------
