@@ -22,6 +22,7 @@ def main() -> None:
         print("\n".join(f"  {name:<14} {about}" for name, about in commands().items()))
         return
     command = sys.argv.pop(1)
+    sys.argv[0] = f"python -m shared {command}"  # as --help shows it
     with configs.clean_exit():
         if command not in commands():
             raise ConfigError(f"no command {command!r}: there is {', '.join(commands())}")

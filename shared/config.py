@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import difflib
 import io
+import logging
 import math
 import os
 import re
@@ -297,13 +298,16 @@ def parse_or_exit(config_class: type[T]) -> T:
     end_with_the_launcher()
     # What torch.compile makes outlives the job here; by default it lies below /tmp, which clusters empty.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    # On newer CPUs it asks, when it is imported, for a package that is not needed.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     for number in STOP_SIGNALS:
         signal.signal(number, _stop_before_the_start)
     _be_told_of_signals()
     with clean_exit():
         about = (sys.modules["__main__"].__doc__ or "").strip()
         config = parse(
-            config_class, description=f"{about}\n\n--config run.yaml takes flags from a file, without the dashes."
+            config_class,
+            description=f"{about}\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins.",
         )
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():

@@ -253,8 +253,7 @@ def _quieten_libraries() -> None:
 
         transformers_logging.disable_progress_bar()
     noisy = ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib", "DeepSpeed")
-    kernels = "bitsandbytes.backends.cpu.ops"  # asks everyone with a newer CPU to install a package that is not needed
-    for name in (*noisy, kernels):
+    for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")

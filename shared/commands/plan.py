@@ -112,7 +112,7 @@ def main() -> None:
         "hsdp": f" --parallelism_config_dp_replicate_size {replicas} --parallelism_config_dp_shard_size {gpus // replicas}",
         "tensor_parallel": f" --parallelism_config_tp_size {gpus}",
     }.get(name, "")
-    print(f"The cheapest that fits on {gpus} GPU(s), with {total:.1f} GB:\n")
+    print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
     template = "lora_finetune" if config.lora_r else "pretrain"
     at_once = config.per_device_train_batch_size * (1 if name == "tensor_parallel" else gpus)
     print(

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from shared.commands.verify_resume import verify
+from shared.commands.verify_resume import WHY, verify
 from shared.config import CleanExit, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +76,7 @@ def prove(jobs: Mapping[str, tuple[str, Sequence[int]]]) -> None:
             command = [*launch_line(count), str(ROOT / script), *shlex.split(flags)]
             unlike = [part for part, text in verify(command, folder, STEPS).items() if text]
             result = f"DIFFERS in {', '.join(unlike)}" if unlike else "resumes bit for bit"
+            reasons += [f"{script}: {WHY}"] if unlike else []
         except CleanExit as error:
             result = "FAILS"
             reasons.append(f"{script} on {count} process(es): {error}")

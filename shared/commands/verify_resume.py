@@ -35,6 +35,12 @@ OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps
 OURS |= {"report_to", "audit_data", "resume_from_checkpoint"}
 
 
+WHY = (
+    "what a step depends on has to be a function of its number and the seed (launch.seed_step), or lie in the checkpoint: "
+    "in the model, in an optimizer, or in state.notes"
+)
+
+
 class Differs(CleanExit):
     """A resumed run is not what it would have been."""
 
@@ -154,7 +160,7 @@ def main() -> None:
     for part, difference in found.items():
         print(f"  {part:<22} {'differ ' + difference if difference else 'same, bit for bit'}")
     if any(found.values()):
-        raise Differs("the resumed run is not the run that was not killed")
+        raise Differs(f"the resumed run is not the run that was not killed: {WHY}")
     print("a killed run continues as if it had not been")
 
 
