@@ -366,7 +366,7 @@ class Checkpointer:
                     self._prune(manifest["step"])
                 except OSError as error:
                     say(f"warning: {folder.name} is saved, but an older one could not be removed ({_cause(error)})")
-                else:
+                if manifest["step"]:  # and not in a rehearsal
                     say(f"saved {folder.name}")
         problems = self._gather(problems)[0]
         if problems:

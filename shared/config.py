@@ -117,7 +117,9 @@ def clean_exit() -> Iterator[None]:
         yield
     except CleanExit as end:
         note_exit_code(end.exit_code, sure=not end.alone)
-        if not is_main_rank():
+        if end.exit_code == 143 and not end.alone and not is_main_rank():
+            time.sleep(1)  # until the main rank has said so: the launcher ends the others when one ends
+        elif not is_main_rank():
             # Most errors are seen by all ranks and told by the main one; the launcher then ends this one right here.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)

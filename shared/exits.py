@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,8 @@ def stop_at_once(*_: object) -> None:
         signal.signal(number, _end)
 
 
-def _end(number: int, _frame: object) -> NoReturn:
+def _end(number: int, _frame: object) -> None:
     global _signal
-    _signal = number
-    raise _EndNow
+    if not _signal:  # Ctrl-C brings two: its own, and that of the launcher's end
+        _signal = number
+        raise _EndNow

@@ -240,7 +240,7 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
         "",
     ]
     lines += ["| metric | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
-    given = yaml.safe_dump({k: v for k, v in settings.items() if v is not None}, sort_keys=False)
+    given = yaml.safe_dump(redact({k: v for k, v in settings.items() if v is not None}), sort_keys=False, allow_unicode=True)
     lines += ["", "## Settings", "", f"```yaml\n{given}```", ""]
     return redact("\n".join(lines))
 

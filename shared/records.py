@@ -224,7 +224,7 @@ def _json_fault(error: Exception) -> str:
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
-        record = parse_json(line)
+        record = parse_json(line.rstrip())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON ({_json_fault(error)})") from None
     if not isinstance(record, dict):

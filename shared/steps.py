@@ -177,7 +177,8 @@ class Guard:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
-        self.received = self.received or number  # the launcher's end, which Ctrl-C also means, brings another
+        if self.received != signal.SIGINT:  # which ends the launcher, too, and that brings a SIGTERM
+            self.received = number
 
     def _agree(self, good: torch.Tensor, *, slow: bool = False) -> tuple[torch.Tensor, Callable[[], bool]]:
         """Whether it is `good` on all ranks, as a bool on the device; the same as a function that fetches it, with the

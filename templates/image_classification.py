@@ -296,7 +296,7 @@ def main(config: Config) -> None:
     if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
         state.notes["stopped_early"], total_steps = limits, state.step
     if state.step >= total_steps and (run_dir / "final").exists():
-        more = "Train longer with --allow_changed max_steps (or num_train_epochs)"
+        more = "Train longer with a larger --max_steps and --allow_changed max_steps"
         launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
         return
     if config.batch.find_batch_size:
@@ -340,10 +340,13 @@ def main(config: Config) -> None:
             score = values.get(f"eval_{config.metric_for_best_model}", 0.0)
             score = -score if config.metric_for_best_model == "loss" else score
             rank = [-math.inf if math.isnan(v) else float(v) for v in (score, -values["eval_loss"])]  # equals go by loss
-            if best is not None and rank > state.notes.get("best_rank", []):
+            before = [state.notes[key] for key in ("best_score", "best_among_equals") if key in state.notes]
+            if rank[:1] > before[:1]:
+                state.notes["improved_step"] = state.step
+            if best is not None and rank > before:
                 best.take()
-                state.notes |= {"best_rank": rank, "best_step": state.step}
-        waited = state.step - state.notes.get("best_step", state.step)
+                state.notes |= {"best_score": rank[0], "best_among_equals": rank[1], "best_step": state.step}
+        waited = state.step - state.notes.get("improved_step", state.step)
         if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
             state.notes["stopped_early"] = limits
             launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")

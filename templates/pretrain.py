@@ -230,7 +230,7 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
-        more = "Train longer with --allow_changed max_steps (or num_train_epochs)"
+        more = "Train longer with a larger --max_steps and --allow_changed max_steps"
         launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
         return
     loss_by = fuse_head(accelerator, model, len(data.tokenizer))

@@ -259,6 +259,7 @@ def test_asking_everything_to_stop(flags, straight, tmp_path, template, processe
     assert_nothing_is_left(folder)
     end = exit_of(folder)
     assert end["exit_code"] == 143 and f"stopped by {number.name} at step" in end["cause"], log.read_text()
+    assert log.read_text().count("stopped by") == 1
     assert_continues(template, folder, given, straight, processes)
 
 
@@ -276,6 +277,33 @@ def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
     done = with_fault("pretrain", tmp_path / "run", "setup:term", *flags["pretrain"])
     assert done.returncode != 0 and "stopped by SIGTERM at step 0" in done.output
     assert "Traceback" not in done.output.split("subprocess.CalledProcessError")[0].split("stopped by")[0]
+
+
+TWO_SIGNALS = """
+import os, signal, sys
+from pathlib import Path
+from shared import exits
+
+def main(_config):
+    exits.report_end_in(Path(sys.argv[1]))
+    exits.stop_at_once()
+    both = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, both)
+    for number in both:
+        os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+
+exits.run(main, None)
+"""
+
+
+def test_the_two_signals_of_ctrl_c_are_one_line_where_nothing_is_to_be_saved(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_SIGNALS, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 143
+    assert done.stderr == f"stopped by SIGINT at step 0; the same command with --output_dir {tmp_path} continues\n"
+    assert exit_of(tmp_path)["exit_code"] == 143
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------

@@ -150,7 +150,9 @@ def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
     assert under_run("accelerate", "launch", *launch, tmp_path / "broken.py").wait(timeout=100) == 1
 
 
-@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (1, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGINT)]
+)
 def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_path, processes, number):
     """SIGTERM to the first process, as when the container is stopped; or a signal to all of its group, as by Ctrl-C."""
     launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
@@ -159,8 +161,10 @@ def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_
     log = tmp_path / "log"
     process = under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT)
     wait_for_step(tmp_path / "run", 3, process, log)
-    os.killpg(process.pid, number) if processes == 1 else process.send_signal(number)
+    alone = (processes, number) == (2, signal.SIGTERM)
+    process.send_signal(number) if alone else os.killpg(process.pid, number)
     assert process.wait(timeout=100) == 128 + number, log.read_text()
+    assert log.read_text().count("stopped by") == 1 and "SignalException" not in log.read_text()
     assert exit_of(tmp_path / "run")["exit_code"] == 143 and not (tmp_path / "run/final").exists()
     assert under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT).wait(timeout=300) == 0, log.read_text()
     if processes == 2:

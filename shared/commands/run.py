@@ -44,6 +44,7 @@ def run(command: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         # Time for the last checkpoint, after which torch's launcher kills; by default it leaves 30 seconds.
         env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "290"} | os.environ | {"TEMPLATES_RUN": folder}
+        env |= {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}  # that launcher would handle the others although they are ignored
         try:
             process = subprocess.Popen(command, env=env, preexec_fn=_ignore_stop_signals)
         except OSError as error:

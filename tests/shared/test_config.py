@@ -667,6 +667,9 @@ def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(cap
         raise ConfigError("a")
     assert end.value.code == 2
     assert waits == [5] and capsys.readouterr() == ("", "error on rank 1: a\n")
+    with pytest.raises(SystemExit), configs.clean_exit():
+        raise Stop("all have agreed on it")
+    assert waits == [5, 1] and capsys.readouterr() == ("", "")
 
 
 def test_a_traceback_is_there_for_whoever_asks(capsys, monkeypatch):

@@ -440,7 +440,12 @@ def test_safetensors_weights_are_loaded_equal(tmp_path):
 
 def test_a_card_names_base_results_and_settings():
     text = model.card(
-        *("T", "D", {"eval_loss": 1.25}, {"seed": 3, "run_name": None, "packing": False, "train_file": ["a: b"]}),
+        *(
+            "T",
+            "D",
+            {"eval_loss": 1.25},
+            {"seed": 3, "run_name": None, "packing": False, "train_file": ["é: “hf_" + "a" * 34]},
+        ),
         load='load("final")',
         library_name="peft",
         base_model="org/base",
@@ -448,8 +453,9 @@ def test_a_card_names_base_results_and_settings():
     assert text.startswith("---\nlibrary_name: peft\nbase_model: org/base\n---\n\n# T\n")
     assert "| eval_loss | 1.2500 |" in text
     assert '```python\nload("final")\n```' in text
+    assert "é" in text
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
-    assert settings == {"seed": 3, "packing": False, "train_file": ["a: b"]}
+    assert settings == {"seed": 3, "packing": False, "train_file": ["é: “***"]}
 
 
 # Continuations -------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_several_files_are_read_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "place", "what"),
     [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', ":2: ", "not valid JSON"),
+        ("a.jsonl", '{"a": 1}\n{"a": \n', ":2: ", r"not valid JSON \(Expecting value, column 6\)"),
         ("a.jsonl", '{"a": 1}\n\n[1]\n', ":3: ", "expected a JSON object, found a list"),
         ("a.jsonl", "null\n", ":1: ", "expected a JSON object"),
         ("a.jsonl", '{"a":' * 100_000, ":1: ", "not valid JSON"),

@@ -350,6 +350,19 @@ def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_of_equally_good_evaluations_the_one_of_least_loss_is_the_best(base, tmp_path):
+    flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--eval_steps", 1, "--max_steps", 24)
+    flags = (*flags, "--learning_rate", 0.01, "--save_steps", 8)
+    done = run_here_and_read(tmp_path / "run", flags)
+    evaluations = {row["step"]: (row["eval_accuracy"], -row["eval_loss"]) for row in done.rows if "eval_loss" in row}
+    best = max(evaluations, key=evaluations.get)
+    equals = [step for step, (accuracy, _) in evaluations.items() if accuracy == evaluations[best][0]]
+    assert min(equals) < best
+    state = json.loads((tmp_path / "run/checkpoint-000024/trainer_state.json").read_text())
+    assert state["notes"]["best_step"] == best and state["notes"]["improved_step"] == min(equals)
+    assert evaluation(tmp_path / "run")["loss"] == pytest.approx(-evaluations[best][1], rel=1e-5)
+
+
 def test_every_rank_skips_the_same_damaged_images(base, image_folder, tmp_path):
     folder = shutil.copytree(image_folder, tmp_path / "images")
     (folder / "train/cat/0.png").write_bytes(b"")
