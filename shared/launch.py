@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -136,6 +137,17 @@ def say(text: str) -> None:
 
         tqdm.write(configs.redact(text), file=sys.stderr)
         sys.stderr.flush()
+
+
+def say_evaluation(step: int, values: dict[str, float]) -> None:
+    """Print an evaluation's figures, one line, on the main rank."""
+    say(f"step {step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
+
+
+def say_finished(run_dir: Path, steps: int) -> None:
+    """Print, on the main rank, that the run's budget is used up, and what to do if more is wanted."""
+    more = "Train longer with a larger --max_steps and --allow_changed max_steps"
+    say(f"{run_dir} is finished: {steps} steps. {more}, or choose another --output_dir")
 
 
 def summary(title: str, rows: dict[str, Any]) -> None:

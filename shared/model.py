@@ -215,12 +215,12 @@ def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Ten
 def card(title: str, data: str, results: dict[str, float], settings: dict[str, Any], *, load: str, **front: str) -> str:
     """A model card: what it was trained on and how, with its results.
 
+    Secrets in it are masked: cards are made to be published.
+
     Args:
         settings: in YAML's types.
         load: the line of Python that loads it.
         front: metadata for the Hub.
-
-    Secrets in it are masked: cards are made to be published.
     """
     front = {"library_name": "transformers", **front}
     lines = [

@@ -296,8 +296,7 @@ def main(config: Config) -> None:
     if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
         state.notes["stopped_early"], total_steps = limits, state.step
     if state.step >= total_steps and (run_dir / "final").exists():
-        more = "Train longer with a larger --max_steps and --allow_changed max_steps"
-        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
+        launch.say_finished(run_dir, state.step)
         return
     if config.batch.find_batch_size:
         pairs = 2 if config.recipe.mixes else 1
@@ -352,9 +351,7 @@ def main(config: Config) -> None:
             launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
         logger.log(values)
         state.evaluated = state.step
-        launch.say(
-            f"step {state.step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items())
-        )
+        launch.say_evaluation(state.step, values)
 
     guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
     steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)

@@ -270,8 +270,7 @@ def main(config: Config) -> None:
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     last_made = run_dir / ("merged" if config.merge_adapter else "final")
     if state.step >= total_steps and last_made.exists():
-        more = "Train longer with a larger --max_steps and --allow_changed max_steps"
-        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
+        launch.say_finished(run_dir, state.step)
         return
     loss_by = fuse_head(accelerator, model, len(tokenizer))
     loss_of = partial(causal_lm_loss, model)

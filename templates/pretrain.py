@@ -230,8 +230,7 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
-        more = "Train longer with a larger --max_steps and --allow_changed max_steps"
-        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
+        launch.say_finished(run_dir, state.step)
         return
     loss_by = fuse_head(accelerator, model, len(data.tokenizer))
     loss_of = partial(causal_lm_loss, model)
@@ -269,9 +268,7 @@ def main(config: Config) -> None:
         logger.log(values)
         state.evaluated = state.step
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
-        launch.say(
-            f"step {state.step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items())
-        )
+        launch.say_evaluation(state.step, values)
         launch.say("  " + repr(config.sample_prompt + text))
         return values
 

@@ -217,8 +217,7 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
-        more = "Train longer with a larger --max_steps and --allow_changed max_steps"
-        launch.say(f"{run_dir} is finished: {state.step} steps. {more}, or choose another --output_dir")
+        launch.say_finished(run_dir, state.step)
         return
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
@@ -246,9 +245,7 @@ def main(config: Config) -> None:
         values = evaluate(accelerator, pipeline, data.validation, guard, data.bytes_per_token)
         logger.log(values)
         state.evaluated = state.step
-        launch.say(
-            f"step {state.step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items())
-        )
+        launch.say_evaluation(state.step, values)
         return values
 
     guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
