@@ -103,6 +103,10 @@ def _losses(more: str, tolerance: float | None, environment: dict | None = None,
     return Row(f"losses, {more}", measures.losses, 60, options | {"tolerance": tolerance}, needs, variables, timed=False)
 
 
+def _waiting(of: str, *needs: str) -> Row:
+    return Row(f"no step waits for the GPU, {of}", measures.waiting, 10, {"of": of}, (*SHARED, *needs), timed=False)
+
+
 ROWS = [  # the most telling first: the last ones may find no time
     Row("matrix product, bf16", measures.matrix_product, 4, {"fp8": False}),
     Row("matrix product, fp8", measures.matrix_product, 4, {"fp8": True}),
@@ -120,7 +124,9 @@ ROWS = [  # the most telling first: the last ones may find no time
     _losses("fp8, compiled", 0.05, FP8, compiled=True),
     _losses("DDP of one process", 1e-3, ONE_RANK),
     _losses("FSDP2 of one process", 0.02, FSDP2),
-    Row("no step waits for the GPU", measures.waiting, 10, {}, (*SHARED, "torchvision", "sklearn"), timed=False),
+    _waiting("images", "torchvision", "sklearn"),
+    _waiting("tokens"),
+    _waiting("packed tokens"),
     Row("resuming after a kill", measures.resuming, 60, {}, (*SHARED, "psutil"), timed=False, rehearsed=False),
     _pretrain("1B", "4 x 2048", ", fp8, compiled", 25, FP8, compiled=True),
     _lora("8B", 2, "", 12),

@@ -330,9 +330,15 @@ def image_step(kind: str, batch_size: int, *, compiled: bool = False, channels_l
     return pace(loop.step, len(loop.windows[0].indices[0]), flops)
 
 
-def waiting() -> dict[str, Any]:
-    """Whether the host waits for the GPU anywhere in a step, as CUDA itself sees it."""
-    loop, _ = image_loop("ResNet-50", 8)
+def waiting(*, of: str) -> dict[str, Any]:
+    """Whether the host waits for the GPU anywhere in a step of images, tokens or packed tokens, as CUDA itself sees it."""
+    if of == "images":
+        loop, _ = image_loop("ResNet-50", 8)
+    else:
+        length = 64 if toy else 512
+        batch = token_batch("125M", 2, length, documents=of == "packed tokens")
+        accelerator = start_accelerator()
+        loop, _ = language_loop(accelerator, language_model("125M", length), "125M", [batch])
     for _ in range(3):
         loop.step()
     if device().type == "cuda":

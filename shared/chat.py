@@ -449,7 +449,7 @@ def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
     with the square of it.
 
     What fills a shorter row up is a document of its own, without targets. There is no attention mask: models tell
-    documents apart by restarting positions only when none is given.
+    documents apart by restarting positions only when none is given. Nor are there positions where none restarts.
     """
     longest = max(len(row["labels"]) for row in rows)
 
@@ -458,16 +458,20 @@ def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
         tail = {"labels": np.full(missing, IGNORED), "position_ids": np.arange(missing)}.get(key, np.zeros(missing, int))
         return np.concatenate([row[key], tail])
 
-    return {
-        key: torch.from_numpy(np.stack([fill(row, key) for row in rows])).reshape(1 if flat else len(rows), -1)
+    batch = {
+        key: np.stack([fill(row, key) for row in rows]).reshape(1 if flat else len(rows), -1)
         for key in ("input_ids", "labels", "position_ids")
     }
+    if batch["position_ids"][:, 1:].all():
+        del batch["position_ids"]
+    return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
 def collate_padded(rows: list[Row]) -> Batch:
     """One conversation a row -> {"input_ids", "labels", "attention_mask"}: [batch, longest row] int64.
 
-    The mask, not a pad token's id, says what is padding, so that a real end-of-text token stays learned.
+    The mask, not a pad token's id, says what is padding, so that a real end-of-text token stays learned. There is none
+    where nothing is padded: attention then needs none, and may use a faster kernel.
     """
     longest = max(len(row["labels"]) for row in rows)
     batch = {key: np.zeros((len(rows), longest), np.int64) for key in ("input_ids", "labels", "attention_mask")}
@@ -476,6 +480,8 @@ def collate_padded(rows: list[Row]) -> Batch:
         length = len(row["labels"])
         batch["input_ids"][i, :length], batch["labels"][i, :length] = row["input_ids"], row["labels"]
         batch["attention_mask"][i, :length] = 1
+    if batch["attention_mask"].all():
+        del batch["attention_mask"]
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 

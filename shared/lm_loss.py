@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from shared.config import data_parallel_size, first_line, world_size
 from shared.data import IGNORED
+from shared.model import told_of_rows
 
 AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
 _labels: torch.Tensor | None = None  # for the head, while a forward pass computes the loss
@@ -24,13 +25,15 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
     Args:
         model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
-        batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100.
+        batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
+            `position_ids` where rows hold several documents, and `attention_mask` where some are padded, only.
 
     Returns:
         Scalar, fp32.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    with _shown_to_the_head(batch["labels"]):
+    rows = {"packed": "position_ids" in batch, "padded": "attention_mask" in batch}
+    with _shown_to_the_head(batch["labels"]), told_of_rows(**rows):
         logits = model(**inputs, use_cache=False).logits
     if logits.ndim == 0:
         return logits

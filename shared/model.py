@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import masking_utils, modeling_flash_attention_utils
 
 from shared.config import ConfigError, NotNow, first_line, is_of_the_network, redact
 from shared.launch import say
@@ -391,6 +392,38 @@ def keep_quantized(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
+@contextlib.contextmanager
+def told_of_rows(*, packed: bool = False, padded: bool = False) -> Iterator[None]:
+    """Tell transformers what the rows of the forwards in this block hold, which it would otherwise look up on the device.
+
+    The host would wait there for all that it has queued, in each forward (for flash attention in each of its blocks), and
+    the device then for the host. Masks are those that it makes by itself.
+
+    Args:
+        packed: rows hold several documents, whose `position_ids` restart.
+        padded: the `attention_mask` that is given leaves something out.
+    """
+    changed: list[tuple[Any, str, Any]] = [
+        (masking_utils, "find_packed_sequence_indices", _documents if packed else lambda _positions: None),
+        (modeling_flash_attention_utils, "_is_packed_sequence", lambda _positions, batch_size: packed and batch_size == 1),
+    ]
+    if padded:
+        changed.append((masking_utils, "fast_all", lambda _mask: False))
+    before = [(module, name, getattr(module, name)) for module, name, _ in changed]
+    for module, name, function in changed:
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def _documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number, from 0, of each position's document in its row: [batch, seq]."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
 @torch.no_grad()
 def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size: int, rows: int = 1) -> None:
     """Check that documents packed in one row cannot see each other: change the first, the second must not notice.
@@ -412,7 +445,8 @@ def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size
     scaled = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
     for module in scaled:
         module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
-    with torch.compiler.set_stance("force_eager"):  # compiled blocks take the sizes that they meet first for constants
+    # Compiled blocks take the sizes that they meet first for constants.
+    with torch.compiler.set_stance("force_eager"), told_of_rows(packed=True):
         first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
     for module in scaled:
         del module.forward

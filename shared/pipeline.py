@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from shared.config import ConfigError
 from shared.data import IGNORED, Batch
+from shared.model import told_of_rows
 
 
 class _Through(nn.Module):
@@ -45,7 +46,7 @@ class _Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or logits."""
-        with self.autocast():
+        with self.autocast(), told_of_rows():
             hidden = self.decoder(**{"input_ids" if self.first else "inputs_embeds": x}, use_cache=False).last_hidden_state
             return hidden if self.head is None else self.head(hidden)
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -19,9 +21,10 @@ from transformers import (
     Qwen2ForCausalLM,
     ViTConfig,
     ViTForImageClassification,
+    masking_utils,
 )
 
-from shared import chat, model
+from shared import chat, data, model
 from shared.config import ConfigError
 from shared.lm_loss import causal_lm_loss
 
@@ -38,8 +41,10 @@ def make(name, attention="sdpa"):
     torch.manual_seed(0)
     if name == "llama":
         return llama(attn_implementation=attention).eval()
-    if name == "qwen2":
+    if name in ("qwen2", "windows"):
         options = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48}
+        if name == "windows":  # in the second block
+            options |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
         config = Qwen2Config(vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options)
         return Qwen2ForCausalLM(config).eval()
     options = {"n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
@@ -116,6 +121,75 @@ def test_the_padded_loss_is_the_sum_of_the_documents_losses():
     expected = sum(causal_lm_loss(subject, chat.collate_padded([documents[i]])) for i in range(4))
     together = causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)]))
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would have the host wait for a GPU: values that are read, shapes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        self.count += operation.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select)
+        return operation(*args, **(kwargs or {}))
+
+
+def batches():
+    """One batch of each kind: rows of one document, packed ones, padded ones, and such that hold no more than one."""
+    documents = Documents([11, 9, 6, 5, 20, 20])
+    packed = chat.Packed(documents, 20)
+    bins = {len(documents_of_row): number for number, documents_of_row in enumerate(packed.bins)}
+    return {
+        "plain": {key: tensor[:, :16] for key, tensor in chat.collate_padded([documents[4]]).items()},
+        "packed": chat.collate_packed([packed[bins[2]], packed[bins[1]]]),
+        "packed, nothing beside another": chat.collate_packed([packed[bins[1]]]),
+        "packed, one row": chat.collate_packed([packed[bins[1]], packed[bins[2]]], flat=True),
+        "padded": chat.collate_padded([documents[0], documents[1]]),
+        "padded, nothing to pad": chat.collate_padded([documents[4], documents[5]]),
+    }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", batches())
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "windows"])
+def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(name, kind, attention):
+    """Bit for bit the same losses and gradients, windows of attention included."""
+    subject = make(name, attention)
+    batch = batches()[kind]
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with HostReads() as plain:
+        logits = subject(**inputs, use_cache=False).logits
+    targets = batch["labels"].flatten()
+    F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=data.IGNORED, reduction="sum").backward()
+    expected = {n: p.grad.clone() for n, p in subject.named_parameters()}
+    subject.zero_grad()
+    with HostReads() as told:
+        causal_lm_loss(subject, batch).backward()
+    assert told.count == 0
+    if attention == "sdpa":
+        assert plain.count > 0  # so that the counter is seen to count
+    for n, p in subject.named_parameters():
+        assert torch.equal(p.grad, expected[n]), n
+
+
+def test_only_rows_that_hold_several_documents_come_with_positions_and_only_padded_ones_with_a_mask():
+    keys = {kind: set(batch) - {"input_ids", "labels"} for kind, batch in batches().items()}
+    assert keys == {
+        "plain": set(),
+        "packed": {"position_ids"},
+        "packed, nothing beside another": set(),
+        "packed, one row": {"position_ids"},
+        "padded": {"attention_mask"},
+        "padded, nothing to pad": set(),
+    }
+
+
+def test_transformers_is_asked_again_after_the_block_and_after_an_error_in_it():
+    before = masking_utils.find_packed_sequence_indices, masking_utils.fast_all
+    with pytest.raises(ZeroDivisionError), model.told_of_rows(packed=True, padded=True):
+        assert masking_utils.find_packed_sequence_indices is not before[0] and masking_utils.fast_all is not before[1]
+        raise ZeroDivisionError
+    assert (masking_utils.find_packed_sequence_indices, masking_utils.fast_all) == before
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
