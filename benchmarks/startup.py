@@ -9,6 +9,9 @@ A first step is what `python templates/pretrain.py --report_to none` has done wh
 evaluation before it (and the text it samples) included; a resume verifies and loads a checkpoint
 first. `accelerate launch` adds the time of its own imports, a line of the table.
 
+"Compiled" is a first step with --torch_compile, of the templates that --compiled names: with an empty cache of compiled
+code, and with the one that this has left.
+
 The columns of parts say where the time goes: until `main` begins (interpreter and imports), until the loop is entered
 (data, model, optimizer, checkpoint), and until the step is done (evaluation, reading, the step). The pipeline's two
 processes are started with `accelerate launch`. A run that does not reach its step, or does not begin where
@@ -65,6 +68,7 @@ sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 KINDS = ("--help", "first step", "resume")
+COMPILED = ("compiled, cache empty", "compiled, cache filled")
 
 
 class Starts:
@@ -81,18 +85,23 @@ class Starts:
         rounds.run(arguments, self.environment | environment)
         return time.time() - started
 
-    def until(self, template: str, step: int, output: Path) -> Row:
-        """Train until a step is done; seconds in all and in parts, and from which step on."""
+    def until(self, template: str, step: int, output: Path, *more: str) -> Row:
+        """Train, with `more` flags, until a step is done; seconds in all and in parts, and from which step on."""
         stamps, started = self.folder / "stamps.json", time.time()
         stamps.unlink(missing_ok=True)
-        flags = ["--report_to", "none", "--save_steps", str(self.steps), "--output_dir", str(output), *self.flags]
+        flags = ["--report_to", "none", "--save_steps", str(self.steps), "--output_dir", str(output), *self.flags, *more]
         command = [str(self.probe), str(ROOT / "templates" / f"{template}.py"), *flags]
         if template == "pretrain_pipeline":
             config = str(ROOT / "accelerate_configs" / "ddp.yaml")
             launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--num_processes", "2"]
             command = [*launch, "--mixed_precision", "no", "--main_process_port", "0", *command]
         on_cpu = {"ACCELERATE_USE_CPU": "true"} if rounds.DEVICE.type == "cpu" else {}
-        rounds.run(command, self.environment | on_cpu | {"PROBE_FILE": str(stamps), "PROBE_STEP": str(step)})
+        probe = {
+            "PROBE_FILE": str(stamps),
+            "PROBE_STEP": str(step),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+        }
+        rounds.run(command, self.environment | on_cpu | probe)
         if not stamps.exists():
             sys.exit(f"{template}: ended before step {step} was done")
         seen = json.loads(stamps.read_text())
@@ -111,7 +120,10 @@ class Starts:
         shutil.rmtree(output, ignore_errors=True)
         if kind == "resume":
             shutil.copytree(self.folder / f"{template}-stopped", output)
-        row = self.until(template, self.steps + 1 if kind == "resume" else 1, output)
+        if kind == COMPILED[0]:
+            shutil.rmtree(self.folder / "inductor", ignore_errors=True)
+        more = ["--torch_compile"] if kind in COMPILED else []
+        row = self.until(template, self.steps + 1 if kind == "resume" else 1, output, *more)
         if row["from"] != (self.steps if kind == "resume" else 0):
             sys.exit(f"{template}, {kind}: began at step {row['from']}")
         return row
@@ -120,6 +132,7 @@ class Starts:
 def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=3, steps=2, least=1, counts="steps before the checkpoint")
     parser.add_argument("--templates", nargs="+", choices=list(BASELINES), default=list(BASELINES))
+    parser.add_argument("--compiled", nargs="*", choices=list(BASELINES), default=["pretrain"], help="started compiled, too")
     parser.add_argument("--flags", default="", help="more flags of the templates")
     options = rounds.parse(parser, {})
     launched = "`accelerate launch` of nothing"
@@ -141,7 +154,8 @@ def main() -> None:
                 return {"seconds": starts.time([str(baselines[name])])}
             return starts.measure(name, kind)
 
-        names = [f"{name}, {kind}" for name in options.templates for kind in ("baseline", *KINDS)]
+        kinds = {name: ("baseline", *KINDS, *(COMPILED if name in options.compiled else ())) for name in options.templates}
+        names = [f"{name}, {kind}" for name in options.templates for kind in kinds[name]]
         rows = rounds.alternate([launched, *names], options.rounds, measure)
     seconds: dict[Any, float] = {(row["contender"], row["round"]): row["seconds"] for row in rows}
     for row in rows:

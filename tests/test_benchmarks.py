@@ -85,11 +85,12 @@ def test_overhead(benchmark):
 
 def test_startup(benchmark):
     flags = "--global_batch_size 8 --per_device_train_batch_size 8 --dataloader_num_workers 0"
-    arguments = ("--templates", "image_classification", "--steps", 1, "--flags", flags)
+    arguments = ("--templates", "image_classification", "--steps", 1, "--flags", flags, "--compiled", "image_classification")
     lines, rows = benchmark("startup", *arguments)
-    starts = [f"image_classification, {kind}" for kind in ("baseline", "--help", "first step", "resume")]
+    kinds = ("baseline", "--help", "first step", "resume", "compiled, cache empty", "compiled, cache filled")
+    starts = [f"image_classification, {kind}" for kind in kinds]
     assert lines == ["`accelerate launch` of nothing", *starts]
-    assert [row.get("from") for row in rows] == [None, None, None, 0, 1]
+    assert [row.get("from") for row in rows] == [None, None, None, 0, 1, 0, 0]
 
 
 def test_save_stall(benchmark, text_file):
