@@ -23,6 +23,7 @@ import json
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ class Starts:
     def __init__(self, options: argparse.Namespace, environment: dict[str, str]) -> None:
         self.folder, self.environment, self.flags = Path(options.folder), environment, shlex.split(options.flags)
         self.steps = options.steps
+        self.cache = self.folder / "inductor"  # of compiled code
         self.probe = self.folder / "probe.py"
         self.probe.write_text(PROBE)
 
@@ -96,11 +98,7 @@ class Starts:
             launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--num_processes", "2"]
             command = [*launch, "--mixed_precision", "no", "--main_process_port", "0", *command]
         on_cpu = {"ACCELERATE_USE_CPU": "true"} if rounds.DEVICE.type == "cpu" else {}
-        probe = {
-            "PROBE_FILE": str(stamps),
-            "PROBE_STEP": str(step),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-        }
+        probe = {"PROBE_FILE": str(stamps), "PROBE_STEP": str(step), "TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
         rounds.run(command, self.environment | on_cpu | probe)
         if not stamps.exists():
             sys.exit(f"{template}: ended before step {step} was done")
@@ -121,7 +119,7 @@ class Starts:
         if kind == "resume":
             shutil.copytree(self.folder / f"{template}-stopped", output)
         if kind == COMPILED[0]:
-            shutil.rmtree(self.folder / "inductor", ignore_errors=True)
+            self.cache = Path(tempfile.mkdtemp(dir=self.folder))  # which no earlier run may still write to
         more = ["--torch_compile"] if kind in COMPILED else []
         row = self.until(template, self.steps + 1 if kind == "resume" else 1, output, *more)
         if row["from"] != (self.steps if kind == "resume" else 0):

@@ -424,6 +424,8 @@ class Packed:
         self.samples, self.capacity = samples, capacity
         self.bins = best_fit_decreasing(samples.lengths, capacity)
         self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
+        # Of rows of equal length that of several conversations is the longer one: it takes a mask.
+        self.lengths = np.array([samples.lengths[b].sum() + min(1, len(b) - 1) / 2 for b in self.bins])
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -443,7 +445,7 @@ class Packed:
 
 
 def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
-    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64, or [1, all] if `flat`.
+    """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`.
 
     Flash attention kernels tell documents apart in a single row only, at no cost for its length; SDPA's mask grows
     with the square of it.
@@ -468,7 +470,7 @@ def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
 
 
 def collate_padded(rows: list[Row]) -> Batch:
-    """One conversation a row -> {"input_ids", "labels", "attention_mask"}: [batch, longest row] int64.
+    """One conversation a row -> {"input_ids", "labels"}, mostly "attention_mask": [batch, longest row] int64.
 
     The mask, not a pad token's id, says what is padding, so that a real end-of-text token stays learned. There is none
     where nothing is padded: attention then needs none, and may use a faster kernel.

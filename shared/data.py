@@ -420,11 +420,14 @@ class Loader:
             yield Window(rows, self.samples.num_targets(indices), len(indices), epoch, self.order.samples_per_epoch, split)
 
     def longest(self, rows: int) -> Batch:
-        """A micro-batch of `rows` copies of the longest sample, on the device: what memory has to suffice for."""
-        lengths = getattr(self.samples, "lengths", None)
-        index = int(np.argmax(lengths)) if lengths is not None else 0
-        row = _Rows(self.samples, self.transform, self.order.seed)[index, 0]
-        return {k: v.to(self.device) for k, v in self.collate([row] * rows).items()}
+        """The longest sample and `rows` - 1 times another, of the shortest, on the device: what memory has to suffice for.
+
+        All rows are as long as the longest; different lengths take a mask, too.
+        """
+        lengths = getattr(self.samples, "lengths", np.zeros(1))
+        read = _Rows(self.samples, self.transform, self.order.seed)
+        longest, shortest = (read[int(index), 0] for index in (np.argmax(lengths), np.argmin(lengths)))
+        return {k: v.to(self.device) for k, v in self.collate([longest] + [shortest] * (rows - 1)).items()}
 
     def _reader(self, start: int, stop: int) -> DataLoader:
         keys = _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device))

@@ -41,9 +41,10 @@ class Job:
     mixed: bool = True  # bf16 over fp32 weights, else fp32
     lora_r: int = 0  # 0: all weights are trained
     four_bits: bool = False  # of the frozen base
+    packed: bool = False  # several documents in a row, which takes a mask
 
     def __hash__(self) -> int:
-        return hash((id(self.config), self.batch, self.length, self.mixed, self.lora_r, self.four_bits))
+        return hash((id(self.config), self.batch, self.length, self.mixed, self.lora_r, self.four_bits, self.packed))
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,14 @@ def _measure(job: Job, depth: int, checkpointing: str, gathered: bool) -> tuple[
         model = _build(job, depth, gathered)
         models.set_gradient_checkpointing(model, checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
+        batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
         around_loss: list[float] = []
         models.blocks(model)[-1].register_full_backward_pre_hook(lambda *_: around_loss.append(live.cut()))
         with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
             for _ in range(2):
                 live.peak = live.now
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.mixed):
-                    loss = lm_loss.causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
+                    loss = lm_loss.causal_lm_loss(model, batch)
                 loss.backward()
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return around_loss[-1] - gradients, live.peak - gradients
@@ -269,7 +271,7 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
         narrow.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         narrow.num_attention_heads, narrow.num_key_value_heads = text.num_attention_heads // devices, heads // devices
         narrow.intermediate_size = text.intermediate_size // devices
-        piece = Job(cut, job.batch, job.length, job.mixed, job.lora_r)
+        piece = Job(cut, job.batch, job.length, job.mixed, job.lora_r, packed=job.packed)
         local = count(piece)
         mine = (local.all - local.trained) * cast + local.trained * 4
         yield "tensor_parallel", devices, Peak(mine, local.trained * 4, local.trained * 8, activations(piece))

@@ -1,4 +1,4 @@
-"""What needs to know a model's blocks: gradient checkpointing, regional compilation, FLOPs, packing isolation."""
+"""What needs to know a model's inside: gradient checkpointing, regional compilation, FLOPs, masks and packing isolation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import masking_utils, modeling_flash_attention_utils
 
 from shared.config import ConfigError, NotNow, first_line, is_of_the_network, redact
 from shared.launch import say
@@ -394,29 +393,55 @@ def keep_quantized(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def told_of_rows(*, packed: bool = False, padded: bool = False) -> Iterator[None]:
-    """Tell transformers what the rows of the forwards in this block hold, which it would otherwise look up on the device.
+    """Tell transformers what the rows of the forwards in this block hold, which it would otherwise look up on the device
+    as it makes their mask: the host would wait there for all that it has queued, and the device then for the host.
 
-    The host would wait there for all that it has queued, in each forward (for flash attention in each of its blocks), and
-    the device then for the host. Masks are those that it makes by itself.
+    Masks are those that it makes by itself. That of packed rows is given to SDPA as what it adds to the scores: of bools
+    each block would make that for itself, and keep it for its backward. (Flash attention's kernels look up where documents
+    begin in each block, which this leaves alone.)
 
     Args:
-        packed: rows hold several documents, whose `position_ids` restart.
+        packed: some rows hold several documents, whose `position_ids` restart.
         padded: the `attention_mask` that is given leaves something out.
     """
-    changed: list[tuple[Any, str, Any]] = [
-        (masking_utils, "find_packed_sequence_indices", _documents if packed else lambda _positions: None),
-        (modeling_flash_attention_utils, "_is_packed_sequence", lambda _positions, batch_size: packed and batch_size == 1),
+    from transformers import PreTrainedModel, masking_utils  # not before `launch.start` has silenced what that imports
+
+    told: list[tuple[Any, str, Any]] = [
+        (masking_utils, "find_packed_sequence_indices", _documents if packed else _nothing),
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),  # nobody sees it, and it looks, too
     ]
     if padded:
-        changed.append((masking_utils, "fast_all", lambda _mask: False))
-    before = [(module, name, getattr(module, name)) for module, name, _ in changed]
-    for module, name, function in changed:
-        setattr(module, name, function)
+        told.append((masking_utils, "fast_all", _nothing))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in told if hasattr(owner, name)]
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    for owner, name, answer in told:
+        setattr(owner, name, answer)
+    if packed:
+        masks["sdpa"] = _added_mask
     try:
         yield
     finally:
-        for module, name, function in before:
-            setattr(module, name, function)
+        for owner, name, function in before:
+            setattr(owner, name, function)
+        if packed:
+            del masks["sdpa"]
+
+
+def _nothing(*_arguments: Any, **_named: Any) -> None:
+    """No documents, not all; no warning."""
+
+
+def _added_mask(*args: Any, dtype: torch.dtype, **named: Any) -> torch.Tensor | None:
+    """`sdpa_mask` of transformers, [batch, 1, seq, seq], as 0 and -inf in the type that attention is computed in."""
+    from transformers.masking_utils import sdpa_mask
+
+    allowed = sdpa_mask(*args, dtype=dtype, **named)
+    if allowed is None:
+        return None
+    kind = allowed.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, -torch.inf)
 
 
 def _documents(position_ids: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """One optimizer step of two micro-batches as the templates make it, its peak seen by the allocator. Prints bytes.
 
-accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R OUTPUT
+accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R LENGTH OUTPUT
+
+Rows of LENGTH tokens are packed, of documents of a quarter, where they are longer than 256.
 """
 
 import itertools
@@ -24,13 +26,13 @@ SHAPE = {
     "num_key_value_heads": 4,
     "intermediate_size": 768,
     "vocab_size": 2048,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
-ROWS, LENGTH = 2, 256
+ROWS, LENGTH, LONG = 2, 256, 1024
 
 
-def main(checkpointing: str, lora_r: int, output: Path) -> None:
+def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
     if hasattr(os, "sched_setaffinity"):  # on a core that another rank shares, more of what is on its way is held
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     accelerator = launch.start(0)
@@ -50,8 +52,10 @@ def main(checkpointing: str, lora_r: int, output: Path) -> None:
     config = OptimConfig()
     prepared, *optimizers = parallel.prepare(accelerator, whole, *optim.build(whole, config), max_grad_norm=1.0)
     lm_loss.fuse_head(accelerator, prepared, SHAPE["vocab_size"])
-    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
+    if length > LENGTH:
+        batch["position_ids"] = (torch.arange(length) % (length // 4)).expand(ROWS, -1)
 
     def step(number: int) -> None:
         for last in (False, True):
@@ -74,4 +78,4 @@ def main(checkpointing: str, lora_r: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -33,7 +33,7 @@ class PlanConfig:
     mixed_precision: Literal["bf16", "no"] = "bf16"
     """As the launch config says."""
     lora_r: int = 0
-    """Rank of LoRA adapters on all linear layers; 0: all weights are trained."""
+    """Rank of LoRA adapters on all linear layers, rows being packed; 0: all weights are trained."""
     load_in_4bit: bool = False
     """Quantise the frozen base to 4 bits (with lora_r)."""
 
@@ -67,6 +67,7 @@ def main() -> None:
         config.mixed_precision == "bf16",
         config.lora_r,
         config.load_in_4bit,
+        packed=config.lora_r > 0,  # as lora_finetune.py does
     )
     print("measuring one and two blocks on fake tensors ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from shared import chat
 from shared.chat import Encoder, Example
 from shared.config import ConfigError
-from shared.data import IGNORED, Order
+from shared.data import IGNORED, Loader, Order
 from shared.options import ChatConfig
 
 CHATML = (
@@ -273,6 +273,38 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
         assert batch["labels"].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
     assert padded["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert packed["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]] and "attention_mask" not in packed
+
+
+class OfLengths:
+    """Conversations of given lengths."""
+
+    def __init__(self, *lengths):
+        self.lengths = np.array(lengths)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return {"input_ids": np.full(self.lengths[index], index), "labels": np.full(self.lengths[index], index)}
+
+    def num_targets(self, indices):
+        return int(self.lengths[indices].sum())
+
+
+def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
+    def longest(samples, collate, rows):
+        place = {"per_device": rows, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+        return Loader(samples, collate, Order(len(samples), rows, 0), **place).longest(rows)
+
+    talks = OfLengths(16, 3, 9, 7, 12)
+    padded = longest(talks, chat.collate_padded, 3)
+    assert padded["attention_mask"].sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
+    assert set(longest(talks, chat.collate_padded, 1)) == {"input_ids", "labels"}
+    packed = chat.Packed(talks, 16)
+    assert [len(members) for members in packed.bins] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
+    for rows in (1, 3):
+        batch = longest(packed, chat.collate_packed, rows)
+        assert batch["labels"].shape == (rows, 16) and batch["position_ids"][0].tolist() == [*range(9), *range(7)]
 
 
 @settings(deadline=None, max_examples=30)

@@ -30,6 +30,7 @@ def measure_memory():
         (None, 1, "no", 0, "none"),
         (None, 1, "no", 0, "full"),
         (None, 1, "bf16", 8, "none"),
+        (None, 1, "bf16", 8, "none, packed"),
         ("ddp", 2, "no", 0, "none"),
         ("fsdp2", 2, "no", 0, "full"),
         ("fsdp2", 2, "bf16", 0, "none"),
@@ -40,11 +41,13 @@ def measure_memory():
 def test_predicted_peak_is_within_15_percent_of_the_allocators(
     measure_memory, tmp_path, config, processes, precision, lora_r, checkpointing
 ):
-    job = memory.Job(
-        LlamaConfig(**measure_memory.SHAPE), measure_memory.ROWS, measure_memory.LENGTH, precision == "bf16", lora_r
-    )
+    checkpointing, _, packed = checkpointing.partition(", ")
+    length = measure_memory.LONG if packed else measure_memory.LENGTH
+    shape = (LlamaConfig(**measure_memory.SHAPE), measure_memory.ROWS, length)
+    job = memory.Job(*shape, precision == "bf16", lora_r, packed=bool(packed))
     predicted = {name: peak for name, _, peak in memory.plan(job, processes)}[config or "single_gpu"].total(checkpointing)
-    argv = ["--mixed_precision", precision, str(SCRIPT), checkpointing, str(lora_r), str(tmp_path / "facts.json")]
+    argv = [str(SCRIPT), checkpointing, str(lora_r), str(length), str(tmp_path / "facts.json")]
+    argv = ["--mixed_precision", precision, *argv]
     if config:
         launch_config = str(ROOT / "accelerate_configs" / f"{config}.yaml")
         argv = ["--config_file", launch_config, "--main_process_port", str(free_port()), *argv]

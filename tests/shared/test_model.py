@@ -47,7 +47,7 @@ def make(name, attention="sdpa"):
             options |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
         config = Qwen2Config(vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options)
         return Qwen2ForCausalLM(config).eval()
-    options = {"n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    options = {"n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_positions=64, attn_implementation=attention, **options)
     return GPT2LMHeadModel(config).eval()
 
@@ -124,7 +124,7 @@ def test_the_padded_loss_is_the_sum_of_the_documents_losses():
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would have the host wait for a GPU: values that are read, shapes that depend on values."""
+    """Counts what would have the host wait for a GPU: values that are read, and some shapes that depend on values."""
 
     count = 0
 
@@ -160,16 +160,46 @@ def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(
     with HostReads() as plain:
         logits = subject(**inputs, use_cache=False).logits
     targets = batch["labels"].flatten()
-    F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=data.IGNORED, reduction="sum").backward()
+    plain_loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=data.IGNORED, reduction="sum")
+    plain_loss.backward()
     expected = {n: p.grad.clone() for n, p in subject.named_parameters()}
     subject.zero_grad()
     with HostReads() as told:
-        causal_lm_loss(subject, batch).backward()
+        loss = causal_lm_loss(subject, batch)
+        loss.backward()
     assert told.count == 0
     if attention == "sdpa":
         assert plain.count > 0  # so that the counter is seen to count
+    assert torch.equal(loss, plain_loss)
     for n, p in subject.named_parameters():
         assert torch.equal(p.grad, expected[n]), n
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_blocks_share_the_mask_of_packed_rows(mixed):
+    """Made of bools by each block, that would be kept for backward as often as there are blocks."""
+    subject, length = llama(num_hidden_layers=3), 40
+    positions = (torch.arange(length) % 10)[None]
+    batch = {"input_ids": tokens(1, length), "labels": tokens(1, length), "position_ids": positions}
+
+    def masks_kept(told):
+        kept = []
+
+        def keep(tensor):
+            if tensor.shape[-2:] == (length, length):
+                kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=mixed):
+            if told:
+                causal_lm_loss(subject, batch)
+            else:
+                subject(input_ids=batch["input_ids"], position_ids=positions, use_cache=False)
+        assert {tensor.dtype for tensor in kept} == {torch.bfloat16 if mixed else torch.float32}
+        return len({tensor.untyped_storage().data_ptr() for tensor in kept})
+
+    assert masks_kept(told=False) == 3
+    assert masks_kept(told=True) == 1
 
 
 def test_only_rows_that_hold_several_documents_come_with_positions_and_only_padded_ones_with_a_mask():
@@ -185,11 +215,15 @@ def test_only_rows_that_hold_several_documents_come_with_positions_and_only_padd
 
 
 def test_transformers_is_asked_again_after_the_block_and_after_an_error_in_it():
-    before = masking_utils.find_packed_sequence_indices, masking_utils.fast_all
+    def functions():
+        makers = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+        return masking_utils.find_packed_sequence_indices, masking_utils.fast_all, makers["sdpa"]
+
+    before = functions()
     with pytest.raises(ZeroDivisionError), model.told_of_rows(packed=True, padded=True):
-        assert masking_utils.find_packed_sequence_indices is not before[0] and masking_utils.fast_all is not before[1]
+        assert all(now is not then for now, then in zip(functions(), before, strict=True))
         raise ZeroDivisionError
-    assert (masking_utils.find_packed_sequence_indices, masking_utils.fast_all) == before
+    assert functions() == before
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
