@@ -425,7 +425,7 @@ class Packed:
         self.bins = best_fit_decreasing(samples.lengths, capacity)
         self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
         # Of rows of equal length that of several conversations is the longer one: it takes a mask.
-        self.lengths = np.array([samples.lengths[b].sum() + min(1, len(b) - 1) / 2 for b in self.bins])
+        self.lengths = np.array([samples.lengths[b].sum() + (len(b) > 1) / 2 for b in self.bins])
 
     def __len__(self) -> int:
         return len(self.bins)

@@ -412,17 +412,18 @@ def told_of_rows(*, packed: bool = False, padded: bool = False) -> Iterator[None
     ]
     if padded:
         told.append((masking_utils, "fast_all", _nothing))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in told if hasattr(owner, name)]
+    told = [entry for entry in told if hasattr(*entry[:2])]  # where a version has no such question, nothing is answered
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in told]
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    for owner, name, answer in told:
-        setattr(owner, name, answer)
+    for entry in told:
+        setattr(*entry)
     if packed:
         masks["sdpa"] = _added_mask
     try:
         yield
     finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
+        for entry in before:
+            setattr(*entry)
         if packed:
             del masks["sdpa"]
 

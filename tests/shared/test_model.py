@@ -17,6 +17,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     ViTConfig,
@@ -216,8 +217,8 @@ def test_only_rows_that_hold_several_documents_come_with_positions_and_only_padd
 
 def test_transformers_is_asked_again_after_the_block_and_after_an_error_in_it():
     def functions():
-        makers = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-        return masking_utils.find_packed_sequence_indices, masking_utils.fast_all, makers["sdpa"]
+        makers, warn = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, PreTrainedModel.warn_if_padding_and_no_attention_mask
+        return masking_utils.find_packed_sequence_indices, masking_utils.fast_all, makers["sdpa"], warn
 
     before = functions()
     with pytest.raises(ZeroDivisionError), model.told_of_rows(packed=True, padded=True):
