@@ -147,7 +147,7 @@ def raw_loop(options: argparse.Namespace) -> list[Row]:
         targets = sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)
         for batch in micro_batches:
             batch = {key: value.to(DEVICE, non_blocking=True) for key, value in batch.items()}
-            labels = batch.pop("labels")
+            labels, _ = batch.pop("labels"), batch.pop("targets")
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=options.mixed_precision == "bf16"):
                 logits = model(**batch, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / targets

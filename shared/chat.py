@@ -445,7 +445,8 @@ class Packed:
 
 
 def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
-    """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`.
+    """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`;
+    and `targets`, see `lm_loss.causal_lm_loss`.
 
     Flash attention kernels tell documents apart in a single row only, at no cost for its length; SDPA's mask grows
     with the square of it.
@@ -466,11 +467,12 @@ def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
     }
     if batch["position_ids"][:, 1:].all():
         del batch["position_ids"]
-    return {key: torch.from_numpy(value) for key, value in batch.items()}
+    return _with_targets(batch)
 
 
 def collate_padded(rows: list[Row]) -> Batch:
-    """One conversation a row -> {"input_ids", "labels"}, mostly "attention_mask": [batch, longest row] int64.
+    """One conversation a row -> {"input_ids", "labels"}, mostly "attention_mask": [batch, longest row] int64; and
+    `targets`, see `lm_loss.causal_lm_loss`.
 
     The mask, not a pad token's id, says what is padding, so that a real end-of-text token stays learned. There is none
     where nothing is padded: attention then needs none, and may use a faster kernel.
@@ -484,6 +486,12 @@ def collate_padded(rows: list[Row]) -> Batch:
         batch["attention_mask"][i, :length] = 1
     if batch["attention_mask"].all():
         del batch["attention_mask"]
+    return _with_targets(batch)
+
+
+def _with_targets(batch: dict[str, np.ndarray]) -> Batch:
+    """Where the labels are that count: found here, since whoever looks for them on a device waits for their number."""
+    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 

@@ -422,12 +422,14 @@ class Loader:
     def longest(self, rows: int) -> Batch:
         """The longest sample and `rows` - 1 times another, of the shortest, on the device: what memory has to suffice for.
 
-        All rows are as long as the longest; different lengths take a mask, too.
+        All rows are as long as the longest; different lengths take a mask, too; and all tokens count as targets.
         """
         lengths = getattr(self.samples, "lengths", np.zeros(1))
         read = _Rows(self.samples, self.transform, self.order.seed)
         longest, shortest = (read[int(index), 0] for index in (np.argmax(lengths), np.argmin(lengths)))
-        return {k: v.to(self.device) for k, v in self.collate([longest] + [shortest] * (rows - 1)).items()}
+        batch = self.collate([longest] + [shortest] * (rows - 1))
+        batch.pop("targets", None)
+        return {key: tensor.to(self.device) for key, tensor in batch.items()}
 
     def _reader(self, start: int, stop: int) -> DataLoader:
         keys = _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device))

@@ -1,4 +1,7 @@
-"""The loss of a language model, without ever holding all logits: with a vocabulary of 128k they are the peak of memory."""
+"""The loss of a language model, without ever holding all logits: with a vocabulary of 128k they are the peak of memory.
+
+Nor is a logit computed that no loss counts, where batches say which these are: prompts, and what fills rows up.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from shared.data import IGNORED
 from shared.model import told_of_rows
 
 AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
-_labels: torch.Tensor | None = None  # for the head, while a forward pass computes the loss
+_asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the head, while a forward pass computes the loss
 
 
 def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -26,14 +29,15 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     Args:
         model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
         batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
-            `position_ids` where rows hold several documents, and `attention_mask` where some are padded, only.
+            `position_ids` where rows hold several documents, and `attention_mask` where some are padded, only. May have
+            `targets`: [any], the places in the flattened labels that are not -100, in their order.
 
     Returns:
         Scalar, fp32.
     """
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets")}
     rows = {"packed": "position_ids" in batch, "padded": "attention_mask" in batch}
-    with _shown_to_the_head(batch["labels"]), told_of_rows(**rows):
+    with _asked_of_the_head(batch["labels"].flatten(), batch.get("targets")), told_of_rows(**rows):
         logits = model(**inputs, use_cache=False).logits
     if logits.ndim == 0:
         return logits
@@ -41,13 +45,13 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 @contextlib.contextmanager
-def _shown_to_the_head(labels: torch.Tensor) -> Iterator[None]:
-    global _labels
-    _labels = labels
+def _asked_of_the_head(labels: torch.Tensor, targets: torch.Tensor | None) -> Iterator[None]:
+    global _asked
+    _asked = labels, targets
     try:
         yield
     finally:
-        _labels = None
+        _asked = None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -67,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matrix_grad: torch.Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         chunk = max(1, AT_ONCE // weight.shape[0])
-        for start in range(0, len(states), chunk):
+        for start in range(0, max(1, len(states)), chunk):  # once for no tokens, too: DDP waits for each gradient
             here, label = slice(start, start + chunk), labels[start : start + chunk]
             place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
             part = states[here].masked_fill(left_out, 0.0)  # here and not in the logits, which are far more numbers
@@ -96,14 +100,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _forward(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     """The head's logits, or the loss while `causal_lm_loss` is asking for it."""
-    if _labels is None:
+    if _asked is None:
         return F.linear(hidden, head.weight)
+    (labels, targets), states = _asked, hidden.flatten(0, -2)
+    if targets is not None:
+        labels, states = labels[targets], states.index_select(0, targets)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(
-            hidden.flatten(0, -2), head.weight, _labels.flatten(), dtype, torch.is_grad_enabled()
-        )
+        return _LinearCrossEntropy.apply(states, head.weight, labels, dtype, torch.is_grad_enabled())
 
 
 def is_plain(head: Any) -> bool:

@@ -367,7 +367,8 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
 
     6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x layers x width x length for
-    attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing.
+    attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing; the head counts for
+    each token, also where only the targets' logits are computed.
     """
     embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     head = model.get_output_embeddings()  # type: ignore[operator]

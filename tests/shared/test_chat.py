@@ -271,6 +271,7 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
     padded, packed = chat.collate_padded(rows), chat.collate_packed(rows)
     for batch in (padded, packed):
         assert batch["labels"].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
+        assert batch["targets"].tolist() == [1, 2, 3]
     assert padded["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert packed["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]] and "attention_mask" not in packed
 

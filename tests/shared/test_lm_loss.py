@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
 from shared import lm_loss
@@ -54,6 +55,38 @@ def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen,
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_told_where_the_targets_are_the_loss_is_the_same(fused, share):
+    """With few, most or no targets; none at all gives zeros, and not no gradients, for which DDP would wait."""
+    model = llama()
+    if fused:
+        assert "fused" in fuse_head(Accelerator(cpu=True), model, VOCAB)
+    told = batch()
+    told["labels"][torch.rand(told["labels"].shape, generator=torch.Generator().manual_seed(2)) >= share] = IGNORED
+    untold = dict(told)
+    told["targets"] = (told["labels"].flatten() != IGNORED).nonzero().flatten()
+    expected = [causal_lm_loss(model, untold), *torch.autograd.grad(causal_lm_loss(model, untold), list(model.parameters()))]
+    found = [causal_lm_loss(model, told), *torch.autograd.grad(causal_lm_loss(model, told), list(model.parameters()))]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_are_computed_of_targets_only():
+    model = llama()
+    fuse_head(Accelerator(cpu=True), model, VOCAB)
+    whole = batch(rows=3, length=17)
+    whole["labels"] = whole["input_ids"]
+    few = whole | {"labels": torch.full_like(whole["labels"], IGNORED), "targets": torch.arange(5)}
+    few["labels"][0, :5] = 1
+    spent = []
+    for asked in (whole, few):
+        with FlopCounterMode(display=False) as counter:
+            causal_lm_loss(model, asked).backward()
+        spent.append(counter.get_total_flops())
+    assert spent[0] - spent[1] == (3 * 17 - 5) * 3 * 2 * 32 * VOCAB
 
 
 def test_in_bf16_it_is_as_far_from_fp32_as_whole_logits_are():

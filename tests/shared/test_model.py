@@ -141,7 +141,7 @@ def batches():
     packed = chat.Packed(documents, 20)
     bins = {len(documents_of_row): number for number, documents_of_row in enumerate(packed.bins)}
     return {
-        "plain": {key: tensor[:, :16] for key, tensor in chat.collate_padded([documents[4]]).items()},
+        "plain": {"input_ids": tokens(1, 16), "labels": tokens(1, 16)},
         "packed": chat.collate_packed([packed[bins[2]], packed[bins[1]]]),
         "packed, nothing beside another": chat.collate_packed([packed[bins[1]]]),
         "packed, one row": chat.collate_packed([packed[bins[1]], packed[bins[2]]], flat=True),
@@ -157,7 +157,7 @@ def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(
     """Bit for bit the same losses and gradients, windows of attention included."""
     subject = make(name, attention)
     batch = batches()[kind]
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets")}
     with HostReads() as plain:
         logits = subject(**inputs, use_cache=False).logits
     targets = batch["labels"].flatten()
@@ -204,7 +204,7 @@ def test_blocks_share_the_mask_of_packed_rows(mixed):
 
 
 def test_only_rows_that_hold_several_documents_come_with_positions_and_only_padded_ones_with_a_mask():
-    keys = {kind: set(batch) - {"input_ids", "labels"} for kind, batch in batches().items()}
+    keys = {kind: set(batch) - {"input_ids", "labels", "targets"} for kind, batch in batches().items()}
     assert keys == {
         "plain": set(),
         "packed": {"position_ids"},
