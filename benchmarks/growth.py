@@ -119,6 +119,7 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
     for name, kind in (("ids", np.int32), ("learned", np.bool_)):  # empty files, which take no room on most disks
         np.lib.format.open_memmap(folder / f"train-{name}.npy", "w+", kind, (8 * options.size,))
     np.save(folder / "train-ends.npy", np.arange(8, 8 * options.size + 1, 8))
+    np.save(folder / "train-targets.npy", np.full(options.size, 7))
     return lambda: Conversations(folder, "train")
 
 

@@ -6,23 +6,24 @@ nothing is learned.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import sys
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from shared import data, demo, records
+from shared import data, demo, prepared, records
 from shared.config import ConfigError, cache_dir
 from shared.data import IGNORED, Batch, Order, Row
 from shared.demo import DEFAULT_TEMPLATE
@@ -33,7 +34,8 @@ from shared.records import Source, kind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 2  # raised when the prepared files change meaning
+FORMAT = 3  # raised when the prepared files change meaning
+AT_ONCE = 128  # records that a process is handed at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 
 # Forms -----------------------------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     train, validation = records.open_sources(config, demo=DEMO)
     serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
-        lambda: data.fingerprint(
+        lambda: prepared.fingerprint(
             format=FORMAT,
             train=train.identity(),
             validation=validation and validation.identity(),
@@ -292,76 +294,125 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     )
 
     def build(folder: Path) -> None:
-        facts: dict[str, Any] = {"source": train.name, "own_template": encoder.has_own_template}
-        rows = _encode_all(train, encoder, config.seq_length, facts, limit=config.max_train_samples)
+        sizes, facts = _encode_all(train, folder / "all", config, tokenizer)
+        facts |= {"source": train.name, "own_template": encoder.has_own_template}
+        kept = np.ones(len(sizes), bool)
         if validation is None:
-            held_out = max(1, round(len(rows) * config.validation_split_percentage / 100))
-            order = data.permute(np.arange(len(rows)), len(rows), (0,))
-            splits = {"train": [rows[i] for i in sorted(order[held_out:])]}
-            splits["validation"] = [rows[i] for i in sorted(order[:held_out])]
+            held_out = max(1, round(len(sizes) * config.validation_split_percentage / 100))
+            kept[data.permute(np.arange(len(sizes)), len(sizes), (0,))[:held_out]] = False
+            splits = {"train": ("all", sizes, kept), "validation": ("all", sizes, ~kept)}
         else:
-            splits = {"train": rows, "validation": _encode_all(validation, encoder, config.seq_length, {})}
+            others, _ = _encode_all(validation, folder / "others", replace(config, max_train_samples=None), tokenizer)
+            splits = {"train": ("all", sizes, kept), "validation": ("others", others, np.ones(len(others), bool))}
+        if not kept.any():
+            raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
         digest = hashlib.sha256()
-        for split, chosen in splits.items():
-            if not chosen:
-                raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
-            for name, values in (
-                ("ids", np.concatenate([ids for ids, _ in chosen]).astype(np.int32)),
-                ("learned", np.concatenate([learned for _, learned in chosen])),
-                ("ends", np.cumsum([len(ids) for ids, _ in chosen])),
-            ):
-                np.save(folder / f"{split}-{name}.npy", values)
-                digest.update(values.tobytes())
+        for split, (source, sizes_of, chosen) in splits.items():
+            _select(folder / source, sizes_of, chosen, folder / split, digest)
+        for name in {source for source, _, _ in splits.values()}:
+            for file in _files(folder / name):
+                file.unlink()
         (folder / "meta.json").write_text(json.dumps(facts | {"sha256": digest.hexdigest()}, indent=1))
 
-    return data.build_once(cache_dir() / "chat" / key, build)
+    return prepared.build_once(cache_dir() / "chat" / key, build)
+
+
+class _Encode:
+    """Records to samples: the tokens of all, which of them are learned, [samples, 2] tokens and targets, counts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, seq_length: int) -> None:
+        self.encoder, self.most = Encoder(tokenizer, loss_on), seq_length + 1
+
+    def __call__(self, chunk: tuple[str, list[tuple[str, dict[str, Any]]]]) -> tuple[Any, Any, Any, Counter[str]]:
+        form, rows = chunk
+        counts = Counter({"read": len(rows), form: len(rows)})
+        every, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
+        for where, record in rows:
+            ids, learned = self.encoder(read_example(record, form, where), where)
+            counts["cut"] += len(ids) > self.most
+            learned = learned[: self.most]
+            targets = int(learned[1:].sum())  # the first token of a sample is nobody's next token
+            if not targets:
+                counts["dropped"] += 1
+                continue
+            every.append(np.array(ids[: self.most], np.int32))
+            marks.append(learned)
+            sizes.append((len(learned), targets))
+        return np.concatenate(every), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 2), counts
+
+
+def _chunks(source: Source, limit: int | None) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+    """(form, records): the first record's form, which all have to have, and some of the records with their places."""
+    rows, form = islice(source.read(), limit), ""
+    while chunk := list(islice(rows, AT_ONCE)):
+        where, first = chunk[0]
+        form = form or recognise(first, where)
+        yield form, chunk
+
+
+def _files(place: Path) -> list[Path]:
+    return [place.with_name(f"{place.name}-{name}.bin") for name in ("ids", "learned")]
 
 
 def _encode_all(
-    source: Source, encoder: Encoder, seq_length: int, facts: dict[str, Any], limit: int | None = None
-) -> list[tuple[np.ndarray, np.ndarray]]:
+    source: Source, place: Path, config: ChatConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Write the samples of a source, one after another, to `_files(place)`: ([samples, 2] tokens and targets, facts)."""
     from tqdm import tqdm
 
-    form, rows = None, []
-    counts: Counter[str] = Counter()
-    for where, record in tqdm(source.read(), desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None):
-        if limit is not None and counts["read"] == limit:
-            break
-        counts["read"] += 1
-        form = form or recognise(record, where)
-        ids, learned = encoder(read_example(record, form, where), where)
-        if len(ids) > seq_length + 1:
-            counts["cut"] += 1
-            ids, learned = ids[: seq_length + 1], learned[: seq_length + 1]
-        if not learned[1:].any():
-            counts["dropped"] += 1
-            continue
-        rows.append((np.array(ids), learned))
+    sizes, counts = [], Counter[str]()
+    parts = tokenizer, config.loss_on, config.seq_length
+    processes = prepared.processes_for(source, config.preprocessing_num_workers)
+    results = prepared.in_order(_Encode, parts, _chunks(source, config.max_train_samples), processes)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(file.open("wb")) for file in _files(place)]
+        bar = stack.enter_context(tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None))
+        for ids, learned, some, seen in results:
+            for file, values in zip(files, (ids, learned), strict=True):
+                values.tofile(file)
+            sizes.append(some)
+            counts += seen
+            bar.update(seen["read"])
     if not counts["read"]:
         raise ConfigError(f"{source.name}: no records in it")
-    if not rows:
+    if counts["dropped"] == counts["read"]:
         raise ConfigError(
-            f"{source.name}: none of its {counts['read']} samples has a token to learn within --seq_length {seq_length}"
+            f"{source.name}: none of its {counts['read']} samples has a token to learn within "
+            f"--seq_length {config.seq_length}"
         )
-    facts |= {"form": form, **{name: counts[name] for name in ("read", "cut", "dropped")}}
-    return rows
+    form = next(form for form in FORMS if counts[form])
+    return np.concatenate(sizes), {"form": form, **{name: counts[name] for name in ("read", "cut", "dropped")}}
+
+
+def _select(source: Path, sizes: np.ndarray, chosen: np.ndarray, place: Path, digest: Any) -> None:
+    """Copy the `chosen` samples, [samples] bool, of what `_encode_all` left at `source` to the files of a split."""
+    ends = np.cumsum(sizes[chosen, 0])
+    bounds = np.concatenate([[0], np.cumsum(sizes[:, 0])])[np.flatnonzero(np.diff(chosen, prepend=False, append=False))]
+    for file, name, dtype in zip(_files(source), ("ids", "learned"), (np.int32, np.bool_), strict=True):
+        values = np.memmap(file, dtype, "r")
+        into = np.lib.format.open_memmap(f"{place}-{name}.npy", "w+", dtype, (int(ends[-1]),))
+        done = 0
+        for first, last in bounds.reshape(-1, 2).tolist():  # neighbours at once
+            into[done : done + last - first] = values[first:last]
+            done += last - first
+        digest.update(into)
+    np.save(f"{place}-ends.npy", ends)
+    digest.update(ends.tobytes())
+    np.save(f"{place}-targets.npy", sizes[chosen, 1])
 
 
 class Conversations:
     """One split of prepared samples, memory-mapped: `data.Samples`, one conversation an index."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        with data.reading(folder):
+        with prepared.reading(folder):
             self.meta = json.loads((folder / "meta.json").read_text())
             self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
             self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
-            self.ends = np.load(folder / f"{split}-ends.npy")
-            if not len(self.ids) == len(self.learned) == self.ends[-1]:
+            self.ends, self.targets = (np.load(folder / f"{split}-{name}.npy") for name in ("ends", "targets"))
+            if not len(self.ids) == len(self.learned) == self.ends[-1] or len(self.ends) != len(self.targets):
                 raise ValueError("its files are not of one length")
         self.starts = np.concatenate([[0], self.ends[:-1]])
-        # The first token of a sample is nobody's next token.
-        sums = np.concatenate([[0], np.cumsum(self.learned)])
-        self.targets = sums[self.ends] - sums[self.starts + 1]
         self.lengths = self.ends - self.starts - 1  # positions of a row: every token has to predict a next one
 
     def __len__(self) -> int:

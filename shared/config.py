@@ -172,6 +172,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def flag(name: str) -> bool:
     """Whether an environment variable, of Accelerate's launcher for one, says yes."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes")

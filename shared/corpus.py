@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import multiprocessing
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shared import data, demo, records
+from shared import data, demo, prepared, records
 from shared.config import ConfigError, cache_dir
 from shared.data import Batch, Row, Window
 from shared.demo import DEFAULT_TEMPLATE
@@ -69,7 +67,7 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     if tokenizer is not None and tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-text token to put between documents")
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
-        lambda: data.fingerprint(
+        lambda: prepared.fingerprint(
             format=FORMAT,
             train=train.identity(),
             validation=validation and validation.identity(),
@@ -83,22 +81,19 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     def build(folder: Path) -> None:
         used = tokenizer or train_tokenizer(texts(train, config.text_column), config.vocab_size)
         used.save_pretrained(folder / "tokenizer")
-        num_proc = config.preprocessing_num_workers
-        if num_proc is None:
-            size = sum(p.stat().st_size for p in train.identity() if isinstance(p, Path))
-            num_proc = max(1, min(os.cpu_count() or 1, size // 32_000_000))
+        processes = prepared.processes_for(train, config.preprocessing_num_workers)
         percent = config.validation_split_percentage
         column = config.text_column
-        write_shards(folder, train, validation, used, column=column, validation_percent=percent, num_proc=num_proc)
+        write_shards(folder, train, validation, used, column=column, validation_percent=percent, processes=processes)
 
-    return data.build_once(cache_dir() / "corpus" / key, build)
+    return prepared.build_once(cache_dir() / "corpus" / key, build)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that `prepare` left in its folder."""
     from transformers import PreTrainedTokenizerFast
 
-    with data.reading(folder):
+    with prepared.reading(folder):
         return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
 
@@ -186,25 +181,21 @@ class _ShardWriter:
         return {**facts, "sha256": self.hash.hexdigest()}
 
 
-_worker: Any = None  # (tokenizers.Tokenizer, eos id) of a tokenising process
+class _Tokenise:
+    """Tokens of texts with an end-of-text after each: ([tokens] uint32, [texts] lengths, [texts] bytes)."""
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from tokenizers import Tokenizer
 
-def _start_worker(serialised: str, eos: int) -> None:
-    global _worker
-    from tokenizers import Tokenizer
+        self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        self.eos = tokenizer.eos_token_id
+        self.tokenizer.no_truncation()  # as a fine-tune may have left in its file
+        self.tokenizer.no_padding()
 
-    tokenizer = Tokenizer.from_str(serialised)
-    tokenizer.no_truncation()  # as a fine-tune may have left in its file
-    tokenizer.no_padding()
-    _worker = (tokenizer, eos)
-
-
-def _tokenise(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of all `texts` with an end-of-text after each: ([tokens] uint32, [texts] lengths, [texts] bytes)."""
-    tokenizer, eos = _worker
-    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-    ids = [np.asarray([*e.ids, eos], dtype=np.uint32) for e in encoded]
-    return np.concatenate(ids), np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
+    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        ids = [np.asarray([*e.ids, self.eos], dtype=np.uint32) for e in encoded]
+        return np.concatenate(ids), np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
 
 
 def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -220,20 +211,6 @@ def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
         yield chunk
 
 
-def _tokenised(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, num_proc: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Tokenise chunk after chunk, in order, by `num_proc` processes."""
-    initial = (tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)  # type: ignore[attr-defined]
-    if num_proc <= 1:
-        _start_worker(*initial)
-        yield from map(_tokenise, _chunks(texts))
-        return
-    # spawn: a fork would copy the threads' locks of a process group that is already up
-    with multiprocessing.get_context("spawn").Pool(num_proc, _start_worker, initial) as pool:
-        yield from pool.imap(_tokenise, _chunks(texts))
-
-
 def write_shards(
     folder: Path,
     train: Source,
@@ -242,7 +219,7 @@ def write_shards(
     *,
     column: str,
     validation_percent: float,
-    num_proc: int,
+    processes: int,
 ) -> None:
     """Tokenise everything into `folder`: shards, document ends, `meta.json`. Call on one rank.
 
@@ -258,7 +235,8 @@ def write_shards(
     for source in (train, validation):
         if source is None:
             continue
-        for tokens, lengths, sizes in _tokenised(texts(source, column), tokenizer, num_proc):
+        chunks = _chunks(texts(source, column))
+        for tokens, lengths, sizes in prepared.in_order(_Tokenise, (tokenizer,), chunks, processes):
             if source is validation:
                 held_out = np.ones(len(lengths), bool)
             elif validation is not None:
@@ -291,7 +269,7 @@ class Tokens:
 
     def __init__(self, folder: Path, split: str, seq_length: int, first: int = 0, last: int | None = None) -> None:
         self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
-        with data.reading(folder):
+        with prepared.reading(folder):
             self.meta = json.loads((folder / "meta.json").read_text())
             size, shards = np.dtype(self.meta["dtype"]).itemsize, self.meta[split]["shards"]
             if [size * tokens for tokens in shards] != [self._shard(i).stat().st_size for i in range(len(shards))]:
@@ -406,7 +384,7 @@ class Stream:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""
         held = np.zeros(0, np.int64)
         number = 0
-        for tokens, lengths, _ in _tokenised(texts(self.source, self.column), self.tokenizer, 1):
+        for tokens, lengths, _ in map(_Tokenise(self.tokenizer), _chunks(texts(self.source, self.column))):
             chosen = data.is_validation(np.arange(number, number + len(lengths)), self.validation_percent) == validation
             number += len(lengths)
             held = np.concatenate([held, tokens[np.repeat(chosen, lengths)].astype(np.int64)])
@@ -419,7 +397,7 @@ class Stream:
         """Changes when the samples do."""
         tokens = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()  # type: ignore[attr-defined]
         how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length}
-        return data.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
+        return prepared.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
 
     def held_out(self, count: int) -> list[Row]:
         """The first `count` validation sequences. Raises ConfigError when there is not one."""

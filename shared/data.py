@@ -10,100 +10,26 @@ import atexit
 import contextlib
 import ctypes
 import hashlib
-import json
 import math
 import os
 import random
-import secrets
-import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from multiprocessing.sharedctypes import RawValue
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shared.config import STOP_SIGNALS, CleanExit, ConfigError, first_line, is_main_rank
+from shared.config import STOP_SIGNALS, CleanExit
 
 IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
 
 
 DRAWN_AT_ONCE = 4096  # positions of an epoch
-
-
-# Built once, by the main rank ---------------------------------------------------------------------------------------
-
-
-def fingerprint(**parts: Any) -> str:
-    """16 hex digits that change when any of the JSON-like `parts` does; a Path stands for its size and time."""
-
-    def describe(value: Any) -> Any:
-        if isinstance(value, Path):
-            stat = value.stat()
-            return [str(value.resolve()), stat.st_size, stat.st_mtime_ns]
-        raise TypeError(type(value))
-
-    text = json.dumps(parts, sort_keys=True, default=describe)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Let the main rank fill `folder` while the others wait; on the next run it is there already.
-
-    `build` gets a temporary sibling, which is renamed when it returns: a folder is whole or does not exist. The
-    other ranks look for the folder instead of waiting in a collective, which would time out; when the main rank
-    fails, the launcher ends them, on other machines they notice that its launcher is gone. Every rank calls this; the
-    folder must be on a file system that all ranks see.
-
-    Raises:
-        ConfigError: the cache cannot be written, or the main rank has ended without making the folder.
-    """
-    if is_main_rank() and not folder.exists():
-        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        try:
-            temporary.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(f"{folder.parent}: {error.strerror}; set TEMPLATES_CACHE to a writable folder") from None
-        try:
-            build(temporary)
-            with contextlib.suppress(OSError):  # another run may have built the same in the meantime
-                temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    start, told = time.monotonic(), False
-    asked = start
-    while not folder.exists():
-        time.sleep(0.2)
-        if torch.distributed.is_initialized() and time.monotonic() - asked > 5:
-            asked = time.monotonic()
-            try:
-                torch.distributed.distributed_c10d._get_default_store().check(["there"])
-            except RuntimeError:
-                raise CleanExit(f"rank 0, which prepares {folder}, has ended: see its own output") from None
-        if not told and time.monotonic() - start > 60:
-            told = True
-            rank = os.environ.get("RANK")
-            print(
-                f"rank {rank} waits for rank 0 to prepare {folder}, which must be on a file system that both see", flush=True
-            )
-    return folder
-
-
-@contextlib.contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """For the block that reads what `build_once` left in `folder`: damage is a ConfigError that says what to do."""
-    try:
-        yield
-    except Exception as error:  # what NumPy, JSON and tokenizers make of foreign bytes is any type
-        raise ConfigError(
-            f"{folder}: prepared data is damaged ({first_line(error)}); remove the folder to make it anew"
-        ) from error
 
 
 # Order -------------------------------------------------------------------------------------------------------------

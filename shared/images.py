@@ -19,8 +19,8 @@ from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from shared import data, demo, records
-from shared.config import ConfigError, cache_dir, first_line, is_main_rank, redact
+from shared import data, demo, prepared, records
+from shared.config import ConfigError, cache_dir, cores, first_line, is_main_rank, redact
 from shared.data import Row
 from shared.launch import on_main, say
 from shared.options import ImageConfig
@@ -218,13 +218,13 @@ def prepare(config: ImageConfig) -> ImageData:
 
     is_demo = config.is_demo
     if is_demo:
-        folder = data.build_once(cache_dir() / "images" / "sklearn-digits-1", demo.digits)
+        folder = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", demo.digits)
         config = ImageConfig(train_dir=folder, validation_split_percentage=config.validation_split_percentage)
     key = on_main(look)
     folder = cache_dir() / "images" / key
     looked_before = folder.exists()
-    data.build_once(folder, lambda into: _write(found[0], table, into))
-    with data.reading(folder):
+    prepared.build_once(folder, lambda into: _write(found[0], table, into))
+    with prepared.reading(folder):
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         source: _Files | _Table = table or _Files(
             *(np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("paths", "ends"))
@@ -293,8 +293,7 @@ class _Look(Dataset):
 def _look_at_all(source: _Files | _Table, count: int) -> list[tuple[int, str]]:
     """(number, reason) of the images that cannot be read, found by decoding every one on all cores."""
     say(f"reading {count:,} images once, to find those that are damaged")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = cores if count > 5000 else 0
+    workers = cores() if count > 5000 else 0
     loader: DataLoader = DataLoader(
         _Look(source),
         sampler=range(count),
@@ -353,7 +352,7 @@ def _split(config: ImageConfig, source: _Files | _Table, labels: np.ndarray, met
     if bad:
         about += f"; {len(bad):,} that cannot be read are left out"
     split = hashlib.sha256(validation.tobytes()).hexdigest()
-    identity = data.fingerprint(content=meta["identity"], split=split, bad=sorted(bad))
+    identity = prepared.fingerprint(content=meta["identity"], split=split, bad=sorted(bad))
     return ImageData(Images(source, train), Images(source, validation), tuple(names), identity, about)
 
 

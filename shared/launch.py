@@ -116,7 +116,7 @@ def on_main(function: Callable[[], T]) -> T:
     """Call `function` on the main rank alone and give every rank its result, or its `CleanExit`. Every rank calls this.
 
     For what must be decided once: a look at the file system, say, which ranks could see differently. Not for minutes
-    of work, in which the waiting ranks' collective would time out (see `data.build_once`).
+    of work, in which the waiting ranks' collective would time out (see `prepared.build_once`).
     """
     outcome: list[Any] = [None]
     if configs.is_main_rank():
@@ -214,8 +214,7 @@ def _use_all_cores(world_size: int) -> None:
     `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores but one idle.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and not _has_accelerator_device():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+        torch.set_num_threads(max(1, configs.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
 
 
 def _fp8_recipe() -> AORecipeKwargs:

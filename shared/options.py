@@ -228,7 +228,9 @@ class LogConfig:
 class DataConfig:
     """Data."""
 
-    FREE: ClassVar = frozenset({"train_file", "validation_file", "dataset_name", "dataset_config_name"})
+    FREE: ClassVar = frozenset(
+        {"train_file", "validation_file", "dataset_name", "dataset_config_name", "preprocessing_num_workers"}
+    )
 
     train_file: tuple[str, ...] = ()
     """Files, folders or globs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text."""
@@ -240,6 +242,8 @@ class DataConfig:
     """Configuration of dataset_name."""
     validation_split_percentage: float = 5.0
     """Per cent of the records held out to validate on; which ones depends on nothing but their numbers."""
+    preprocessing_num_workers: int | None = None
+    """Processes that tokenise; if not given, one for every 32 MB of files, up to the processors there are."""
 
     def __post_init__(self) -> None:
         if self.train_file and self.dataset_name:
@@ -261,7 +265,7 @@ class DataConfig:
 class CorpusConfig(DataConfig):
     """Text and tokenizer."""
 
-    FREE: ClassVar = DataConfig.FREE | {"tokenizer_name", "preprocessing_num_workers", "preprocess_only"}
+    FREE: ClassVar = DataConfig.FREE | {"tokenizer_name", "preprocess_only"}
 
     text_column: str = "text"
     """Column or key that holds the text."""
@@ -271,8 +275,6 @@ class CorpusConfig(DataConfig):
     """Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on the text."""
     vocab_size: int = 4096
     """Tokens of the BPE that is trained when there is no tokenizer."""
-    preprocessing_num_workers: int | None = None
-    """Processes that tokenise; if not given, one for every 32 MB of files, up to the processors there are."""
     preprocess_only: bool = False
     """Prepare tokenizer and tokens, then exit."""
 

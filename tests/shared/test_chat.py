@@ -222,6 +222,31 @@ def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, 
     )
 
 
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_more_processes_prepare_the_same(tokenizer, chat_file, tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(chat, "AT_ONCE", at_once)
+    alone = prepared(tokenizer, chat_file, tmp_path / "alone", monkeypatch)[:2]
+    together = prepared(tokenizer, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2)[:2]
+    for one, other in zip(alone, together, strict=True):
+        assert one.meta == other.meta
+        assert np.array_equal(one.ids, other.ids) and np.array_equal(one.learned, other.learned)
+        assert np.array_equal(one.ends, other.ends) and np.array_equal(one.targets, other.targets)
+    assert sorted(path.name for path in next((tmp_path / "alone/chat").iterdir()).iterdir()) == [
+        "meta.json",
+        *(f"{split}-{name}.npy" for split in ("train", "validation") for name in ("ends", "ids", "learned", "targets")),
+    ]
+
+
+def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file, tmp_path, monkeypatch):
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(chat_file.read_text().splitlines(keepends=True)[:5]))
+    options = {"validation_file": (str(held_out),), "max_train_samples": 9}
+    train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch, **options)
+    assert (len(train), len(validation)) == (9, 5)
+    for index in range(5):
+        assert all(np.array_equal(train[index][key], validation[index][key]) for key in ("input_ids", "labels"))
+
+
 def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
     rows = [{"prompt": "the line " * 100, "completion": "x"}, *[{"prompt": "a ", "completion": "line"}] * 3]

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections import Counter
 
 import numpy as np
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from shared import data
 from shared.checkpoint import CheckpointError
-from shared.config import ConfigError, cache_dir
+from shared.config import ConfigError
 from shared.data import IGNORED, Loader, Order, micro_batches, permute
 from tests.conftest import ROOT
 
@@ -488,104 +487,3 @@ def test_a_larger_validation_share_contains_the_smaller_one():
     small, large = (data.is_validation(np.arange(5000), percent) for percent in (1.0, 10.0))
     assert (large | ~small).all()
     assert large.sum() > small.sum() > 0
-
-
-# Prepared once -------------------------------------------------------------------------------------------------------
-
-
-def test_the_fingerprint_changes_with_anything_that_counts(tmp_path):
-    path = tmp_path / "a"
-    path.write_text("one")
-    os.utime(path, ns=(10**18, 10**18))
-
-    def now():
-        return data.fingerprint(files=[path], settings=[1, None, "x"])
-
-    first = now()
-    assert len(first) == 16
-    assert now() == first
-    assert data.fingerprint(settings=[1, None, "x"], files=[path]) == first
-    assert data.fingerprint(files=[path], settings=[2, None, "x"]) != first
-    os.utime(path, ns=(10**18 + 1, 10**18 + 1))
-    touched = now()
-    assert touched != first
-    path.write_text("longer")
-    os.utime(path, ns=(10**18, 10**18))
-    assert now() not in (first, touched)
-    other = tmp_path / "b"
-    other.write_text("one")
-    os.utime(other, ns=(10**18, 10**18))
-    assert data.fingerprint(files=[other], settings=[1, None, "x"]) != first
-
-
-def test_a_fingerprint_of_what_has_no_plain_form_is_a_programming_error():
-    with pytest.raises(TypeError):
-        data.fingerprint(x=object())
-
-
-def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "t"))
-    assert cache_dir() == tmp_path / "t"
-    monkeypatch.delenv("TEMPLATES_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert cache_dir() == tmp_path / "x" / "accelerate-templates"
-
-
-def test_a_folder_is_built_once_and_reused(tmp_path):
-    calls = []
-
-    def build(folder):
-        assert folder.parent == tmp_path / "deep"
-        assert folder != tmp_path / "deep" / "a"
-        (folder / "x").write_text(str(len(calls)))
-        calls.append(folder)
-
-    for _ in range(3):
-        assert data.build_once(tmp_path / "deep" / "a", build) == tmp_path / "deep" / "a"
-    assert len(calls) == 1
-    assert (tmp_path / "deep" / "a" / "x").read_text() == "0"
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a"]
-
-
-@pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
-def test_a_build_that_fails_leaves_nothing_behind_and_can_be_repeated(tmp_path, error):
-    def fail(folder):
-        (folder / "half").write_text("x")
-        raise error("x")
-
-    with pytest.raises(error):
-        data.build_once(tmp_path / "a", fail)
-    assert list(tmp_path.iterdir()) == []
-    data.build_once(tmp_path / "a", lambda folder: (folder / "whole").write_text("y"))
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["whole"]
-
-
-def test_who_comes_second_takes_what_another_run_built_in_the_meantime(tmp_path):
-    def build(folder):
-        (folder / "mine").write_text("x")
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "theirs").write_text("x")
-
-    data.build_once(tmp_path / "a", build)
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["theirs"]
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
-def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="set TEMPLATES_CACHE to a writable folder"):
-        data.build_once(tmp_path / "file" / "a", lambda folder: None)
-
-
-def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    waiting = threading.Thread(
-        target=data.build_once, args=(tmp_path / "a", lambda folder: pytest.fail("built")), daemon=True
-    )
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive()
-    (tmp_path / "a").mkdir()
-    waiting.join(5)
-    assert not waiting.is_alive()
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]

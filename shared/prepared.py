@@ -1,0 +1,151 @@
+"""What is made of the data once and kept for later runs: built by the main rank while the others wait, and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from shared.config import CleanExit, ConfigError, cores, first_line, is_main_rank
+from shared.records import Source
+
+
+def fingerprint(**parts: Any) -> str:
+    """16 hex digits that change when any of the JSON-like `parts` does; a Path stands for its size and time."""
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, Path):
+            stat = value.stat()
+            return [str(value.resolve()), stat.st_size, stat.st_mtime_ns]
+        raise TypeError(type(value))
+
+    text = json.dumps(parts, sort_keys=True, default=describe)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Let the main rank fill `folder` while the others wait; on the next run it is there already.
+
+    `build` gets a temporary sibling, which is renamed when it returns: a folder is whole or does not exist. The
+    other ranks look for the folder instead of waiting in a collective, which would time out; when the main rank
+    fails, the launcher ends them, on other machines they notice that its launcher is gone. Every rank calls this; the
+    folder must be on a file system that all ranks see.
+
+    Raises:
+        ConfigError: the cache cannot be written, or the main rank has ended without making the folder.
+    """
+    from torch import distributed  # not before: the processes of `in_order` need none of it
+
+    if is_main_rank() and not folder.exists():
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"{folder.parent}: {error.strerror}; set TEMPLATES_CACHE to a writable folder") from None
+        try:
+            build(temporary)
+            with contextlib.suppress(OSError):  # another run may have built the same in the meantime
+                temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    start, told = time.monotonic(), False
+    asked = start
+    while not folder.exists():
+        time.sleep(0.2)
+        if distributed.is_initialized() and time.monotonic() - asked > 5:
+            asked = time.monotonic()
+            try:
+                distributed.distributed_c10d._get_default_store().check(["there"])
+            except RuntimeError:
+                raise CleanExit(f"rank 0, which prepares {folder}, has ended: see its own output") from None
+        if not told and time.monotonic() - start > 60:
+            told = True
+            rank = os.environ.get("RANK")
+            print(
+                f"rank {rank} waits for rank 0 to prepare {folder}, which must be on a file system that both see", flush=True
+            )
+    return folder
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """For the block that reads what `build_once` left in `folder`: damage is a ConfigError that says what to do."""
+    try:
+        yield
+    except Exception as error:  # what NumPy, JSON and tokenizers make of foreign bytes is any type
+        raise ConfigError(
+            f"{folder}: prepared data is damaged ({first_line(error)}); remove the folder to make it anew"
+        ) from error
+
+
+_work: Any = None  # what this process does with each item
+
+
+def in_order(make: Callable[..., Callable[[Any], Any]], parts: tuple, items: Iterable[Any], processes: int) -> Iterator[Any]:
+    """`make(*parts)` called with each item, by so many processes; what it returns, in the order of the items.
+
+    One process is this one itself. All that goes between them is pickled, errors included.
+
+    Raises:
+        ConfigError: a process was killed.
+    """
+    if processes <= 1:
+        yield from map(make(*parts), items)
+        return
+    waiting: deque[Future] = deque()
+    # spawn: a fork would copy the threads' locks of a process group that is already up
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_work, initargs=(make, parts))
+    try:
+        for item in items:
+            waiting.append(pool.submit(_do, item))
+            if len(waiting) > 4 * processes:  # and not all at once, which would read all
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            "a process that prepares the data has died, of a lack of memory perhaps: choose fewer with "
+            "--preprocessing_num_workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_work(make: Callable[..., Any], parts: tuple) -> None:
+    global _work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal all get it, and what ends is the other's decision
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _work = make(*parts)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # killed, it could not say so
+    os._exit(1)
+
+
+def _do(item: Any) -> Any:
+    return _work(item)
+
+
+def processes_for(source: Source, asked: int | None) -> int:
+    """How many processes prepare a source: as many as are `asked` for, or one for every 32 MB of its files."""
+    if asked is not None:
+        return asked
+    size = sum(path.stat().st_size for path in source.identity() if isinstance(path, Path))
+    return max(1, min(cores(), size // 32_000_000))

@@ -1,0 +1,181 @@
+"""shared/prepared.py: what is made of the data once is whole or not there, and the same by any number of processes."""
+
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import psutil
+import pytest
+
+from shared import prepared
+from shared.config import ConfigError, cache_dir, cores
+from shared.records import Source
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def main_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_fingerprint_changes_with_anything_that_counts(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("one")
+    os.utime(path, ns=(10**18, 10**18))
+
+    def now():
+        return prepared.fingerprint(files=[path], settings=[1, None, "x"])
+
+    first = now()
+    assert len(first) == 16
+    assert now() == first
+    assert prepared.fingerprint(settings=[1, None, "x"], files=[path]) == first
+    assert prepared.fingerprint(files=[path], settings=[2, None, "x"]) != first
+    os.utime(path, ns=(10**18 + 1, 10**18 + 1))
+    touched = now()
+    assert touched != first
+    path.write_text("longer")
+    os.utime(path, ns=(10**18, 10**18))
+    assert now() not in (first, touched)
+    other = tmp_path / "b"
+    other.write_text("one")
+    os.utime(other, ns=(10**18, 10**18))
+    assert prepared.fingerprint(files=[other], settings=[1, None, "x"]) != first
+
+
+def test_a_fingerprint_of_what_has_no_plain_form_is_a_programming_error():
+    with pytest.raises(TypeError):
+        prepared.fingerprint(x=object())
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "t"))
+    assert cache_dir() == tmp_path / "t"
+    monkeypatch.delenv("TEMPLATES_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert cache_dir() == tmp_path / "x" / "accelerate-templates"
+
+
+def test_a_folder_is_built_once_and_reused(tmp_path):
+    calls = []
+
+    def build(folder):
+        assert folder.parent == tmp_path / "deep"
+        assert folder != tmp_path / "deep" / "a"
+        (folder / "x").write_text(str(len(calls)))
+        calls.append(folder)
+
+    for _ in range(3):
+        assert prepared.build_once(tmp_path / "deep" / "a", build) == tmp_path / "deep" / "a"
+    assert len(calls) == 1
+    assert (tmp_path / "deep" / "a" / "x").read_text() == "0"
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
+def test_a_build_that_fails_leaves_nothing_behind_and_can_be_repeated(tmp_path, error):
+    def fail(folder):
+        (folder / "half").write_text("x")
+        raise error("x")
+
+    with pytest.raises(error):
+        prepared.build_once(tmp_path / "a", fail)
+    assert list(tmp_path.iterdir()) == []
+    prepared.build_once(tmp_path / "a", lambda folder: (folder / "whole").write_text("y"))
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["whole"]
+
+
+def test_who_comes_second_takes_what_another_run_built_in_the_meantime(tmp_path):
+    def build(folder):
+        (folder / "mine").write_text("x")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "theirs").write_text("x")
+
+    prepared.build_once(tmp_path / "a", build)
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["theirs"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="set TEMPLATES_CACHE to a writable folder"):
+        prepared.build_once(tmp_path / "file" / "a", lambda folder: None)
+
+
+def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    waiting = threading.Thread(
+        target=prepared.build_once, args=(tmp_path / "a", lambda folder: pytest.fail("built")), daemon=True
+    )
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    (tmp_path / "a").mkdir()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_results_come_in_the_order_of_the_items(processes):
+    items = (f"1000 // {by}, __import__('os').getpid()" for by in range(1, 200))
+    found = list(prepared.in_order(partial, (eval,), items, processes))
+    assert [result for result, _ in found] == [1000 // by for by in range(1, 200)]
+    workers = {process for _, process in found}
+    assert workers == {os.getpid()} if processes == 1 else os.getpid() not in workers
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(processes):
+    items = ["pass", "from shared.config import ConfigError as E; raise E('line 7: no text')", "pass"]
+    results = prepared.in_order(partial, (exec,), items, processes)
+    assert next(results) is None
+    with pytest.raises(ConfigError, match=r"^line 7: no text$"):
+        next(results)
+
+
+def test_no_more_is_read_ahead_than_the_processes_need():
+    taken = []
+    items = (taken.append(number) or str(number) for number in range(1000))
+    results = prepared.in_order(partial, (eval,), items, 2)
+    assert [next(results) for _ in range(20)] == list(range(20))
+    assert len(taken) < 40
+    results.close()
+
+
+@pytest.mark.parametrize("parts", [(exec,), (None,)], ids=["at work", "at its start"])
+def test_a_process_that_dies_ends_the_work_and_nothing_waits_for_it(parts):
+    with pytest.raises(ConfigError, match="choose fewer with --preprocessing_num_workers"):
+        list(prepared.in_order(partial, parts, ["import os; os._exit(1)"] * 50, 2))
+
+
+OUTLIVED = """
+import time
+from functools import partial
+from shared import prepared
+for process in prepared.in_order(partial, (eval,), ["__import__('os').getpid()"] * 99, 2):
+    print(process, flush=True)
+    time.sleep(0.2)
+"""
+
+
+def test_processes_do_not_outlive_a_run_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", OUTLIVED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        workers = [psutil.Process(number) for number in {int(run.stdout.readline()) for _ in range(3)}]
+        run.kill()
+    _, alive = psutil.wait_procs(workers, 10)
+    assert workers and not alive
+
+
+def test_large_files_are_prepared_by_more_processes_than_small_ones(tmp_path):
+    file = tmp_path / "large"
+    with file.open("wb") as sparse:
+        sparse.truncate(32_000_000 * 1000)
+    source = Source("x", lambda: [file, "a word"], lambda: iter(()))
+    assert prepared.processes_for(source, None) == cores()
+    assert prepared.processes_for(source, 3) == 3
+    assert prepared.processes_for(Source("demo", lambda: ["3.11"], lambda: iter(())), None) == 1
