@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FORMAT = 3  # raised when the prepared files change meaning
 AT_ONCE = 128  # records that a process is handed at a time
+COPIED_AT_ONCE = 2**24  # bytes
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 
 # Forms -----------------------------------------------------------------------------------------------------------------
@@ -388,14 +389,17 @@ def _select(source: Path, sizes: np.ndarray, chosen: np.ndarray, place: Path, di
     """Copy the `chosen` samples, [samples] bool, of what `_encode_all` left at `source` to the files of a split."""
     ends = np.cumsum(sizes[chosen, 0])
     bounds = np.concatenate([[0], np.cumsum(sizes[:, 0])])[np.flatnonzero(np.diff(chosen, prepend=False, append=False))]
-    for file, name, dtype in zip(_files(source), ("ids", "learned"), (np.int32, np.bool_), strict=True):
-        values = np.memmap(file, dtype, "r")
-        into = np.lib.format.open_memmap(f"{place}-{name}.npy", "w+", dtype, (int(ends[-1]),))
-        done = 0
-        for first, last in bounds.reshape(-1, 2).tolist():  # neighbours at once
-            into[done : done + last - first] = values[first:last]
-            done += last - first
-        digest.update(into)
+    for file, name, kind_of in zip(_files(source), ("ids", "learned"), (np.int32, np.bool_), strict=True):
+        dtype = np.dtype(kind_of)
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (int(ends[-1]),)}
+        with file.open("rb") as values, open(f"{place}-{name}.npy", "wb") as into:
+            np.lib.format.write_array_header_1_0(into, header)
+            for first, last in (dtype.itemsize * bounds).reshape(-1, 2).tolist():  # neighbours at once
+                values.seek(first)
+                for start in range(first, last, COPIED_AT_ONCE):
+                    block = values.read(min(COPIED_AT_ONCE, last - start))
+                    into.write(block)
+                    digest.update(block)
     np.save(f"{place}-ends.npy", ends)
     digest.update(ends.tobytes())
     np.save(f"{place}-targets.npy", sizes[chosen, 1])
