@@ -104,7 +104,7 @@ def _losses(more: str, tolerance: float | None, environment: dict | None = None,
 
 
 def _waiting(of: str, *needs: str) -> Row:
-    return Row(f"no step waits for the GPU, {of}", measures.waiting, 10, {"of": of}, (*SHARED, *needs), timed=False)
+    return Row(f"no step waits for the GPU, {of}", measures.waiting, 60, {"of": of}, (*SHARED, *needs), timed=False)
 
 
 ROWS = [  # the most telling first: the last ones may find no time

@@ -499,7 +499,7 @@ class Packed:
         return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
 
 
-def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
+def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1) -> Batch:
     """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`;
     and `targets`, see `lm_loss.causal_lm_loss`.
 
@@ -508,8 +508,14 @@ def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
 
     What fills a shorter row up is a document of its own, without targets. There is no attention mask: models tell
     documents apart by restarting positions only when none is given. Nor are there positions where none restarts.
+
+    Args:
+        rows: of a `Packed`.
+        flat: all in one row.
+        multiple_of: lengthen rows to a multiple of this: kernels are chosen, and compiled, for each length that comes.
     """
     longest = max(len(row["labels"]) for row in rows)
+    longest += -longest % multiple_of
 
     def fill(row: Row, key: str) -> np.ndarray:
         missing = longest - len(row[key])
@@ -525,22 +531,23 @@ def collate_packed(rows: list[Row], *, flat: bool = False) -> Batch:
     return _with_targets(batch)
 
 
-def collate_padded(rows: list[Row]) -> Batch:
-    """One conversation a row -> {"input_ids", "labels"}, mostly "attention_mask": [batch, longest row] int64; and
-    `targets`, see `lm_loss.causal_lm_loss`.
+def collate_padded(rows: list[Row], *, multiple_of: int = 1) -> Batch:
+    """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64, and `targets`, see
+    `lm_loss.causal_lm_loss`.
 
-    The mask, not a pad token's id, says what is padding, so that a real end-of-text token stays learned. There is none
-    where nothing is padded: attention then needs none, and may use a faster kernel.
+    There is no attention mask: what fills a row up comes after all that its tokens see, and has no targets. Not a pad
+    token's id says where it begins, so a real end-of-text token stays learned.
+
+    Args:
+        rows: of a `Conversations`.
+        multiple_of: see `collate_packed`.
     """
     longest = max(len(row["labels"]) for row in rows)
-    batch = {key: np.zeros((len(rows), longest), np.int64) for key in ("input_ids", "labels", "attention_mask")}
-    batch["labels"][:] = IGNORED
+    longest += -longest % multiple_of
+    batch = {"input_ids": np.zeros((len(rows), longest), np.int64), "labels": np.full((len(rows), longest), IGNORED)}
     for i, row in enumerate(rows):
-        length = len(row["labels"])
-        batch["input_ids"][i, :length], batch["labels"][i, :length] = row["input_ids"], row["labels"]
-        batch["attention_mask"][i, :length] = 1
-    if batch["attention_mask"].all():
-        del batch["attention_mask"]
+        for key, values in batch.items():
+            values[i, : len(row[key])] = row[key]
     return _with_targets(batch)
 
 

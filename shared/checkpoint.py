@@ -32,8 +32,8 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from shared import config as configs
 from shared import exits, faults, optim, zero
@@ -239,7 +239,8 @@ class Checkpointer:
         self.group: Any = None  # of the writing thread, which must not meet the training's collectives
         if self.options.async_save:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
-            self.stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
+            # And not DefaultStager, which in PyTorch 2.11 forgets after each save how to copy and what it had pinned.
+            self.stager = StateDictStager(pin_memory=torch.cuda.is_available(), share_memory=False)
             if dist.is_initialized():
                 self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout))
 
@@ -303,7 +304,6 @@ class Checkpointer:
         manifest |= {"tracker_run_id": state.tracker_run_id}
         if self.options.async_save:
             staged = self.stager.stage(tensors)
-            assert isinstance(staged, dict)
             self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
         else:
             self._write(folder, tensors, content, manifest)

@@ -348,7 +348,7 @@ class Loader:
     def longest(self, rows: int) -> Batch:
         """The longest sample and `rows` - 1 times another, of the shortest, on the device: what memory has to suffice for.
 
-        All rows are as long as the longest; different lengths take a mask, too; and all tokens count as targets.
+        All rows are as long as the longest, some may be packed, which takes a mask, and all tokens count as targets.
         """
         lengths = getattr(self.samples, "lengths", np.zeros(1))
         read = _Rows(self.samples, self.transform, self.order.seed)

@@ -231,8 +231,9 @@ def _fp8_recipe() -> AORecipeKwargs:
             return False
         return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
-    # Accelerate's default would have FSDP gather weights in fp8, as a kind of tensor that cannot be saved.
-    return AORecipeKwargs(config=Float8LinearConfig(), module_filter_func=is_of_a_block)
+    # Accelerate's default would have FSDP gather weights in fp8, as a kind of tensor that cannot be saved. Kernels ask for
+    # multiples of 16, the tokens of a micro-batch included, which rows of any length are padded to.
+    return AORecipeKwargs(config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=is_of_a_block)
 
 
 def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:

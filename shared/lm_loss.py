@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from shared.config import data_parallel_size, first_line, world_size
 from shared.data import IGNORED
-from shared.model import told_of_rows
+from shared.model import eagerly, told_of_rows
 
 AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
+LEAST = 2048  # tokens of a chunk where the head is trained: each chunk's gradient is added to the whole matrix
 _asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the head, while a forward pass computes the loss
 
 
@@ -29,15 +30,15 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     Args:
         model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
         batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
-            `position_ids` where rows hold several documents, and `attention_mask` where some are padded, only. May have
-            `targets`: [any], the places in the flattened labels that are not -100, in their order.
+            `position_ids` only where rows hold several documents. May have `targets`: [any], the places in the flattened
+            labels that are not -100, in their order.
 
     Returns:
         Scalar, fp32.
     """
     inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets")}
-    rows = {"packed": "position_ids" in batch, "padded": "attention_mask" in batch}
-    with _asked_of_the_head(batch["labels"].flatten(), batch.get("targets")), told_of_rows(**rows):
+    packed = "position_ids" in batch
+    with _asked_of_the_head(batch["labels"].flatten(), batch.get("targets")), told_of_rows(packed=packed):
         logits = model(**inputs, use_cache=False).logits
     if logits.ndim == 0:
         return logits
@@ -70,7 +71,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         states_grad = torch.empty_like(states) if to_states else None
         matrix_grad: torch.Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        chunk = max(1, AT_ONCE // weight.shape[0])
+        chunk = max(1, AT_ONCE // weight.shape[0], LEAST if to_matrix else 0)
+        chunk -= chunk % 128 if chunk > 128 else 0  # whole tiles
         for start in range(0, max(1, len(states)), chunk):  # once for no tokens, too: DDP waits for each gradient
             here, label = slice(start, start + chunk), labels[start : start + chunk]
             place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
@@ -143,7 +145,7 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> st
     trial = {"input_ids": tokens, "labels": labels}
     # Compiled blocks are not to see these few tokens: the sizes that they meet first are compiled as constants.
     why = f"{type(model).__name__} changes what its head returns"
-    with torch.compiler.set_stance("force_eager"):
+    with eagerly():
         plain = causal_lm_loss(model, trial)
         attach(head)
         try:

@@ -101,6 +101,7 @@ def _build(job: Job, depth: int, gathered: bool = False) -> nn.Module:
 
             lora = LoraConfig(task_type="CAUSAL_LM", r=job.lora_r, target_modules="all-linear")
             model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+            models.spare_input_casts(model)
     head = model.get_output_embeddings()
     if lm_loss.is_plain(head):
         lm_loss.attach(head)

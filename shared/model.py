@@ -245,13 +245,25 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
     return redact("\n".join(lines))
 
 
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Compute without what is compiled, in this block or in a function that is decorated with it: evaluations, text.
+
+    Sizes that come and go are compiled as variables, slower ones, and from then on for the training, too.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @torch.no_grad()
+@eagerly()
 def continuations(
     model: nn.Module, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int, sample: bool = False, seed: int = 0
 ) -> list[str]:
     """Continue each prompt (token ids) up to the end-of-text token, greedily or by sampling.
 
-    Goes through the prepared model's own forward, without a cache, so that it works under every strategy. Every
+    Goes through the prepared model's own forward, without a cache, so that it works under every strategy. What fills a
+    row up comes after all that is looked at; without it each token would be a new length to choose kernels for. Every
     rank calls this with the same prompts.
     """
     training = model.training
@@ -263,8 +275,10 @@ def continuations(
     for prompt in prompts:
         ids = list(prompt)
         for _ in range(max_new_tokens):
-            seen = torch.tensor([ids[-context:]], device=device)
-            logits = model(input_ids=seen, use_cache=False).logits[0, -1].float().cpu()
+            seen = ids[-context:]
+            row = [*seen, *[0] * (min(-len(seen) % 64, context - len(seen)))]
+            logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits
+            logits = logits[0, len(seen) - 1].float().cpu()
             choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0] if sample else logits.argmax()
             # One rank's choice for all: kernels that differ in the last bit would have them end at different lengths.
             ids.append(int(broadcast(choice.to(PartialState().device))))
@@ -381,6 +395,25 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
     return total + 12.0 * text_config.num_hidden_layers * text_config.hidden_size * seq_length
 
 
+def trained_in_fp32(model: nn.Module) -> nn.Module:
+    """What is trained gets fp32 weights, also `modules_to_save` of a 16-bit base: small updates would be rounded away."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    spare_input_casts(model)
+    return model.train()  # from_pretrained leaves dropout off
+
+
+def spare_input_casts(model: nn.Module) -> None:
+    """Let adapters take what their layers are given: PEFT makes it fp32, autocast the type that it was, and both are kept.
+
+    The same numbers in fewer bytes. Not for DoRA and the like, which compute more than two products with it.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+
+
 def keep_quantized(model: nn.Module) -> None:
     """Forbid bitsandbytes to rearrange 4-bit weights in an evaluation, which it does on CPUs with AVX512-BF16.
 
@@ -393,7 +426,7 @@ def keep_quantized(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def told_of_rows(*, packed: bool = False, padded: bool = False) -> Iterator[None]:
+def told_of_rows(*, packed: bool = False) -> Iterator[None]:
     """Tell transformers what the rows of the forwards in this block hold, which it would otherwise look up on the device
     as it makes their mask: the host would wait there for all that it has queued, and the device then for the host.
 
@@ -403,7 +436,6 @@ def told_of_rows(*, packed: bool = False, padded: bool = False) -> Iterator[None
 
     Args:
         packed: some rows hold several documents, whose `position_ids` restart.
-        padded: the `attention_mask` that is given leaves something out.
     """
     from transformers import PreTrainedModel, masking_utils  # not before `launch.start` has silenced what that imports
 
@@ -411,8 +443,6 @@ def told_of_rows(*, packed: bool = False, padded: bool = False) -> Iterator[None
         (masking_utils, "find_packed_sequence_indices", _documents if packed else _nothing),
         (PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),  # nobody sees it, and it looks, too
     ]
-    if padded:
-        told.append((masking_utils, "fast_all", _nothing))
     told = [entry for entry in told if hasattr(*entry[:2])]  # where a version has no such question, nothing is answered
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in told]
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
@@ -430,7 +460,7 @@ def told_of_rows(*, packed: bool = False, padded: bool = False) -> Iterator[None
 
 
 def _nothing(*_arguments: Any, **_named: Any) -> None:
-    """No documents, not all; no warning."""
+    """No documents; no warning."""
 
 
 def _added_mask(*args: Any, dtype: torch.dtype, **named: Any) -> torch.Tensor | None:
@@ -473,7 +503,7 @@ def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size
     for module in scaled:
         module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
     # Compiled blocks take the sizes that they meet first for constants.
-    with torch.compiler.set_stance("force_eager"), told_of_rows(packed=True):
+    with eagerly(), told_of_rows(packed=True):
         first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
     for module in scaled:
         del module.forward

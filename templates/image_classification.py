@@ -216,6 +216,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
 
 
 @torch.no_grad()
+@models.eagerly()
 def evaluate(
     accelerator: Accelerator, model: nn.Module, loader: Loader, to_model: ToModel, classes, guard: steps.Guard
 ) -> Predictions:

@@ -114,11 +114,12 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     launch.say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     size, seed = config.batch.global_batch_size, config.batch.seed
     samples: Samples = train
-    collate = chat.collate_padded
+    collate = padded = partial(chat.collate_padded, multiple_of=16)
     order: Order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
     if options.packing:
         samples = packed = chat.Packed(train, options.seq_length)
-        collate = partial(chat.collate_packed, flat=config.speed.attn_implementation.startswith("flash"))
+        flat = config.speed.attn_implementation.startswith("flash")
+        collate = partial(chat.collate_packed, flat=flat, multiple_of=64)
         order = Order(len(packed), size, seed)
         launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
@@ -134,7 +135,7 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     eval_order = Order(len(chosen), per_device * loading["world_size"], 0, shuffle=False)
     return (
         train_loader,
-        Loader(chosen, chat.collate_padded, eval_order, per_device=per_device, **loading),
+        Loader(chosen, padded, eval_order, per_device=per_device, **loading),
         held_out,
         about_data,
     )
@@ -166,21 +167,13 @@ def load_base(config: Config, accelerator: Accelerator, device: torch.device) ->
     return base
 
 
-def trained_in_fp32(model: nn.Module) -> nn.Module:
-    """What is trained has fp32 weights, also `modules_to_save` of a 16-bit base: small updates would be rounded away."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return model.train()  # from_pretrained leaves dropout off
-
-
 def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Module:
     """The base with trainable adapters."""
     base = load_base(config, accelerator, accelerator.device)
     models.require_fit(base, tokenizer, config.chat.seq_length)
     models.set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.adapter_name_or_path:
-        return trained_in_fp32(models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True))
+        return models.trained_in_fp32(models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True))
     targets = config.lora_target_modules
     lora = LoraConfig(
         task_type="CAUSAL_LM",
@@ -194,12 +187,13 @@ def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Modul
         init_lora_weights=True if config.init_lora_weights == "default" else config.init_lora_weights,
     )
     try:
-        return trained_in_fp32(get_peft_model(base, lora))
+        return models.trained_in_fp32(get_peft_model(base, lora))
     except ValueError as error:
         raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
 
 
 @torch.no_grad()
+@models.eagerly()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard) -> dict[str, float]:
     """Loss a learned token, and perplexity, of the validation samples, each counted once on any world size."""
     model.eval()

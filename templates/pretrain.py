@@ -183,6 +183,7 @@ def build_model(config: Config, tokenizer) -> nn.Module:
 
 
 @torch.no_grad()
+@models.eagerly()
 def evaluate(
     accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard, bytes_per_token: float | None
 ) -> dict[str, float]:

@@ -45,9 +45,7 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
         from peft import LoraConfig, get_peft_model
 
         whole = get_peft_model(whole, LoraConfig(task_type="CAUSAL_LM", r=lora_r, target_modules="all-linear"))
-        for parameter in whole.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        whole = model.trained_in_fp32(whole)
     whole.train()
     config = OptimConfig()
     prepared, *optimizers = parallel.prepare(accelerator, whole, *optim.build(whole, config), max_grad_norm=1.0)

@@ -297,8 +297,14 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
     for batch in (padded, packed):
         assert batch["labels"].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
         assert batch["targets"].tolist() == [1, 2, 3]
-    assert padded["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert packed["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]] and "attention_mask" not in packed
+        assert "attention_mask" not in batch
+    assert "position_ids" not in padded and packed["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]]
+    for collate in (chat.collate_padded, chat.collate_packed):
+        longer = collate(rows, multiple_of=8)
+        assert longer["labels"].shape == longer["input_ids"].shape == (2, 8)
+        assert longer["labels"][:, :3].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
+        assert (longer["labels"][:, 3:] == IGNORED).all() and longer["targets"].tolist() == [1, 2, 8]
+    assert longer["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6]]
 
 
 class OfLengths:
@@ -324,7 +330,7 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
 
     talks = OfLengths(16, 3, 9, 7, 12)
     padded = longest(talks, chat.collate_padded, 3)
-    assert padded["attention_mask"].sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
+    assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
     assert set(longest(talks, chat.collate_padded, 1)) == {"input_ids", "labels"}
     packed = chat.Packed(talks, 16)
     assert [len(members) for members in packed.bins] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7

@@ -1,14 +1,18 @@
 """shared/model.py: what needs to know a model's blocks, and documents that are packed but cannot see each other."""
 
+import contextlib
 import copy
 import json
+from functools import partialmethod
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -115,13 +119,18 @@ def test_the_packed_loss_is_the_sum_of_the_documents_losses():
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected, atol=1e-4, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_the_padded_loss_is_the_sum_of_the_documents_losses():
-    subject = make("llama")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "windows", "gpt2"])
+def test_the_padded_loss_is_the_sum_of_the_documents_losses_and_so_are_its_gradients(name, attention):
+    """Without a mask: what fills a row up comes last, and no token looks ahead."""
+    subject = make(name, attention)
     documents = Documents([11, 9, 6, 5])
     expected = sum(causal_lm_loss(subject, chat.collate_padded([documents[i]])) for i in range(4))
-    together = causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)]))
+    gradients = torch.autograd.grad(expected, list(subject.parameters()))
+    together = causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)], multiple_of=16))
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
+    for one, other in zip(torch.autograd.grad(together, list(subject.parameters())), gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 class HostReads(TorchDispatchMode):
@@ -203,14 +212,14 @@ def test_blocks_share_the_mask_of_packed_rows(mixed):
     assert masks_kept(told=True) == 1
 
 
-def test_only_rows_that_hold_several_documents_come_with_positions_and_only_padded_ones_with_a_mask():
+def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with_a_mask():
     keys = {kind: set(batch) - {"input_ids", "labels", "targets"} for kind, batch in batches().items()}
     assert keys == {
         "plain": set(),
         "packed": {"position_ids"},
         "packed, nothing beside another": set(),
         "packed, one row": {"position_ids"},
-        "padded": {"attention_mask"},
+        "padded": set(),
         "padded, nothing to pad": set(),
     }
 
@@ -218,10 +227,10 @@ def test_only_rows_that_hold_several_documents_come_with_positions_and_only_padd
 def test_transformers_is_asked_again_after_the_block_and_after_an_error_in_it():
     def functions():
         makers, warn = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, PreTrainedModel.warn_if_padding_and_no_attention_mask
-        return masking_utils.find_packed_sequence_indices, masking_utils.fast_all, makers["sdpa"], warn
+        return masking_utils.find_packed_sequence_indices, makers["sdpa"], warn
 
     before = functions()
-    with pytest.raises(ZeroDivisionError), model.told_of_rows(packed=True, padded=True):
+    with pytest.raises(ZeroDivisionError), model.told_of_rows(packed=True):
         assert all(now is not then for now, then in zip(functions(), before, strict=True))
         raise ZeroDivisionError
     assert functions() == before
@@ -328,6 +337,37 @@ def test_blocks_are_the_largest_list_of_one_class():
         model.blocks(nn.Linear(2, 2))
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """What compiled blocks are compiled to, traced only."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=counter))
+    yield counter.graphs
+    torch.compiler.reset()
+
+
+def sizes_are_constants(graph):
+    examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return all(isinstance(size, int) for example in examples for size in getattr(example, "shape", [None]))
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_evaluations_and_texts_leave_the_compiled_training_step_its_constant_sizes(graphs, aside):
+    subject = make("llama")
+    model.compile_blocks(subject)
+    with torch.no_grad(), model.eagerly() if aside else contextlib.nullcontext():
+        for rows, length in ((3, 7), (2, 9)):
+            causal_lm_loss(subject, {"input_ids": tokens(rows, length), "labels": tokens(rows, length)})
+    if aside:
+        model.continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
+        assert not graphs
+    for _ in range(2):
+        causal_lm_loss(subject, {"input_ids": tokens(4, 16), "labels": tokens(4, 16)}).backward()
+    assert sizes_are_constants(graphs[-1]) is aside
+    assert len(graphs) == (1 if aside else 3)
+
+
 # Loss ----------------------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +430,35 @@ def test_flops_of_attention_grow_with_the_length():
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_keep_no_copy_of_their_input_in_fp32_and_learn_the_same(dora):
+    torch.manual_seed(0)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", use_dora=dora)
+    adapted = get_peft_model(llama().to(torch.bfloat16), lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+
+    def learn():
+        kept = []
+        ids = tokens(2, 64)
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
+        with keep, torch.autocast("cpu", torch.bfloat16):
+            loss = causal_lm_loss(adapted, {"input_ids": ids, "labels": ids})
+        trained = [p for p in adapted.parameters() if p.requires_grad]
+        assert {p.dtype for p in trained} == {torch.float32}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        return sum(storages.values()), loss, *torch.autograd.grad(loss, trained)
+
+    found = [learn()]
+    model.trained_in_fp32(adapted)
+    found.append(learn())
+    (before, *expected), (after, *same) = found
+    assert after == before if dora else after < 0.9 * before, (before, after)
+    for one, other in zip(same, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_pissa_adapter_becomes_an_ordinary_one_of_twice_the_rank():
@@ -598,7 +667,7 @@ def test_a_continuation_stops_at_the_end_of_text_or_at_its_length():
     subject = Counts().train()
     texts = model.continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
     assert texts == ["5 6", "21 22 23 24"]
-    assert subject.lengths == [2, 3, 4, 1, 2, 3, 4]
+    assert set(subject.lengths) == {64} and len(subject.lengths) == 7
     assert subject.training
 
 
@@ -606,6 +675,17 @@ def test_a_continuation_never_looks_further_back_than_the_model_can():
     subject = Counts(context=3)
     assert model.continuations(subject, Spells(), [[20, 21, 22, 23]], max_new_tokens=2) == ["24 25"]
     assert subject.lengths == [3, 3]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_fills_a_row_up_changes_no_continuation(name):
+    subject, ids = make(name), [5, 9, 3]
+    for _ in range(6):
+        ids.append(int(subject(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    expected = Spells().decode(ids[3:], skip_special_tokens=True)
+    assert Spells.eos_token_id not in ids
+    assert model.continuations(subject, Spells(), [[5, 9, 3]], max_new_tokens=6) == [expected]
 
 
 def test_continuations_are_deterministic_and_sampling_follows_its_seed():
