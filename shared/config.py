@@ -305,6 +305,8 @@ def parse_or_exit(config_class: type[T]) -> T:
     end_with_the_launcher()
     # What torch.compile makes outlives the job here; by default it lies below /tmp, which clusters empty.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    if flag("ACCELERATE_USE_CPU"):  # a GPU that is there nonetheless would be found by parts of torch, and used
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # On newer CPUs it asks, when it is imported, for a package that is not needed.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     for number in STOP_SIGNALS:

@@ -58,7 +58,7 @@ class OutOfMemory(CleanExit):
 
     exit_code = 2
 
-    def __init__(self, error: torch.OutOfMemoryError, config: Any) -> None:
+    def __init__(self, error: BaseException, config: Any) -> None:
         rows, checkpointing = config.batch.micro_batch()[0], config.speed.gradient_checkpointing
         sharded, deepspeed = configs.flag("ACCELERATE_USE_FSDP"), configs.flag("ACCELERATE_USE_DEEPSPEED")
         pipeline, cut = configs.pipeline_ranks() > 1, configs.flag("ACCELERATE_USE_PARALLELISM_CONFIG")
@@ -122,7 +122,7 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return stopped
     if isinstance(error, CleanExit):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return OutOfMemory(error, config)
     number = getattr(error, "errno", None)
     no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
@@ -135,6 +135,13 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
             f"checkpoint ({configs.first_line(error)[:200]})"
         )
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's memory does not suffice: cuBLAS and cuDNN say so in plain RuntimeErrors."""
+    words = r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory"
+    known = isinstance(error, torch.OutOfMemoryError)
+    return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 
 
 def is_of_a_lost_rank(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from shared import faults, zero
 from shared.checkpoint import Checkpointer, TrainState
 from shared.config import STOP_SIGNALS, CleanExit, ConfigError, data_parallel_size
 from shared.data import Batch, Loader, Window
-from shared.exits import Stopped, stop_at_once
+from shared.exits import Stopped, is_out_of_memory, stop_at_once
 from shared.launch import say
 from shared.optim import fill_state
 from shared.parallel import end_step, gradient_norm, keeps_gradients, scale_gradients
@@ -429,7 +429,9 @@ def _fits(
         for _ in range(2):  # the second beside the gradients of the first
             with accumulate(accelerator, model, last=False):
                 backward(accelerator, loss(batch), 0.0)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         enough = False
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=not keeps_gradients(accelerator))

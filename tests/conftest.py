@@ -18,6 +18,9 @@ from typing import ClassVar
 
 import pytest
 
+# Before torch: the tests compute on the CPU, and parts of torch would use a GPU that is there.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 from shared.options import BatchConfig, CheckpointConfig, SpeedConfig
 
 ROOT = Path(__file__).resolve().parent.parent

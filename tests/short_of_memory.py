@@ -1,4 +1,5 @@
-"""A template on a device whose memory ends where a block gets more than ROWS rows: in its forward, or its backward.
+"""A template on a device whose memory ends where a block gets more than ROWS rows: in its forward, where a library says it
+in its own way, or in its backward.
 
 accelerate launch ... tests/short_of_memory.py ROWS forward|backward TEMPLATE [flags]
 """
@@ -17,6 +18,8 @@ forward = LlamaDecoderLayer.forward
 
 def short(self, hidden_states, *args, **kwargs):
     def run_out(*_):
+        if where == "forward":
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         raise torch.OutOfMemoryError(f"{hidden_states.shape[0]} rows do not fit")
 
     result = forward(self, hidden_states, *args, **kwargs)

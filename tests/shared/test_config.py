@@ -706,6 +706,16 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(argv, line):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(("on_cpu", "seen"), [("true", "''"), ("false", "'0'")])
+def test_who_is_told_to_use_the_cpu_sees_no_gpu(on_cpu, seen):
+    code = "import dataclasses, os; from shared import config\n"
+    code += "config.parse_or_exit(dataclasses.make_dataclass('Config', [('x', int, 1)], frozen=True))\n"
+    code += "print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    environment = os.environ | {"ACCELERATE_USE_CPU": on_cpu, "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == seen, done.stderr
+
+
 @pytest.mark.parametrize("name", ["pretrain", "lora_finetune"])
 def test_help_lists_every_flag_with_unit_and_default_without_importing_torch(name, templates):
     code = (
