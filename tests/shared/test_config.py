@@ -712,7 +712,7 @@ def test_who_is_told_to_use_the_cpu_sees_no_gpu(on_cpu, seen):
     code += "config.parse_or_exit(dataclasses.make_dataclass('Config', [('x', int, 1)], frozen=True))\n"
     code += "print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     environment = os.environ | {"ACCELERATE_USE_CPU": on_cpu, "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == seen, done.stderr
 
 
