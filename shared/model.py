@@ -334,7 +334,7 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each block in place. Call it before the model is prepared.
 
     Regional: the compile time does not grow with depth, since equal blocks share the code; and the attention mask is
-    chosen outside, so that SDPA keeps `is_causal` and its flash kernel, which compiling the whole model loses.
+    chosen outside, so that SDPA keeps `is_causal` and the kernels for it, which compiling the whole model loses.
     """
     for block in blocks(model):
         block.compile()

@@ -114,7 +114,7 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     launch.say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     size, seed = config.batch.global_batch_size, config.batch.seed
     samples: Samples = train
-    collate = padded = partial(chat.collate_padded, multiple_of=16)
+    collate = partial(chat.collate_padded, multiple_of=16)
     order: Order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
     if options.packing:
         samples = packed = chat.Packed(train, options.seq_length)
@@ -133,12 +133,8 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     train_loader = Loader(samples, collate, order, per_device=config.batch.micro_batch()[0], num_workers=workers, **loading)
     chosen = Spread(held_out, config.eval_samples)
     eval_order = Order(len(chosen), per_device * loading["world_size"], 0, shuffle=False)
-    return (
-        train_loader,
-        Loader(chosen, padded, eval_order, per_device=per_device, **loading),
-        held_out,
-        about_data,
-    )
+    padded = partial(chat.collate_padded, multiple_of=64)
+    return train_loader, Loader(chosen, padded, eval_order, per_device=per_device, **loading), held_out, about_data
 
 
 def load_base(config: Config, accelerator: Accelerator, device: torch.device) -> PreTrainedModel:

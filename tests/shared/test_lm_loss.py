@@ -45,6 +45,7 @@ def gradients(model, mixed=False):
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once):
     """In fp32 to rounding, with chunks of one token, of five, of all; with a head that is trained or not."""
     monkeypatch.setattr(lm_loss, "AT_ONCE", at_once)
+    monkeypatch.setattr(lm_loss, "LEAST", 1)
     model = llama(tied)
     if frozen:
         model.get_output_embeddings().weight.requires_grad_(False)
@@ -117,11 +118,12 @@ def test_every_size_and_every_share_of_ignored_labels(tokens, vocab, chunk, shar
     labels[torch.rand(tokens, generator=generator) < share] = IGNORED
     expected = F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED, reduction="sum")
     wanted = torch.autograd.grad(expected, (hidden, weight))
-    before, lm_loss.AT_ONCE = lm_loss.AT_ONCE, chunk
+    before = lm_loss.AT_ONCE, lm_loss.LEAST
+    lm_loss.AT_ONCE, lm_loss.LEAST = chunk, 1
     try:
         loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True)
     finally:
-        lm_loss.AT_ONCE = before
+        lm_loss.AT_ONCE, lm_loss.LEAST = before
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
