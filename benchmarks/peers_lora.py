@@ -134,7 +134,7 @@ def raw_loop(options: argparse.Namespace) -> list[Row]:
     task = Task(options)
     packing = options.work == "raw packed"
     samples: Any = task.packed if packing else task.samples
-    collate = partial(chat.collate_packed, multiple_of=64) if packing else chat.collate_padded
+    collate = partial(chat.collate_packed, multiple_of=64, at_most=options.length) if packing else chat.collate_padded
     order = task.order(options, samples, options.rows if packing else task.at_once)
     steps = [[collate([samples[i] for i in indices]) for indices in step] for step in order]
     lengths = np.array([task.samples.lengths[bin].sum() for bin in task.packed.bins]) if packing else task.samples.lengths

@@ -367,10 +367,11 @@ def _encode_all(
     results = prepared.in_order(_Encode, parts, _chunks(source, config.max_train_samples), processes)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(file.open("wb")) for file in _files(place)]
+        results = stack.enter_context(contextlib.closing(results))
         bar = stack.enter_context(tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None))
         for ids, learned, some, seen in results:
             for file, values in zip(files, (ids, learned), strict=True):
-                values.tofile(file)
+                file.write(values.tobytes())
             sizes.append(some)
             counts += seen
             bar.update(seen["read"])
@@ -499,27 +500,28 @@ class Packed:
         return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
 
 
-def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1) -> Batch:
+def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`;
     and `targets`, see `lm_loss.causal_lm_loss`.
 
     Flash attention kernels tell documents apart in a single row only, at no cost for its length; SDPA's mask grows
     with the square of it.
 
-    What fills a shorter row up is a document of its own, without targets. There is no attention mask: models tell
+    What fills a shorter row up comes after its last document and has no targets. There is no attention mask: models tell
     documents apart by restarting positions only when none is given. Nor are there positions where none restarts.
 
     Args:
         rows: of a `Packed`.
         flat: all in one row.
         multiple_of: lengthen rows to a multiple of this: kernels are chosen, and compiled, for each length that comes.
+        at_most: but not beyond this length, which all rows keep to.
     """
-    longest = max(len(row["labels"]) for row in rows)
-    longest += -longest % multiple_of
+    longest = _lengthened(rows, multiple_of, at_most)
 
     def fill(row: Row, key: str) -> np.ndarray:
         missing = longest - len(row[key])
-        tail = {"labels": np.full(missing, IGNORED), "position_ids": np.arange(missing)}.get(key, np.zeros(missing, int))
+        follow = row["position_ids"][-1] + 1 + np.arange(missing)
+        tail = {"labels": np.full(missing, IGNORED), "position_ids": follow}.get(key, np.zeros(missing, int))
         return np.concatenate([row[key], tail])
 
     batch = {
@@ -531,19 +533,23 @@ def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1)
     return _with_targets(batch)
 
 
-def collate_padded(rows: list[Row], *, multiple_of: int = 1) -> Batch:
+def _lengthened(rows: list[Row], multiple_of: int, at_most: int | None) -> int:
+    longest = max(len(row["labels"]) for row in rows)
+    return min(longest + -longest % multiple_of, at_most or sys.maxsize)
+
+
+def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64, and `targets`, see
     `lm_loss.causal_lm_loss`.
 
-    There is no attention mask: what fills a row up comes after all that its tokens see, and has no targets. Not a pad
-    token's id says where it begins, so a real end-of-text token stays learned.
+    There is no attention mask: what fills a row up comes after all that its tokens see in a causal model, and has no
+    targets. Not a pad token's id says where it begins, so a real end-of-text token stays learned.
 
     Args:
         rows: of a `Conversations`.
-        multiple_of: see `collate_packed`.
+        multiple_of, at_most: see `collate_packed`.
     """
-    longest = max(len(row["labels"]) for row in rows)
-    longest += -longest % multiple_of
+    longest = _lengthened(rows, multiple_of, at_most)
     batch = {"input_ids": np.zeros((len(rows), longest), np.int64), "labels": np.full((len(rows), longest), IGNORED)}
     for i, row in enumerate(rows):
         for key, values in batch.items():

@@ -540,7 +540,7 @@ class Checkpointer:
                 raise
             except BaseException as error:
                 cause = _innermost(error)  # DCP wraps whatever it meets
-                if exits.is_of_a_lost_rank(cause) or isinstance(cause, torch.OutOfMemoryError):
+                if exits.is_of_a_lost_rank(cause) or exits.is_out_of_memory(cause):
                     raise cause from None
                 if not isinstance(cause, Exception):  # a signal
                     raise cause from None

@@ -325,6 +325,16 @@ def parse_or_exit(config_class: type[T]) -> T:
     return config
 
 
+@contextlib.contextmanager
+def stop_signals_wait() -> Iterator[None]:
+    """Hold stop signals back, also in processes that are started meanwhile and have no handlers yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _stop_before_the_start(number: int, _frame: object) -> None:
     """Until training has its own handlers. Whoever started this may have signals ignored, as `run` does."""
     note_exit_code(143, sure=False)

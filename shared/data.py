@@ -7,7 +7,6 @@ batch, so a run resumes with a jump, on any number of processes, and sees the sa
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import hashlib
 import math
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shared.config import STOP_SIGNALS, CleanExit
+from shared.config import STOP_SIGNALS, CleanExit, stop_signals_wait
 
 IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
 
@@ -256,16 +255,6 @@ def _ignore_stop_signals(_worker: int, *, ending: Any) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-@contextlib.contextmanager
-def _stop_signals_wait() -> Iterator[None]:
-    """Hold stop signals back, also in processes that are forked meanwhile: PyTorch gives those a handler that ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class ToDevice:
     """Puts batches on a device. Pinned ones cross to a GPU on a stream of their own, beside the step that it computes."""
 
@@ -332,7 +321,7 @@ class Loader:
         """
         if (start, stop) not in self._readers:
             self._readers = {(start, stop): self._reader(start, stop)}
-        with _stop_signals_wait():
+        with stop_signals_wait():
             batches = iter(self._readers[start, stop])  # starts the reading processes
         for step in range(start, stop):
             indices = self.order.indices(step)

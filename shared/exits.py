@@ -139,7 +139,7 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device's memory does not suffice: cuBLAS and cuDNN say so in plain RuntimeErrors."""
-    words = r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory"
+    words = r"(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|CUDA error: out of memory"
     known = isinstance(error, torch.OutOfMemoryError)
     return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))
 

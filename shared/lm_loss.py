@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from shared.config import data_parallel_size, first_line, world_size
 from shared.data import IGNORED
-from shared.model import eagerly, told_of_rows
+from shared.exits import is_out_of_memory
+from shared.model import told_of_rows
 
 AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
-LEAST = 2048  # tokens of a chunk where the head is trained: each chunk's gradient is added to the whole matrix
+LEAST = 1024  # tokens of a chunk of a trained head, each of which is added to the whole matrix: with 128k, 525 MB in fp32
 _asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the head, while a forward pass computes the loss
 
 
@@ -145,14 +146,14 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> st
     trial = {"input_ids": tokens, "labels": labels}
     # Compiled blocks are not to see these few tokens: the sizes that they meet first are compiled as constants.
     why = f"{type(model).__name__} changes what its head returns"
-    with eagerly():
+    with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
         attach(head)
         try:
             fused = causal_lm_loss(model, trial)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever a model does with what it takes for logits
+            if is_out_of_memory(error):
+                raise
             fused, why = None, first_line(error)
     model.train(training)
     if fused is not None and fused.dtype == torch.float32 and torch.allclose(plain.float(), fused, rtol=1e-3):

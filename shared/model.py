@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shared.config import ConfigError, NotNow, first_line, is_of_the_network, redact
+from shared.exits import is_out_of_memory
 from shared.launch import say
 
 # What loaders read from a model's folder, each one JSON object.
@@ -61,10 +63,12 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     try:
         with _no_pickles(name):
             loaded = auto_class.from_pretrained(*arguments, **options, **({"output_loading_info": True} if whole else {}))
-    except (ConfigError, torch.OutOfMemoryError):
+    except ConfigError:
         raise
     except Exception as error:  # these libraries raise nearly anything for a file that is not what they expect
         text = str(error)
+        if is_out_of_memory(error):
+            raise
         if is_of_the_network(error):
             raise NotNow(f"{name}: {first_line(error)}") from error
         if "trust_remote_code" in text:
@@ -79,6 +83,12 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if not whole:
         return loaded
     model, info = loaded
+    if getattr(model, "generation_config", None) is not None:
+        try:  # here and not at the end of the training, when some versions find that they do not save such settings
+            with tempfile.TemporaryDirectory() as folder:
+                model.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            raise ConfigError(f"{name}: generation_config.json: {' '.join(str(error).split())}") from None
     if lost := sorted(info["missing_keys"]):
         raise ConfigError(f"{name}: {len(lost)} weights are missing in its files, such as {lost[0]}")
     if left := sorted(info["unexpected_keys"]):  # other heads, mostly, which nobody misses
@@ -96,9 +106,9 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
         if hasattr(architecture, "validate"):
             architecture.validate()
         return auto_class.from_config(architecture, trust_remote_code=False, **options)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # sizes of a wrong type or of none that fit can fail anywhere
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}") from error
 
 
@@ -246,17 +256,22 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
 
 
 @contextlib.contextmanager
-def eagerly() -> Iterator[None]:
-    """Compute without what is compiled, in this block or in a function that is decorated with it: evaluations, text.
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Compute without the compiled forwards of a model's modules: an evaluation.
 
     Sizes that come and go are compiled as variables, slower ones, and from then on for the training, too.
     """
-    with torch.compiler.set_stance("force_eager"):
+    compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
         yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 @torch.no_grad()
-@eagerly()
 def continuations(
     model: nn.Module, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int, sample: bool = False, seed: int = 0
 ) -> list[str]:
@@ -277,7 +292,8 @@ def continuations(
         for _ in range(max_new_tokens):
             seen = ids[-context:]
             row = [*seen, *[0] * (min(-len(seen) % 64, context - len(seen)))]
-            logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits
+            with torch.compiler.set_stance("force_eager"):
+                logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits
             logits = logits[0, len(seen) - 1].float().cpu()
             choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0] if sample else logits.argmax()
             # One rank's choice for all: kernels that differ in the last bit would have them end at different lengths.
@@ -407,7 +423,8 @@ def trained_in_fp32(model: nn.Module) -> nn.Module:
 def spare_input_casts(model: nn.Module) -> None:
     """Let adapters take what their layers are given: PEFT makes it fp32, autocast the type that it was, and both are kept.
 
-    The same numbers in fewer bytes. Not for DoRA and the like, which compute more than two products with it.
+    The same numbers in fewer bytes (with lora_dropout to the rounding of its scale). Not for DoRA and the like, which
+    compute more than two products with it.
     """
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
@@ -503,7 +520,7 @@ def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size
     for module in scaled:
         module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
     # Compiled blocks take the sizes that they meet first for constants.
-    with eagerly(), told_of_rows(packed=True):
+    with torch.compiler.set_stance("force_eager"), told_of_rows(packed=True):
         first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
     for module in scaled:
         del module.forward

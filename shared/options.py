@@ -228,9 +228,7 @@ class LogConfig:
 class DataConfig:
     """Data."""
 
-    FREE: ClassVar = frozenset(
-        {"train_file", "validation_file", "dataset_name", "dataset_config_name", "preprocessing_num_workers"}
-    )
+    FREE: ClassVar = frozenset({"train_file", "validation_file", "dataset_name", "dataset_config_name"})
 
     train_file: tuple[str, ...] = ()
     """Files, folders or globs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text."""
@@ -242,8 +240,6 @@ class DataConfig:
     """Configuration of dataset_name."""
     validation_split_percentage: float = 5.0
     """Per cent of the records held out to validate on; which ones depends on nothing but their numbers."""
-    preprocessing_num_workers: int | None = None
-    """Processes that tokenise; if not given, one for every 32 MB of files, up to the processors there are."""
 
     def __post_init__(self) -> None:
         if self.train_file and self.dataset_name:
@@ -262,10 +258,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class CorpusConfig(DataConfig):
+class TextConfig(DataConfig):
+    """Text."""
+
+    FREE: ClassVar = DataConfig.FREE | {"preprocessing_num_workers"}
+
+    preprocessing_num_workers: int | None = None
+    """Processes that tokenise; if not given, one for every 32 MB of files, up to the processors there are and 16."""
+
+
+@dataclass(frozen=True)
+class CorpusConfig(TextConfig):
     """Text and tokenizer."""
 
-    FREE: ClassVar = DataConfig.FREE | {"tokenizer_name", "preprocess_only"}
+    FREE: ClassVar = TextConfig.FREE | {"tokenizer_name", "preprocess_only"}
 
     text_column: str = "text"
     """Column or key that holds the text."""
@@ -287,7 +293,7 @@ class CorpusConfig(DataConfig):
 
 
 @dataclass(frozen=True)
-class ChatConfig(DataConfig):
+class ChatConfig(TextConfig):
     """Conversations, or prompts with completions, or text."""
 
     seq_length: int = 1024

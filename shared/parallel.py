@@ -113,6 +113,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     decoder = getattr(whole, getattr(whole, "base_model_prefix", ""), whole)
     plan: dict[str, str] = getattr(whole.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr, assignment]
+    plan = {name: kind for name, kind in plan.items() if "*" in name}  # some versions' plans cut tied embeddings, too
     kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     name_of_model = type(whole).__name__
     if not plan or not set(plan.values()) <= set(kinds):
@@ -166,6 +167,7 @@ def end_step(model: nn.Module) -> None:
             state = module._get_fsdp_state()
             state._training_state = TrainingState.IDLE
             state._state_ctx.post_backward_final_callback_queued = False
+            state._state_ctx.iter_forward_root = None
             for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
                 if group is not None:
                     group._training_state = TrainingState.IDLE

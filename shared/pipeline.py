@@ -107,7 +107,7 @@ class Pipeline:
             part = _Stage(model, range(cuts[number], cuts[number + 1]), **ends, autocast=accelerator.autocast)
             part.to(accelerator.device)
             parts.append(PipelineStage(part, number, stages, accelerator.device, group=self.group))
-        self.parts = [part.submod for part in parts]
+        self.stages, self.parts = parts, [part.submod for part in parts]
         owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
         decoder.layers = nn.ModuleList(block if i in owned else _Through() for i, block in enumerate(decoder.layers))
         if not self.has_first:
@@ -164,4 +164,9 @@ class Pipeline:
         loss = self._pass(self.schedule.eval, batches)
         for part in self.parts:
             part.train()
+        for stage in self.stages:  # PyTorch 2.11 leaves what it receives without gradients if it has evaluated first
+            for received in stage.args_recv_info.values():
+                for info in received:
+                    if isinstance(getattr(info, "buffer", None), torch.Tensor):
+                        info.buffer.requires_grad_(True)
         return loss

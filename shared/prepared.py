@@ -7,19 +7,23 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import secrets
 import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from shared.config import CleanExit, ConfigError, cores, first_line, is_main_rank
+from shared.config import STOP_SIGNALS, CleanExit, ConfigError, cores, first_line, is_main_rank, stop_signals_wait
 from shared.records import Source
 
 
@@ -47,7 +51,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     Raises:
         ConfigError: the cache cannot be written, or the main rank has ended without making the folder.
     """
-    from torch import distributed  # not before: the processes of `in_order` need none of it
+    from torch import distributed
 
     if is_main_rank() and not folder.exists():
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
@@ -94,10 +98,12 @@ def reading(folder: Path) -> Iterator[None]:
 _work: Any = None  # what this process does with each item
 
 
-def in_order(make: Callable[..., Callable[[Any], Any]], parts: tuple, items: Iterable[Any], processes: int) -> Iterator[Any]:
+def in_order(
+    make: Callable[..., Callable[[Any], Any]], parts: tuple, items: Iterable[Any], processes: int
+) -> Generator[Any, None, None]:
     """`make(*parts)` called with each item, by so many processes; what it returns, in the order of the items.
 
-    One process is this one itself. All that goes between them is pickled, errors included.
+    One process is this one itself. All that goes between them is pickled, errors included; `make` is not of `__main__`.
 
     Raises:
         ConfigError: a process was killed.
@@ -105,30 +111,50 @@ def in_order(make: Callable[..., Callable[[Any], Any]], parts: tuple, items: Ite
     if processes <= 1:
         yield from map(make(*parts), items)
         return
-    waiting: deque[Future] = deque()
-    # spawn: a fork would copy the threads' locks of a process group that is already up
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_work, initargs=(make, parts))
-    try:
-        for item in items:
-            waiting.append(pool.submit(_do, item))
-            if len(waiting) > 4 * processes:  # and not all at once, which would read all
+    with tempfile.TemporaryDirectory() as folder:
+        # Not as an argument of the processes: one that dies before it has read more than a pipe holds is waited for.
+        told = Path(folder, "work")
+        told.write_bytes(pickle.dumps((make, parts)))
+        # spawn: a fork would copy the threads' locks of a process group that is already up
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_work, initargs=(told,))
+        waiting: deque[Future] = deque()
+        try:
+            for item in items:
+                try:
+                    with stop_signals_wait(), _without_main():
+                        waiting.append(pool.submit(_do, item))
+                except OSError as error:  # one has died while another was started
+                    raise BrokenProcessPool from error
+                if len(waiting) > 4 * processes:  # and not all at once, which would read all
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise ConfigError(
-            "a process that prepares the data has died, of a lack of memory perhaps: choose fewer with "
-            "--preprocessing_num_workers"
-        ) from None
+        except BrokenProcessPool:
+            raise ConfigError(
+                "a process that prepares the data has died, of a lack of memory perhaps: choose fewer with "
+                "--preprocessing_num_workers"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Let processes that are started meanwhile not import the script once more, with all that training takes."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
+        sys.modules["__main__"] = main
 
 
-def _start_work(make: Callable[..., Any], parts: tuple) -> None:
+def _start_work(told: Path) -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal all get it, and what ends is the other's decision
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    make, parts = pickle.loads(told.read_bytes())
     _work = make(*parts)
 
 
@@ -144,8 +170,8 @@ def _do(item: Any) -> Any:
 
 
 def processes_for(source: Source, asked: int | None) -> int:
-    """How many processes prepare a source: as many as are `asked` for, or one for every 32 MB of its files."""
+    """How many processes prepare a source: as many as are `asked` for, or one for every 32 MB of its files, at most 16."""
     if asked is not None:
         return asked
     size = sum(path.stat().st_size for path in source.identity() if isinstance(path, Path))
-    return max(1, min(cores(), size // 32_000_000))
+    return max(1, min(cores(), 16, size // 32_000_000))  # each takes half a gigabyte

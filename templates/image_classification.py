@@ -216,7 +216,6 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
 
 
 @torch.no_grad()
-@models.eagerly()
 def evaluate(
     accelerator: Accelerator, model: nn.Module, loader: Loader, to_model: ToModel, classes, guard: steps.Guard
 ) -> Predictions:
@@ -224,9 +223,10 @@ def evaluate(
     average_buffers(accelerator, [persistent_buffers(model)])  # BatchNorm's statistics
     model.eval()
     batches = []
-    for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
-        (batch,) = window.micro_batches
-        batches.append(scores(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
+    with models.eagerly(model):
+        for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
+            (batch,) = window.micro_batches
+            batches.append(scores(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
     classifier.training_mode(model)
     return Predictions.gather(accelerator, batches, loader.order.num_samples, classes)
 

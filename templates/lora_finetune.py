@@ -114,12 +114,12 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     launch.say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     size, seed = config.batch.global_batch_size, config.batch.seed
     samples: Samples = train
-    collate = partial(chat.collate_padded, multiple_of=16)
+    collate = partial(chat.collate_padded, multiple_of=16, at_most=options.seq_length)
     order: Order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
     if options.packing:
         samples = packed = chat.Packed(train, options.seq_length)
         flat = config.speed.attn_implementation.startswith("flash")
-        collate = partial(chat.collate_packed, flat=flat, multiple_of=64)
+        collate = partial(chat.collate_packed, flat=flat, multiple_of=64, at_most=options.seq_length)
         order = Order(len(packed), size, seed)
         launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
@@ -133,7 +133,7 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     train_loader = Loader(samples, collate, order, per_device=config.batch.micro_batch()[0], num_workers=workers, **loading)
     chosen = Spread(held_out, config.eval_samples)
     eval_order = Order(len(chosen), per_device * loading["world_size"], 0, shuffle=False)
-    padded = partial(chat.collate_padded, multiple_of=64)
+    padded = partial(chat.collate_padded, multiple_of=64, at_most=options.seq_length)
     return train_loader, Loader(chosen, padded, eval_order, per_device=per_device, **loading), held_out, about_data
 
 
@@ -189,15 +189,15 @@ def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Modul
 
 
 @torch.no_grad()
-@models.eagerly()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard) -> dict[str, float]:
     """Loss a learned token, and perplexity, of the validation samples, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
-        for batch in window.micro_batches:
-            total += causal_lm_loss(model, batch)
-        targets += window.num_targets
+    with models.eagerly(model):
+        for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
+            for batch in window.micro_batches:
+                total += causal_lm_loss(model, batch)
+            targets += window.num_targets
     model.train()
     loss = parallel.total(accelerator, total).item() / targets
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}

@@ -183,17 +183,17 @@ def build_model(config: Config, tokenizer) -> nn.Module:
 
 
 @torch.no_grad()
-@models.eagerly()
 def evaluate(
     accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard, bytes_per_token: float | None
 ) -> dict[str, float]:
     """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
-        for batch in window.micro_batches:
-            total += causal_lm_loss(model, batch)
-        targets += window.num_targets
+    with models.eagerly(model):
+        for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
+            for batch in window.micro_batches:
+                total += causal_lm_loss(model, batch)
+            targets += window.num_targets
     model.train()
     loss = parallel.total(accelerator, total).item() / targets
     values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}

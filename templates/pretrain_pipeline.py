@@ -168,7 +168,6 @@ def build_model(config: Config, tokenizer) -> nn.Module:
     return model.train()  # from_pretrained leaves dropout off
 
 
-@models.eagerly()
 def evaluate(
     accelerator: Accelerator, pipeline: Pipeline, loader: Loader, guard: steps.Guard, bytes_per_token: float
 ) -> dict[str, float]:

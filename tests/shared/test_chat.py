@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from shared import chat
+from shared import chat, demo
 from shared.chat import Encoder, Example
 from shared.config import ConfigError
 from shared.data import IGNORED, Loader, Order
@@ -237,6 +237,18 @@ def test_more_processes_prepare_the_same(tokenizer, chat_file, tmp_path, monkeyp
     ]
 
 
+def test_a_run_is_resumed_on_data_that_were_prepared_anew(chat_file, tmp_path, monkeypatch):
+    """What is compared then stays what it was, whatever writes it."""
+    from transformers import AutoTokenizer
+
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"line {n}\n", "completion": f"it is {n * n}"}) + "\n" for n in range(30)))
+    tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
+    train, validation, _ = prepared(tokenizer, file, tmp_path, monkeypatch)
+    assert (len(train), len(validation)) == (28, 2)
+    assert train.meta["sha256"] == "5bd9e4f0e5a5e9d31303043009878576ceda69ad4a0a2f1107c28c55c5e506e7"
+
+
 def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file, tmp_path, monkeypatch):
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("".join(chat_file.read_text().splitlines(keepends=True)[:5]))
@@ -298,13 +310,16 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
         assert batch["labels"].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
         assert batch["targets"].tolist() == [1, 2, 3]
         assert "attention_mask" not in batch
-    assert "position_ids" not in padded and packed["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]]
+        assert "position_ids" not in batch  # of rows that hold a single conversation
     for collate in (chat.collate_padded, chat.collate_packed):
         longer = collate(rows, multiple_of=8)
         assert longer["labels"].shape == longer["input_ids"].shape == (2, 8)
         assert longer["labels"][:, :3].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
         assert (longer["labels"][:, 3:] == IGNORED).all() and longer["targets"].tolist() == [1, 2, 8]
-    assert longer["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6]]
+        assert collate(rows, multiple_of=8, at_most=5)["labels"].shape == (2, 5)
+    rows[0]["position_ids"] = np.array([0, 0, 1])
+    several = chat.collate_packed(rows, multiple_of=4)
+    assert several["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
 
 
 class OfLengths:
@@ -366,10 +381,12 @@ def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     packed = chat.Packed(train, 96)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention).eval()
-    batch = chat.collate_packed([packed[0], packed[len(packed) - 1]])
+    first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bins[index]))[:2]
+    assert len(packed.bins[second]) > 1
+    batch = chat.collate_packed([packed[first], packed[second]])
     with torch.no_grad():
         together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        for row, bin_ in enumerate([packed.bins[0], packed.bins[-1]]):
+        for row, bin_ in enumerate([packed.bins[first], packed.bins[second]]):
             start = 0
             for index in bin_:
                 ids = torch.from_numpy(train[index]["input_ids"])[None]

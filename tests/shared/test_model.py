@@ -356,7 +356,7 @@ def sizes_are_constants(graph):
 def test_evaluations_and_texts_leave_the_compiled_training_step_its_constant_sizes(graphs, aside):
     subject = make("llama")
     model.compile_blocks(subject)
-    with torch.no_grad(), model.eagerly() if aside else contextlib.nullcontext():
+    with torch.no_grad(), model.eagerly(subject) if aside else contextlib.nullcontext():
         for rows, length in ((3, 7), (2, 9)):
             causal_lm_loss(subject, {"input_ids": tokens(rows, length), "labels": tokens(rows, length)})
     if aside:

@@ -1,5 +1,6 @@
 """shared/prepared.py: what is made of the data once is whole or not there, and the same by any number of processes."""
 
+import multiprocessing.spawn
 import os
 import subprocess
 import sys
@@ -146,10 +147,27 @@ def test_no_more_is_read_ahead_than_the_processes_need():
     results.close()
 
 
-@pytest.mark.parametrize("parts", [(exec,), (None,)], ids=["at work", "at its start"])
-def test_a_process_that_dies_ends_the_work_and_nothing_waits_for_it(parts):
+@pytest.mark.parametrize("when", ["at work", "as it makes what works", "before it reads anything"])
+def test_a_process_that_dies_ends_the_work_and_nothing_waits_for_it(monkeypatch, when):
+    """Also where it was to be told more than a pipe holds."""
+    parts = (None, "x" * 200_000) if when == "as it makes what works" else (exec,)
+    if when == "before it reads anything":
+        monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/bin/false")
     with pytest.raises(ConfigError, match="choose fewer with --preprocessing_num_workers"):
         list(prepared.in_order(partial, parts, ["import os; os._exit(1)"] * 50, 2))
+
+
+def test_processes_do_not_import_the_script_and_leave_it_in_place(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('imported')\nfrom functools import partial\nfrom shared import prepared\n"
+        "if __name__ == '__main__':\n"
+        "    print(sorted(prepared.in_order(partial, (eval,), ['1 + 1', '2 + 2', 'len(\"x\" * 9)'], 2)))\n"
+        "    import __main__; print(__main__.__file__ == __file__)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "imported\n[2, 4, 9]\nTrue\n", done.stderr
 
 
 OUTLIVED = """
