@@ -237,10 +237,8 @@ def test_more_processes_prepare_the_same(tokenizer, chat_file, tmp_path, monkeyp
     ]
 
 
-def test_a_run_is_resumed_on_data_that_were_prepared_anew(chat_file, tmp_path, monkeypatch):
+def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch):
     """What is compared then stays what it was, whatever writes it."""
-    from transformers import AutoTokenizer
-
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"line {n}\n", "completion": f"it is {n * n}"}) + "\n" for n in range(30)))
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)

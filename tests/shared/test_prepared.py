@@ -194,6 +194,6 @@ def test_large_files_are_prepared_by_more_processes_than_small_ones(tmp_path):
     with file.open("wb") as sparse:
         sparse.truncate(32_000_000 * 1000)
     source = Source("x", lambda: [file, "a word"], lambda: iter(()))
-    assert prepared.processes_for(source, None) == cores()
+    assert prepared.processes_for(source, None) == min(cores(), 16)
     assert prepared.processes_for(source, 3) == 3
     assert prepared.processes_for(Source("demo", lambda: ["3.11"], lambda: iter(())), None) == 1
