@@ -168,15 +168,27 @@ class Loop:
 
 
 def language_loop(
-    accelerator: Any, model: nn.Module, size: str, batches: list[dict], *, fused: bool = True, **settings: Any
+    accelerator: Any,
+    model: nn.Module,
+    size: str,
+    batches: list[dict],
+    *,
+    fused: bool = True,
+    masked: bool = False,
+    **settings: Any,
 ) -> tuple[Loop, dict[str, Any]]:
-    """(the loop of a language model, what is said of it); `fused` as the templates do: head and loss in one."""
+    """(the loop of a language model, what is said of it); `fused` and not `masked` as the templates do: head and loss in
+    one, and packed documents kept apart without a mask."""
+    from shared.attention import isolate_documents
     from shared.lm_loss import causal_lm_loss, fuse_head
 
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
     said: dict[str, Any] = {"strategy": type(loop.model).__name__}
+    if "cu_seqlens" in batches[0] and not masked:
+        word = isolate_documents(loop.model, accelerator.device, len(Tokenizer(size)), len(batches[0]["input_ids"]))
+        said["note"] = word
     if fused and not (word := fuse_head(accelerator, loop.model, len(Tokenizer(size)))).startswith("fused"):
-        said["note"] = f"loss {word}"
+        said["note"] = "; ".join(filter(None, [said.get("note"), f"loss {word}"]))
     return loop, said
 
 
@@ -220,6 +232,8 @@ class Tokenizer:
 
 def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
+    from shared.attention import cu_seqlens_of
+
     generator, lengths, vocabulary = torch.Generator().manual_seed(seed), random.Random(seed), len(Tokenizer(size))
     start = torch.randint(0, vocabulary, (rows, 1), generator=generator)
     stride = torch.randint(1, 9, (rows, 1), generator=generator)
@@ -234,7 +248,12 @@ def token_batch(size: str, rows: int, length: int, *, documents: bool = False, f
                 positions[at:end] -= at
                 labels[end - 1] = -100  # the next token is another document's
                 at = end
-    return {key: (value.reshape(1, -1) if flat else value).to(device()) for key, value in batch.items()}
+    if flat:
+        batch = {key: value.reshape(1, -1) for key, value in batch.items()}
+    if documents:
+        batch["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(batch["position_ids"].numpy()))
+        batch["targets"] = (batch["labels"] != -100).flatten().nonzero().flatten()
+    return {key: value.to(device()) for key, value in batch.items()}
 
 
 def language_model(size: str, length: int, *, compiled: bool = False, checkpointing: str = "none", attention: str = "sdpa"):
@@ -249,7 +268,15 @@ def language_model(size: str, length: int, *, compiled: bool = False, checkpoint
 
 
 def pretraining(
-    size: str, length: int, rows: int, *, documents: bool = False, flat: bool = False, fused: bool = True, **settings: Any
+    size: str,
+    length: int,
+    rows: int,
+    *,
+    documents: bool = False,
+    flat: bool = False,
+    fused: bool = True,
+    masked: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
     from shared import model as models
@@ -263,7 +290,7 @@ def pretraining(
     batch = token_batch(size, rows, length, documents=documents, flat=flat)
     sharded = "FSDP_VERSION" in os.environ
     plain = language_model(size, length, **settings) if sharded else model
-    loop, said = language_loop(accelerator, model, size, [batch], fused=fused)
+    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked)
     if sharded:
         said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
     if documents:  # of whose attention only a part is computed, so that MFU would flatter
@@ -286,7 +313,15 @@ def quantise(model: nn.Module) -> None:
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT asks for
 
 
-def lora(size: str, rows: int, *, checkpointing: str = "none", fused: bool = True, quantised: bool = False) -> dict:
+def lora(
+    size: str,
+    rows: int,
+    *,
+    checkpointing: str = "none",
+    fused: bool = True,
+    masked: bool = False,
+    quantised: bool = False,
+) -> dict[str, Any]:
     """Tokens a second of the fine-tuning step on full packed rows of 2048 tokens: all of them are useful."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -317,7 +352,7 @@ def lora(size: str, rows: int, *, checkpointing: str = "none", fused: bool = Tru
     model = models.trained_in_fp32(get_peft_model(base, adapters))
     flops = models.flops_per_token(model, length)
     batch = token_batch(size, rows, length, documents=True)
-    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, weight_decay=0.0)
+    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked, weight_decay=0.0)
     return said | pace(loop.step, rows * length, flops)
 
 
@@ -484,6 +519,22 @@ def losses(tolerance: float | None = None, *, fused: bool = True, **settings: An
     constant: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
     loop, said = language_loop(accelerator, model, "125M", batches, fused=fused, **constant)
     return said | {"losses": [loop.step().item() / (rows * length) for _ in batches], "tolerance": tolerance}
+
+
+def packed_attention() -> dict[str, Any]:
+    """Whether PyTorch's attention of variable lengths gives what a mask gives, for the heads of usual models."""
+    from shared import attention
+
+    if not attention._has_kernel(device()):
+        raise Skipped(f"attention of variable lengths has no kernel on a {device().type.upper()}")
+    heads = [(12, 12, 64), (32, 8, 64), (32, 8, 128), (16, 8, 256)]
+    wrong = []
+    for shape in heads:
+        try:
+            attention._require_sound(*shape, torch.bfloat16, device())
+        except (ArithmeticError, RuntimeError) as error:
+            wrong.append(f"{shape}: {str(error).splitlines()[0]}")
+    return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 
 
 def resuming() -> dict[str, Any]:

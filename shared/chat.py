@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shared import data, demo, prepared, records
+from shared import attention, data, demo, prepared, records
 from shared.config import ConfigError, cache_dir
 from shared.data import IGNORED, Batch, Order, Row
 from shared.demo import DEFAULT_TEMPLATE
@@ -502,7 +502,7 @@ class Packed:
 
 def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1, at_most: int | None = None) -> Batch:
     """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`;
-    and `targets`, see `lm_loss.causal_lm_loss`.
+    and `targets` and `cu_seqlens`, see `lm_loss.causal_lm_loss`.
 
     Flash attention kernels tell documents apart in a single row only, at no cost for its length; SDPA's mask grows
     with the square of it.
@@ -530,6 +530,8 @@ def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1,
     }
     if batch["position_ids"][:, 1:].all():
         del batch["position_ids"]
+    else:
+        batch["cu_seqlens"] = attention.cu_seqlens_of(batch["position_ids"])
     return _with_targets(batch)
 
 

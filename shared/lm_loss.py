@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 
+from shared.attention import told_of_rows
 from shared.config import data_parallel_size, first_line, world_size
 from shared.data import IGNORED
 from shared.exits import is_out_of_memory
-from shared.model import told_of_rows
 
 AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
 LEAST = 1024  # tokens of a chunk of a trained head, each of which is added to the whole matrix: with 128k, 525 MB in fp32
@@ -32,14 +32,14 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
         model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
         batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
             `position_ids` only where rows hold several documents. May have `targets`: [any], the places in the flattened
-            labels that are not -100, in their order.
+            labels that are not -100, in their order; and `cu_seqlens`, see `attention.cu_seqlens_of`.
 
     Returns:
         Scalar, fp32.
     """
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets")}
-    packed = "position_ids" in batch
-    with _asked_of_the_head(batch["labels"].flatten(), batch.get("targets")), told_of_rows(packed=packed):
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
+    rows = told_of_rows(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens"))
+    with _asked_of_the_head(batch["labels"].flatten(), batch.get("targets")), rows:
         logits = model(**inputs, use_cache=False).logits
     if logits.ndim == 0:
         return logits

@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -440,93 +439,3 @@ def keep_quantized(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def told_of_rows(*, packed: bool = False) -> Iterator[None]:
-    """Tell transformers what the rows of the forwards in this block hold, which it would otherwise look up on the device
-    as it makes their mask: the host would wait there for all that it has queued, and the device then for the host.
-
-    Masks are those that it makes by itself. That of packed rows is given to SDPA as what it adds to the scores: of bools
-    each block would make that for itself, and keep it for its backward. (Flash attention's kernels look up where documents
-    begin in each block, which this leaves alone.)
-
-    Args:
-        packed: some rows hold several documents, whose `position_ids` restart.
-    """
-    from transformers import PreTrainedModel, masking_utils  # not before `launch.start` has silenced what that imports
-
-    told: list[tuple[Any, str, Any]] = [
-        (masking_utils, "find_packed_sequence_indices", _documents if packed else _nothing),
-        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),  # nobody sees it, and it looks, too
-    ]
-    told = [entry for entry in told if hasattr(*entry[:2])]  # where a version has no such question, nothing is answered
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in told]
-    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    for entry in told:
-        setattr(*entry)
-    if packed:
-        masks["sdpa"] = _added_mask
-    try:
-        yield
-    finally:
-        for entry in before:
-            setattr(*entry)
-        if packed:
-            del masks["sdpa"]
-
-
-def _nothing(*_arguments: Any, **_named: Any) -> None:
-    """No documents; no warning."""
-
-
-def _added_mask(*args: Any, dtype: torch.dtype, **named: Any) -> torch.Tensor | None:
-    """`sdpa_mask` of transformers, [batch, 1, seq, seq], as 0 and -inf in the type that attention is computed in."""
-    from transformers.masking_utils import sdpa_mask
-
-    allowed = sdpa_mask(*args, dtype=dtype, **named)
-    if allowed is None:
-        return None
-    kind = allowed.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-
-
-def _documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """The number, from 0, of each position's document in its row: [batch, seq]."""
-    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-
-
-@torch.no_grad()
-def require_packing_isolation(model: nn.Module, device: torch.device, vocab_size: int, rows: int = 1) -> None:
-    """Check that documents packed in one row cannot see each other: change the first, the second must not notice.
-
-    With as many rows as in training: some attention kernels look at the positions of a single row only. Every rank
-    calls this, since a sharded model's forward is a collective.
-
-    Raises:
-        ConfigError: the model ignores restarting `position_ids`, or its attention kernel does.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
-    other = tokens.clone()
-    other[:, :8] = (tokens[:, :8] + 1) % vocab_size
-    position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
-    training = model.training
-    model.eval()
-    # fp8's scales depend on all tokens of a batch, so every token would notice: compute without them.
-    scaled = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
-    for module in scaled:
-        module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
-    # Compiled blocks take the sizes that they meet first for constants.
-    with torch.compiler.set_stance("force_eager"), told_of_rows(packed=True):
-        first, second = (model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other))
-    for module in scaled:
-        del module.forward
-    model.train(training)
-    if not torch.allclose(first[:, 8:].float(), second[:, 8:].float(), atol=1e-3, rtol=1e-3):
-        raise ConfigError(
-            f"{type(model).__name__} lets packed documents attend to each other: use --no_packing, or another "
-            "--attn_implementation"
-        )

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from shared.attention import told_of_rows
 from shared.config import ConfigError
 from shared.data import IGNORED, Batch
-from shared.model import told_of_rows
 
 
 class _Through(nn.Module):

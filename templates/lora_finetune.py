@@ -93,7 +93,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from shared import chat, exits, launch, metrics, optim, parallel, steps
+from shared import attention, chat, exits, launch, metrics, optim, parallel, steps
 from shared import model as models
 from shared.checkpoint import Checkpointer
 from shared.data import Loader, Order, Samples, Spread
@@ -251,9 +251,10 @@ def main(config: Config) -> None:
     model, *optimizers = parallel.prepare(
         *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
+    packing = "off"
     if config.chat.packing:
         at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.micro_batch()[0]
-        models.require_packing_isolation(model, accelerator.device, len(tokenizer), at_once)
+        packing = attention.isolate_documents(model, accelerator.device, len(tokenizer), at_once)
 
     # Resume ------------------------------------------------------------------------------------------------------
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=held_out.meta["sha256"])
@@ -278,6 +279,7 @@ def main(config: Config) -> None:
             "trained": f"{trainable:,} parameters ({trainable / total:.2%})",
             "batch": launch.batch_line(config.batch, accelerator, "rows"),
             "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.2f} epochs",
+            "packing": packing,
             "loss": loss_by,
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,

@@ -10,7 +10,7 @@ import sys
 from tests.conftest import ROOT
 
 # Why a row may have no figures here: packages that are not required, kernels that a CPU has not.
-ABSENT = re.compile(r"needs (torchao|bitsandbytes|flash_attn)\b|flex attention has no backward on a CPU")
+ABSENT = re.compile(r"needs (torchao|bitsandbytes|flash_attn)\b|(flex attention|attention of .*) has no .* on a CPU")
 
 
 def benchmark(*arguments, **variables):

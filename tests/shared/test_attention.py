@@ -1,0 +1,418 @@
+"""shared/attention.py: documents that share a row and cannot see each other, with a mask and without."""
+
+import re
+from itertools import chain, pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, masking_utils
+
+from shared import attention, chat, data, model
+from shared.config import ConfigError
+from shared.lm_loss import causal_lm_loss
+from tests.small_models import VOCAB, llama, make, tokens
+
+CPU = torch.device("cpu")
+
+
+class Documents:
+    """Conversations of given lengths, as chat.Packed reads them."""
+
+    def __init__(self, lengths):
+        generator = np.random.default_rng(0)
+        self.rows = [generator.integers(0, VOCAB, length + 1) for length in lengths]
+        self.lengths = np.array(lengths)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index][:-1], "labels": self.rows[index][1:]}
+
+    def num_targets(self, indices):
+        return int(self.lengths[indices].sum())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@torch.no_grad()
+def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
+    subject = make(name, implementation)
+    documents = Documents([11, 9, 6, 5, 4, 3, 1])
+    packed = chat.Packed(documents, 20)
+    assert len(packed) == 2
+    batch = chat.collate_packed([packed[0], packed[1]])
+    logits = subject(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    for row, bin in enumerate(packed.bins):
+        start = 0
+        for index in bin:
+            ids = torch.tensor(documents[index]["input_ids"])[None]
+            alone = subject(input_ids=ids, use_cache=False).logits[0]
+            torch.testing.assert_close(logits[row, start : start + ids.shape[1]], alone, atol=1e-5, rtol=1e-4)
+            start += ids.shape[1]
+
+
+@torch.no_grad()
+def test_without_position_ids_packed_documents_do_see_each_other():
+    # The counterpart of the test above: it would pass on a model that ignores its context.
+    subject = make("llama")
+    ids = tokens(1, 16)
+    together = subject(input_ids=ids, use_cache=False).logits[0, 8:]
+    alone = subject(input_ids=ids[:, 8:], use_cache=False).logits[0]
+    assert (together - alone).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_the_packed_loss_is_the_sum_of_the_documents_losses():
+    subject = make("llama")
+    documents = Documents([11, 9, 6, 5])
+    packed = chat.Packed(documents, 20)
+    batch = chat.collate_packed([packed[i] for i in range(len(packed))])
+    alone = [chat.collate_padded([documents[i]]) for i in range(4)]
+    expected = sum(causal_lm_loss(subject, one) for one in alone)
+    torch.testing.assert_close(causal_lm_loss(subject, batch), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "windows", "gpt2"])
+def test_the_padded_loss_is_the_sum_of_the_documents_losses_and_so_are_its_gradients(name, implementation):
+    """Without a mask: what fills a row up comes last, and no token looks ahead."""
+    subject = make(name, implementation)
+    documents = Documents([11, 9, 6, 5])
+    expected = sum(causal_lm_loss(subject, chat.collate_padded([documents[i]])) for i in range(4))
+    gradients = torch.autograd.grad(expected, list(subject.parameters()))
+    together = causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)], multiple_of=16))
+    torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
+    for one, other in zip(torch.autograd.grad(together, list(subject.parameters())), gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would have the host wait for a GPU: values that are read, and some shapes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        self.count += operation.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select)
+        return operation(*args, **(kwargs or {}))
+
+
+def batches():
+    """One batch of each kind: rows of one document, packed ones, padded ones, and such that hold no more than one."""
+    documents = Documents([11, 9, 6, 5, 20, 20])
+    packed = chat.Packed(documents, 20)
+    bins = {len(documents_of_row): number for number, documents_of_row in enumerate(packed.bins)}
+    return {
+        "plain": {"input_ids": tokens(1, 16), "labels": tokens(1, 16)},
+        "packed": chat.collate_packed([packed[bins[2]], packed[bins[1]]]),
+        "packed, nothing beside another": chat.collate_packed([packed[bins[1]]]),
+        "packed, one row": chat.collate_packed([packed[bins[1]], packed[bins[2]]], flat=True),
+        "padded": chat.collate_padded([documents[0], documents[1]]),
+        "padded, nothing to pad": chat.collate_padded([documents[4], documents[5]]),
+    }
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", batches())
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "windows"])
+def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(name, kind, implementation):
+    """Bit for bit the same losses and gradients, windows of attention included."""
+    subject = make(name, implementation)
+    batch = batches()[kind]
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
+    with HostReads() as plain:
+        logits = subject(**inputs, use_cache=False).logits
+    targets = batch["labels"].flatten()
+    plain_loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=data.IGNORED, reduction="sum")
+    plain_loss.backward()
+    expected = {n: p.grad.clone() for n, p in subject.named_parameters()}
+    subject.zero_grad()
+    with HostReads() as told:
+        loss = causal_lm_loss(subject, batch)
+        loss.backward()
+    assert told.count == 0
+    if implementation == "sdpa":
+        assert plain.count > 0  # so that the counter is seen to count
+    assert torch.equal(loss, plain_loss)
+    for n, p in subject.named_parameters():
+        assert torch.equal(p.grad, expected[n]), n
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_blocks_share_the_mask_of_packed_rows(mixed):
+    """Made of bools by each block, that would be kept for backward as often as there are blocks."""
+    subject, length = llama(num_hidden_layers=3), 40
+    positions = (torch.arange(length) % 10)[None]
+    batch = {"input_ids": tokens(1, length), "labels": tokens(1, length), "position_ids": positions}
+
+    def masks_kept(told):
+        kept = []
+
+        def keep(tensor):
+            if tensor.shape[-2:] == (length, length):
+                kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=mixed):
+            if told:
+                causal_lm_loss(subject, batch)
+            else:
+                subject(input_ids=batch["input_ids"], position_ids=positions, use_cache=False)
+        assert {tensor.dtype for tensor in kept} == {torch.bfloat16 if mixed else torch.float32}
+        return len({tensor.untyped_storage().data_ptr() for tensor in kept})
+
+    assert masks_kept(told=False) == 3
+    assert masks_kept(told=True) == 1
+
+
+def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with_a_mask():
+    keys = {kind: set(batch) - {"input_ids", "labels", "targets"} for kind, batch in batches().items()}
+    assert keys == {
+        "plain": set(),
+        "packed": {"position_ids", "cu_seqlens"},
+        "packed, nothing beside another": set(),
+        "packed, one row": {"position_ids", "cu_seqlens"},
+        "padded": set(),
+        "padded, nothing to pad": set(),
+    }
+
+
+def test_transformers_is_asked_again_after_the_block_and_after_an_error_in_it():
+    def functions():
+        makers, warn = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, PreTrainedModel.warn_if_padding_and_no_attention_mask
+        return masking_utils.find_packed_sequence_indices, makers["sdpa"], warn
+
+    before = functions()
+    with pytest.raises(ZeroDivisionError), attention.told_of_rows(packed=True):
+        assert all(now is not then for now, then in zip(functions(), before, strict=True))
+        raise ZeroDivisionError
+    assert functions() == before
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, implementation):
+    subject = make(name, implementation).train()
+    attention.isolate_documents(subject, CPU, VOCAB)
+    assert subject.training
+
+
+class SumsAll(nn.Module):
+    """Each position's logits depend on all tokens before it, whatever `position_ids` say."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, VOCAB)
+
+    def forward(self, input_ids, position_ids=None, use_cache=None):
+        return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
+
+
+class SumsAllTransformer(nn.Module):
+    """A real model that is not told its positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make("llama")
+
+    def forward(self, input_ids, position_ids=None, use_cache=None):
+        return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer])
+def test_a_model_that_ignores_positions_is_refused_and_keeps_its_mode(leaky):
+    subject = leaky().train()
+    with pytest.raises(ConfigError, match=rf"{leaky.__name__} lets packed documents attend to each other: use --no_packing"):
+        attention.isolate_documents(subject, CPU, VOCAB)
+    assert subject.training
+
+
+# Without a mask ------------------------------------------------------------------------------------------------------
+
+KERNEL = attention._kernel  # PyTorch's, for GPUs
+
+
+def each_alone(query, key, value, cu_seqlens, longest, scale):
+    """The kernel's stand-in on a CPU: attention of each document by itself, one after the other."""
+    groups = query.shape[1] // key.shape[1]
+    done = []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        assert 0 < end - start <= longest
+        states = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        parts = (tensor[start:end].transpose(0, 1) for tensor in states)
+        done.append(F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale).transpose(0, 1))
+    return torch.cat(done)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A device that has a kernel; returns what sets it, and counts its calls."""
+    monkeypatch.setattr(attention, "_has_kernel", lambda device: True)
+    calls = []
+
+    def install(function):
+        def counted(*arguments):
+            calls.append(arguments[0].shape)
+            return function(*arguments)
+
+        monkeypatch.setattr(attention, "_kernel", counted)
+        return calls
+
+    yield install
+    attention._use_kernel(False)
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_bounds_of_documents_say_what_their_positions_say(rows):
+    row_length = max(map(sum, rows))
+    rows = [[*row[:-1], row[-1] + row_length - sum(row)] for row in rows]
+    positions = np.stack([np.concatenate([np.arange(length) for length in row]) for row in rows])
+    bounds = attention.cu_seqlens_of(positions)
+    assert bounds.dtype == np.int32 and bounds.tolist() == np.cumsum([0, *chain(*rows)]).tolist()
+    mask = attention._mask_of(torch.from_numpy(bounds), *positions.shape)
+    number = attention._number_of_document(torch.from_numpy(positions))
+    assert torch.equal(mask[:, 0], (number[:, :, None] == number[:, None, :]).tril())
+
+
+def learned(subject, batch, steps=10):
+    """Losses of steps on one batch, and the gradients of the first."""
+    optimizer, losses, gradients = torch.optim.AdamW(subject.parameters(), lr=1e-3), [], {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = causal_lm_loss(subject, batch)
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {n: p.grad.clone() for n, p in subject.named_parameters()}
+        optimizer.step()
+    return losses, gradients
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("qwen2", 2), ("gpt2", 2), ("windows", 1)])
+def test_without_a_mask_the_same_is_learned(name, layers, checkpointing, kernel):
+    """Also where a block is computed again for its gradient, and where some blocks' windows need a mask."""
+    batch, outcomes = batches()["packed"], []
+    for found in (False, True):
+        calls = kernel(each_alone)
+        subject = make(name).train()
+        for dropout in (m for m in subject.modules() if isinstance(m, nn.Dropout)):
+            dropout.p = 0.0
+        model.set_gradient_checkpointing(subject, checkpointing)
+        with torch.autocast("cpu", torch.bfloat16):
+            word = attention.isolate_documents(subject, CPU, VOCAB, 2)
+        assert word == "documents kept apart by attention of variable lengths, without a mask"
+        assert subject.training
+        if not found:
+            attention._use_kernel(False)
+        calls.clear()
+        outcomes.append(learned(subject, batch))
+        assert len(calls) == found * 10 * layers * (1 if checkpointing == "none" else 2)
+    (masked, expected), (losses, gradients) = outcomes
+    np.testing.assert_allclose(losses, masked, rtol=5e-3)
+    assert losses[-1] < 0.97 * losses[0]
+    for n in expected:
+        assert (gradients[n] - expected[n]).norm() <= 0.03 * expected[n].norm() + 1e-3, n
+
+
+def test_attention_dropout_takes_the_mask(kernel):
+    calls = kernel(each_alone)
+    subject = llama(attention_dropout=0.5).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention.isolate_documents(subject, CPU, VOCAB).endswith("without a mask")
+        calls.clear()
+        torch.manual_seed(1)
+        loss = causal_lm_loss(subject, batches()["packed"])
+        assert not calls
+        attention._use_kernel(False)
+        torch.manual_seed(1)
+        torch.testing.assert_close(loss, causal_lm_loss(subject, batches()["packed"]), rtol=1e-3, atol=0)
+
+
+def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
+    calls = kernel(each_alone)
+    assert attention.isolate_documents(make("llama"), CPU, VOCAB) == "documents kept apart by the model's own attention"
+    assert not calls and attention._sdpa is None
+
+
+def raises(*_arguments):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nand more")
+
+
+def too_sharp(query, key, value, cu_seqlens, longest, scale):
+    return each_alone(query, key, value, cu_seqlens, longest, 2 * (scale or query.shape[-1] ** -0.5))
+
+
+def sees_everything(query, key, value, cu_seqlens, longest, scale):
+    return each_alone(query, key, value, cu_seqlens[[0, -1]], query.shape[0], scale)
+
+
+def forgets_gradients(query, key, value, cu_seqlens, longest, scale):
+    return each_alone(query, key, value.detach() + 0 * value, cu_seqlens, longest, scale)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (raises, "FlashAttention only supports Ampere GPUs or newer."),
+        (too_sharp, r"the kernel is off by \d"),
+        (sees_everything, r"the kernel is off by \d"),
+        (forgets_gradients, "the kernel is off by 1"),
+    ],
+)
+def test_a_kernel_that_is_not_right_on_a_device_is_not_used(function, why, kernel):
+    kernel(function)
+    subject = make("llama").to(torch.bfloat16)
+    batch = batches()["packed"]
+    expected = causal_lm_loss(subject, batch)
+    word = attention.isolate_documents(subject, CPU, VOCAB)
+    assert word.startswith("documents kept apart by their attention's mask: ") and attention._sdpa is None
+    assert re.search(why, word) and "\n" not in word, word
+    assert torch.equal(causal_lm_loss(subject, batch), expected)
+
+
+def test_a_lack_of_memory_in_the_trial_is_not_taken_for_a_kernel_that_fails(kernel):
+    def out_of_memory(*_arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernel(out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
+    assert attention._sdpa is None
+
+
+def test_on_a_cpu_documents_are_kept_apart_by_a_mask():
+    assert attention.isolate_documents(make("llama"), CPU, VOCAB) == "documents kept apart by their attention's mask"
+    assert attention._sdpa is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pytorchs_kernel_takes_what_it_is_given_and_any_number_of_documents_is_one_graph(compiled, monkeypatch):
+    """As far as it can be seen without a GPU: its signature, shapes and gradients, on tensors without values."""
+    monkeypatch.setattr(attention, "_computed_in", lambda device, dtype: dtype)
+    attention._use_kernel(True)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def summed(query, key, value, cu_seqlens):
+        found, _ = attention._attend(nn.Module(), query * 2, key, value, cu_seqlens, 0.0, 0.125)
+        assert found.shape == (2, 12, 4, 32)
+        return found.float().sum()
+
+    function = torch.compile(summed, backend=counter, fullgraph=True) if compiled else summed
+    try:
+        for number in (5, 9, 3):
+            shapes = [(2, 4, 12, 32), (2, 2, 12, 32), (2, 2, 12, 32)]
+            states = [torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+            bounds = torch.empty(number, dtype=torch.int32, device="meta")
+            torch._dynamo.maybe_mark_dynamic(bounds, 0)
+            function(*states, bounds).backward()
+            assert [tensor.grad.shape for tensor in states] == [torch.Size(shape) for shape in shapes]
+    finally:
+        attention._use_kernel(False)
+    assert counter.frame_count == compiled
