@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,7 @@ def serve(connection: Any, folder: str, parent: int) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     if measures.toy:  # traced only: a compiler would take most of the time
         nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[assignment, method-assign]
+        torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     tempfile.tempdir = folder
     try:
         outcome: dict[str, Any] = {"figures": row.measure(**row.options)}

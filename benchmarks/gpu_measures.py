@@ -175,21 +175,22 @@ def language_loop(
     *,
     fused: bool = True,
     masked: bool = False,
+    compiled: bool = False,
     **settings: Any,
 ) -> tuple[Loop, dict[str, Any]]:
     """(the loop of a language model, what is said of it); `fused` and not `masked` as the templates do: head and loss in
-    one, and packed documents kept apart without a mask."""
+    one, and packed documents kept apart without a mask; `compiled` as the model's blocks are."""
     from shared.attention import isolate_documents
     from shared.lm_loss import causal_lm_loss, fuse_head
 
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
-    said: dict[str, Any] = {"strategy": type(loop.model).__name__}
+    tokens, notes = len(Tokenizer(size)), []
     if "cu_seqlens" in batches[0] and not masked:
-        word = isolate_documents(loop.model, accelerator.device, len(Tokenizer(size)), len(batches[0]["input_ids"]))
-        said["note"] = word
-    if fused and not (word := fuse_head(accelerator, loop.model, len(Tokenizer(size)))).startswith("fused"):
-        said["note"] = "; ".join(filter(None, [said.get("note"), f"loss {word}"]))
-    return loop, said
+        notes.append(isolate_documents(loop.model, accelerator.device, tokens, len(batches[0]["input_ids"])))
+    if fused and not (word := fuse_head(accelerator, loop.model, tokens, compiled=compiled)).startswith("fused"):
+        notes.append(f"loss {word}")
+    said = {"strategy": type(loop.model).__name__}
+    return loop, said | ({"note": "; ".join(notes)} if notes else {})
 
 
 def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any = None) -> Callable[[], None]:
@@ -290,7 +291,8 @@ def pretraining(
     batch = token_batch(size, rows, length, documents=documents, flat=flat)
     sharded = "FSDP_VERSION" in os.environ
     plain = language_model(size, length, **settings) if sharded else model
-    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked)
+    compiled = settings.get("compiled", False)
+    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked, compiled=compiled)
     if sharded:
         said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
     if documents:  # of whose attention only a part is computed, so that MFU would flatter
@@ -517,6 +519,7 @@ def losses(tolerance: float | None = None, *, fused: bool = True, **settings: An
     model = language_model("125M", length, **settings)
     batches = [token_batch("125M", rows, length, seed=seed) for seed in range(10)]
     constant: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    constant["compiled"] = settings.get("compiled", False)
     loop, said = language_loop(accelerator, model, "125M", batches, fused=fused, **constant)
     return said | {"losses": [loop.step().item() / (rows * length) for _ in batches], "tolerance": tolerance}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,7 +64,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, learning: bool
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        dtype: torch.dtype,
+        learning: bool,
+        compiled: bool,
     ) -> torch.Tensor:
         """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the matrix products."""
         states, matrix = hidden.to(dtype), weight.to(dtype)
@@ -73,24 +79,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matrix_grad: torch.Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         chunk = max(1, AT_ONCE // weight.shape[0], LEAST if to_matrix else 0)
+        chunk *= 2 if compiled else 1  # whose chunks take half of the memory, or less
         chunk -= chunk % 128 if chunk > 128 else 0  # whole tiles
         for start in range(0, max(1, len(states)), chunk):  # once for no tokens, too: DDP waits for each gradient
             here, label = slice(start, start + chunk), labels[start : start + chunk]
             place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
             part = states[here].masked_fill(left_out, 0.0)  # here and not in the logits, which are far more numbers
-            log_probs = F.log_softmax(part @ matrix.T, -1, dtype=torch.float32)
-            total -= log_probs.gather(-1, place).masked_fill_(left_out, 0.0).sum()
-            if to_states or to_matrix:
-                gradient = log_probs.exp_()
-                gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=torch.float32))
-                gradient = gradient.to(dtype)
+            if compiled and (to_states or to_matrix) and len(label) > 1:
+                loss, gradient = _compiled()(*(_of_any_number(tensor) for tensor in (part @ matrix.T, place, left_out)))
+                total += loss
+            else:
+                log_probs = F.log_softmax(part @ matrix.T, -1, dtype=torch.float32)
+                total -= log_probs.gather(-1, place).masked_fill_(left_out, 0.0).sum()
+                gradient = log_probs.exp_() if to_states or to_matrix else None
+                if gradient is not None:
+                    gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=torch.float32))
+                    gradient = gradient.to(dtype)
+                del log_probs
+            if gradient is not None:
                 if states_grad is not None:
                     torch.mm(gradient, matrix, out=states_grad[here]).masked_fill_(left_out, 0.0)
                 if to_matrix:
                     product = gradient.T @ part
                     matrix_grad = product.float() if matrix_grad is None else matrix_grad.add_(product)
                 del gradient
-            del log_probs
         ctx.save_for_backward(states_grad, matrix_grad)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total
@@ -98,10 +110,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(g.mul_(gradient).to(dtype) if g is not None else None for g, dtype in grads), None, None, None
+        return *(g.mul_(gradient).to(dtype) if g is not None else None for g, dtype in grads), None, None, None, None
 
 
-def _forward(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+def _loss_and_gradient(
+    logits: torch.Tensor, place: torch.Tensor, left_out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk's loss, and its gradient for the logits in their type, written for a compiler: which reads them two or three
+    times and writes the gradient, without another number for each logit in between.
+
+    Args:
+        logits: [tokens, vocab].
+        place: [tokens, 1], of each target.
+        left_out: [tokens, 1] bool, what counts for nothing.
+    """
+    log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    loss = -log_probs.gather(-1, place).masked_fill(left_out, 0.0).sum()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == place
+    return loss, (log_probs.exp() - is_target.float()).to(logits.dtype)
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_loss_and_gradient)
+
+
+def _of_any_number(tensor: torch.Tensor) -> torch.Tensor:
+    """The number of tokens is no reason to compile anew: the last chunk has fewer, and targets vary."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
+def _forward(head: nn.Linear, compiled: bool, hidden: torch.Tensor) -> torch.Tensor:
     """The head's logits, or the loss while `causal_lm_loss` is asking for it."""
     if _asked is None:
         return F.linear(hidden, head.weight)
@@ -111,7 +151,7 @@ def _forward(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(states, head.weight, labels, dtype, torch.is_grad_enabled())
+        return _LinearCrossEntropy.apply(states, head.weight, labels, dtype, torch.is_grad_enabled(), compiled)
 
 
 def is_plain(head: Any) -> bool:
@@ -119,17 +159,20 @@ def is_plain(head: Any) -> bool:
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
 
 
-def attach(head: Any) -> None:
+def attach(head: Any, *, compiled: bool = False) -> None:
     """Let a head, a plain matrix, compute the loss where `causal_lm_loss` asks for it."""
-    head.forward = partial(_forward, head)
+    head.forward = partial(_forward, head, compiled)
 
 
 @torch.no_grad()
-def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> str:
+def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, compiled: bool = False) -> str:
     """Let the model's last layer compute the loss itself, where that gives the same; a word about it for the summary.
 
     Tried on a few tokens, since some models change their logits after the head (soft caps, scales), and then all stays as
     it was. Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
+
+    Args:
+        compiled: what lies between the products of matrices, too, in training.
     """
     head = accelerator.unwrap_model(model).get_output_embeddings()
     if not is_plain(head):
@@ -148,7 +191,7 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> st
     why = f"{type(model).__name__} changes what its head returns"
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
-        attach(head)
+        attach(head, compiled=compiled)
         try:
             fused = causal_lm_loss(model, trial)
         except Exception as error:  # whatever a model does with what it takes for logits
@@ -157,6 +200,6 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int) -> st
             fused, why = None, first_line(error)
     model.train(training)
     if fused is not None and fused.dtype == torch.float32 and torch.allclose(plain.float(), fused, rtol=1e-3):
-        return "fused with the head, in chunks of tokens"
+        return "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
     del head.forward
     return f"from whole logits: {why}"

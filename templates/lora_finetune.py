@@ -263,7 +263,7 @@ def main(config: Config) -> None:
     if state.step >= total_steps and last_made.exists():
         launch.say_finished(run_dir, state.step)
         return
-    loss_by = fuse_head(accelerator, model, len(tokenizer))
+    loss_by = fuse_head(accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     loss_of = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
         rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, loss_of)

@@ -233,7 +233,7 @@ def main(config: Config) -> None:
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say_finished(run_dir, state.step)
         return
-    loss_by = fuse_head(accelerator, model, len(data.tokenizer))
+    loss_by = fuse_head(accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
     loss_of = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
         assert isinstance(data.train, Loader)

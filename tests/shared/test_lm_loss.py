@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,16 +43,18 @@ def gradients(model, mixed=False):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("at_once", [VOCAB, 5 * VOCAB, 2**26])
-def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once):
-    """In fp32 to rounding, with chunks of one token, of five, of all; with a head that is trained or not."""
+def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once, compiled):
+    """In fp32 to rounding, with chunks of one token (two), of five (ten), of all; with a head that is trained or not."""
     monkeypatch.setattr(lm_loss, "AT_ONCE", at_once)
     monkeypatch.setattr(lm_loss, "LEAST", 1)
     model = llama(tied)
     if frozen:
         model.get_output_embeddings().weight.requires_grad_(False)
     loss, expected = gradients(model)
-    assert "fused" in fuse_head(Accelerator(cpu=True), model, VOCAB)
+    said = fuse_head(Accelerator(cpu=True), model, VOCAB, compiled=compiled)
+    assert said.startswith("fused") and said.endswith("compiled") == compiled
     fused, found = gradients(model)
     torch.testing.assert_close(fused, loss, rtol=1e-6, atol=0)
     assert found.keys() == expected.keys()
@@ -91,16 +94,36 @@ def test_logits_are_computed_of_targets_only():
     assert spent[0] - spent[1] == (3 * 17 - 5) * 3 * 2 * 32 * VOCAB
 
 
-def test_in_bf16_it_is_as_far_from_fp32_as_whole_logits_are():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_bf16_it_is_as_far_from_fp32_as_whole_logits_are(compiled):
     model = llama()
     exact, exact_gradients = gradients(model)
     plain, plain_gradients = gradients(model, mixed=True)
-    fuse_head(Accelerator(cpu=True), model, VOCAB)
+    fuse_head(Accelerator(cpu=True), model, VOCAB, compiled=compiled)
     fused, fused_gradients = gradients(model, mixed=True)
     assert abs(fused - exact) <= 2 * abs(plain - exact) + 1e-3 * exact
     for name, gradient in exact_gradients.items():
         error, allowed = ((g[name] - gradient).norm() for g in (fused_gradients, plain_gradients))
         assert error <= 1.5 * allowed + 1e-6, name
+
+
+def test_compiled_it_is_one_graph_for_any_number_of_tokens_and_evaluations_leave_it_alone(monkeypatch):
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(lm_loss._loss_and_gradient, backend=counter)
+    monkeypatch.setattr(lm_loss, "_compiled", lambda: compiled)
+    monkeypatch.setattr(lm_loss, "AT_ONCE", 7 * VOCAB)
+    monkeypatch.setattr(lm_loss, "LEAST", 1)
+    model = llama()
+    expected = [causal_lm_loss(model, batch(*shape)) for shape in ((3, 17), (2, 9), (1, 1))]
+    fuse_head(Accelerator(cpu=True), model, VOCAB, compiled=True)
+    with torch.no_grad():
+        causal_lm_loss(model, batch())
+    assert counter.frame_count == 0
+    for shape, plain in zip(((3, 17), (2, 9), (1, 1)), expected, strict=True):
+        loss = causal_lm_loss(model, batch(*shape))
+        loss.backward()
+        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    assert counter.frame_count == 1
 
 
 @given(
@@ -122,7 +145,7 @@ def test_every_size_and_every_share_of_ignored_labels(tokens, vocab, chunk, shar
     before = lm_loss.AT_ONCE, lm_loss.LEAST
     lm_loss.AT_ONCE, lm_loss.LEAST = chunk, 1
     try:
-        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True)
+        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True, False)
     finally:
         lm_loss.AT_ONCE, lm_loss.LEAST = before
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
@@ -139,7 +162,7 @@ def test_chunks_are_whole_tiles_where_they_are_large(monkeypatch, at_once, least
     labels = torch.randint(0, VOCAB, (300,))
     products = []
     with Products(products):
-        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True)
+        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True, False)
     assert {rows for rows in products if rows != VOCAB} == ({128, 44} if 200 in (at_once, least) else {1})
     expected = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
@@ -165,9 +188,9 @@ def test_a_logit_that_is_not_finite_counts_only_where_there_is_a_label():
     hidden, weight = torch.ones(3, 4), torch.ones(5, 4)
     hidden[1] = float("nan")
     labels = torch.tensor([1, IGNORED, 2])
-    total = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, False)
+    total = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, False, False)
     torch.testing.assert_close(total, 2 * torch.log(torch.tensor(5.0)))
-    spoiled = lm_loss._LinearCrossEntropy.apply(hidden, weight, torch.tensor([1, 1, 2]), torch.float32, False)
+    spoiled = lm_loss._LinearCrossEntropy.apply(hidden, weight, torch.tensor([1, 1, 2]), torch.float32, False, False)
     assert spoiled.isnan()
 
 
