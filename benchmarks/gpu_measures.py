@@ -233,7 +233,7 @@ class Tokenizer:
 
 def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
-    from shared.attention import cu_seqlens_of
+    from shared.data import cu_seqlens_of
 
     generator, lengths, vocabulary = torch.Generator().manual_seed(seed), random.Random(seed), len(Tokenizer(size))
     start = torch.randint(0, vocabulary, (rows, 1), generator=generator)
@@ -320,6 +320,7 @@ def lora(
     rows: int,
     *,
     checkpointing: str = "none",
+    compiled: bool = False,
     fused: bool = True,
     masked: bool = False,
     quantised: bool = False,
@@ -353,8 +354,11 @@ def lora(
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = models.trained_in_fp32(get_peft_model(base, adapters))
     flops = models.flops_per_token(model, length)
+    if compiled:
+        models.compile_blocks(model)
     batch = token_batch(size, rows, length, documents=True)
-    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked, weight_decay=0.0)
+    how: dict[str, Any] = {"fused": fused, "masked": masked, "compiled": compiled}
+    loop, said = language_loop(accelerator, model, size, [batch], **how, weight_decay=0.0)
     return said | pace(loop.step, rows * length, flops)
 
 
@@ -532,11 +536,10 @@ def packed_attention() -> dict[str, Any]:
         raise Skipped(f"attention of variable lengths has no kernel on a {device().type.upper()}")
     heads = [(12, 12, 64), (32, 8, 64), (32, 8, 128), (16, 8, 256)]
     wrong = []
-    for shape in heads:
-        try:
-            attention._require_sound(*shape, torch.bfloat16, device())
-        except (ArithmeticError, RuntimeError) as error:
-            wrong.append(f"{shape}: {str(error).splitlines()[0]}")
+    for many, of_keys, size in heads:
+        calls: Any = [((many, of_keys, size, size, torch.bfloat16), [])]
+        if why := attention._in_the_way(calls, device()):
+            wrong.append(f"{many}, {of_keys}, {size}: {why}")
     return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 
 

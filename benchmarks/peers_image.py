@@ -288,7 +288,9 @@ def main() -> None:
         rows = rounds.alternate(present, options.rounds, measure)
     absent = [row for row in absent if row["contender"] in asked]
     rounds.pair(rows, "images_per_second", lambda name: "plain's loader" if name in LOADERS else "plain")
-    columns = {"images/s": ("images_per_second", ",.0f"), "ratio to plain, or its loader": ("ratio", ".3f")}
+    rounds.pair([row for row in rows if row["contender"] in LOOPS], "images_per_second", "model alone", ratio="of_model")
+    columns = {"images/s": ("images_per_second", ".4g"), "ratio to plain, or its loader": ("ratio", ".3f")}
+    columns["ratio to the model alone"] = ("of_model", ".3f")
     what = [options.model_folder.name, f"{options.image_size} pixels", rounds.PRECISIONS[options.mixed_precision]]
     what += [name for name in ("channels_last", "torch_compile") if getattr(options, name)]
     notes = [

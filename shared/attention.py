@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from torch.nn import functional as F
 
 from shared.config import ConfigError, first_line
+from shared.data import cu_seqlens_of
 from shared.exits import is_out_of_memory
+from shared.parallel import end_step
 
 CLOSE = 0.02  # relative, of the kernel's results in 16 bits to those in fp32
+# What attention functions are given besides, and may ignore: documents and their mask say the same.
+HARMLESS = {"is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+HARMLESS |= {"output_attentions", "output_hidden_states", "use_cache", "cache_position", "return_dict"}
+DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # in configs of models
+
 _sdpa: Any = None  # transformers' own attention function, while `_attend` stands in its place
-
-
-def cu_seqlens_of(position_ids: np.ndarray) -> np.ndarray:
-    """Where each document begins in the flattened rows, and where the last one ends: [documents + 1] int32.
-
-    Args:
-        position_ids: [batch, seq], from 0 in each document.
-    """
-    return np.append(np.flatnonzero(position_ids == 0), position_ids.size).astype(np.int32)
+_varlen_attn: Any = None  # PyTorch's, from then on: importing it takes seconds
 
 
 @contextlib.contextmanager
@@ -41,7 +40,7 @@ def told_of_rows(*, packed: bool = False, cu_seqlens: torch.Tensor | None = None
 
     Args:
         packed: some rows hold several documents, whose `position_ids` restart.
-        cu_seqlens: see `cu_seqlens_of`; on the device.
+        cu_seqlens: see `data.cu_seqlens_of`; on the device.
     """
     from transformers import PreTrainedModel, masking_utils  # not before `launch.start` has silenced what that imports
 
@@ -76,16 +75,23 @@ def _number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
 
 def _mask(cu_seqlens: torch.Tensor | None, *args: Any, dtype: torch.dtype, **named: Any) -> torch.Tensor | None:
     """`sdpa_mask` of transformers, [batch, 1, seq, seq], as 0 and -inf in the type that attention is computed in; or
-    `cu_seqlens`, where they say all that the mask would, and that type has a kernel for them."""
+    `cu_seqlens`, where they say all that the mask would, and attention has a kernel for them."""
     from transformers.masking_utils import sdpa_mask
 
     dtype = _computed_in(torch.device(named["device"]), dtype)
-    is_plain = not named.get("use_vmap") and "allow_is_bidirectional_skip" not in named
-    if cu_seqlens is not None and is_plain and named.get("local_size") is None and dtype.itemsize == 2:
+    if cu_seqlens is not None and dtype.itemsize == 2 and _is_plain(**named):
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # the documents' number varies: no reason to compile blocks anew
         return cu_seqlens
     allowed = sdpa_mask(*args, dtype=dtype, **named)
     return None if allowed is None else torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+
+
+def _is_plain(*, q_length: int, config: Any, local_size: int | None = None, use_vmap: bool = False, **named: Any) -> bool:
+    """Whether a mask only keeps documents apart and tokens from looking ahead, and nothing is dropped at random."""
+    if use_vmap or "allow_is_bidirectional_skip" in named:  # the model's own additions; a mask that looks ahead
+        return False
+    drops = any(getattr(config, name, 0.0) for name in DROPOUT)
+    return not drops and (local_size is None or local_size >= q_length)
 
 
 def _computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -95,26 +101,19 @@ def _computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 # The kernel ------------------------------------------------------------------------------------------------------------
 
 
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float | None
 ) -> torch.Tensor:
     """Causal attention within each document, by PyTorch's own flash attention: [tokens, heads, head_dim], 16 bits.
 
-    cuDNN's kernel, faster on some GPUs, would make a plan for each number of documents that comes.
+    Args:
+        longest: at least the tokens of the longest document.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.varlen import varlen_attn
-
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found: Any = varlen_attn(
-            *(query, key, value, cu_seqlens, cu_seqlens, longest, longest), scale=scale, window_size=(-1, 0), **grouped
-        )
-    return found
-
-
-def _has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return _varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale)
 
 
 def _attend(
@@ -132,12 +131,18 @@ def _attend(
     if attention_mask is None or attention_mask.ndim != 1:
         return _sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **named)
     rows, _, length, _ = query.shape
-    if dropout:  # which the kernel has not
+    if dropout or _more_than_a_mask(named):  # which the kernel has not
         mask = _mask_of(attention_mask, rows, length)
         return _sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, **named)
     dtype = _computed_in(query.device, value.dtype)
     query, key, value = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
+    # A whole row for the longest document: its length would be one more number to fetch, and to compile for.
     return _kernel(query, key, value, attention_mask, length, scaling).unflatten(0, (rows, length)), None
+
+
+def _more_than_a_mask(named: dict[str, Any]) -> list[str]:
+    """What attention is given that changes its result, by name: biases, caps, sinks."""
+    return [name for name, value in named.items() if value is not None and value is not False and name not in HARMLESS]
 
 
 def _mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:
@@ -148,33 +153,44 @@ def _mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 
 
 def _use_kernel(used: bool) -> None:
-    """Put `_attend` in the place of transformers' function, or that back."""
-    global _sdpa
+    """Put `_attend` in the place of transformers' function, or that back.
+
+    Without cuDNN's attention, which would make a plan for each number of documents, and each length of a row, that comes.
+    """
+    global _sdpa, _varlen_attn
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if used and _sdpa is None:
-        torch.compiler.allow_in_graph(_kernel)  # compiled blocks call it as it is
-        _sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = _attend
+        from torch.nn.attention.varlen import varlen_attn
+
+        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        _varlen_attn = partial(varlen_attn, window_size=(-1, 0), **grouped)
+        _sdpa, ALL_ATTENTION_FUNCTIONS["sdpa"] = ALL_ATTENTION_FUNCTIONS["sdpa"], _attend
+        torch.backends.cuda.enable_cudnn_sdp(False)
     elif not used and _sdpa is not None:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
-        _sdpa = None
+        ALL_ATTENTION_FUNCTIONS["sdpa"], _sdpa = _sdpa, None
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
 
 
+Heads = tuple[int, int, int, int, torch.dtype]  # of queries; of keys and values; their two sizes; computed in
+
+
 @torch.enable_grad()
-def _require_sound(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def _require_sound(heads: Heads, device: torch.device) -> None:
     """Compare the kernel with a mask in fp32: what it returns, and its gradients.
 
     Raises:
         ArithmeticError: they differ by more than rounding. Whatever the kernel raises on a device that it does not know.
     """
     rows, length = 2, 192
+    of_queries, of_keys, size, value_size, dtype = heads
     generator = torch.Generator().manual_seed(0)
-    shapes = [(rows, heads, length, head_dim), *[(rows, kv_heads, length, head_dim)] * 2, (rows, length, heads, head_dim)]
+    shapes = [(rows, of_queries, length, size), (rows, of_keys, length, size), (rows, of_keys, length, value_size)]
+    shapes.append((rows, length, of_queries, value_size))
     *states, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     cu_seqlens = torch.tensor([0, 60, 61, length, rows * length], dtype=torch.int32, device=device)
     ours = [tensor.clone().requires_grad_() for tensor in states]
@@ -182,10 +198,10 @@ def _require_sound(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
     found = _kernel(query, key, value, cu_seqlens, length, None).unflatten(0, (rows, length))
     found.backward(gradient)
     exact = [tensor.float().requires_grad_() for tensor in states]
-    wide_query, wide_key, wide_value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in exact)
-    mask = _mask_of(cu_seqlens, rows, length)
+    query, key, value = (tensor.repeat_interleave(of_queries // tensor.shape[1], 1) for tensor in exact)
     with torch.autocast(device.type, enabled=False):
-        expected = F.scaled_dot_product_attention(wide_query, wide_key, wide_value, attn_mask=mask).transpose(1, 2)
+        mask = _mask_of(cu_seqlens, rows, length)
+        expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
         expected.backward(gradient.float())
     pairs = [(found.detach(), expected.detach()), *[(one.grad, other.grad) for one, other in zip(ours, exact, strict=True)]]
     worst = max(_relative(one, other) for one, other in pairs)  # type: ignore[arg-type]
@@ -226,32 +242,59 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
         return torch.allclose(first[:, 8:], second[:, 8:], atol=1e-3, rtol=1e-3)
 
     _use_kernel(False)
-    with _as_in_an_evaluation(model):
+    with _as_in_an_evaluation(model), _calls_of_sdpa() as calls:
         masked = logits()
-        if not are_apart(*masked):
-            raise ConfigError(
-                f"{type(model).__name__} lets packed documents attend to each other: use --no_packing, or another "
-                "--attn_implementation"
-            )
-        if not _has_kernel(device):
-            return "documents kept apart by their attention's mask"
-        why = "without one the model's logits differ"
-        try:
-            shapes: set[tuple[int, int, int, torch.dtype]] = set()
-            with _seen_by_the_kernel(shapes.add):
-                by_kernel = logits()
-            if not shapes:
-                return "documents kept apart by the model's own attention"
-            for shape in shapes:
-                _require_sound(*shape, device)
-            if are_apart(*by_kernel) and _relative(by_kernel[0], masked[0]) <= 4 * CLOSE:
-                _use_kernel(True)
-                return "documents kept apart by attention of variable lengths, without a mask"
-        except Exception as error:  # whatever a model, or a device, does with what it does not know
-            if is_out_of_memory(error):
-                raise
-            why = first_line(error)
-    return f"documents kept apart by their attention's mask: {why}"
+    if not are_apart(*masked):
+        raise ConfigError(
+            f"{type(model).__name__} lets packed documents attend to each other: use --no_packing, or another "
+            "--attn_implementation"
+        )
+    if not calls:
+        return "documents kept apart by the model's own attention"
+    by_mask = "documents kept apart by their attention's mask"
+    if not _has_kernel(device):
+        return by_mask
+    # Before a forward, which ranks do together: on all of them the kernel has to work.
+    if why := next(filter(None, gather_object([_in_the_way(calls, device)])), ""):
+        return f"{by_mask}: {why}"
+    _use_kernel(True)
+    try:
+        with _as_in_an_evaluation(model), _calls_of_the_kernel() as count:
+            by_kernel = logits()
+        if not count:
+            why = "no block can do without"
+        elif not are_apart(*by_kernel) or _relative(by_kernel[0], masked[0]) > 4 * CLOSE:
+            why = "without it the model's logits differ"
+    except Exception as error:  # whatever a model does with what is no mask
+        end_step(model)
+        if is_out_of_memory(error):
+            _use_kernel(False)
+            raise
+        why = first_line(error)
+    if not why:
+        return "documents kept apart by attention of variable lengths, without a mask"
+    _use_kernel(False)
+    return f"{by_mask}: {why}"
+
+
+def _in_the_way(calls: list[tuple[Heads, list[str]]], device: torch.device) -> str:
+    """Why blocks that attend like this cannot use the kernel; "" if they can."""
+    if more := sorted({name for _, names in calls for name in names}):
+        return f"attention is given {', '.join(more)}, too"
+    kinds = {heads for heads, _ in calls if heads[-1].itemsize == 2}
+    if not kinds:
+        return "attention in fp32 has no kernel for variable lengths"
+    _use_kernel(True)
+    try:
+        for heads in kinds:
+            _require_sound(heads, device)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return first_line(error)
+    finally:
+        _use_kernel(False)
+    return ""
 
 
 @contextlib.contextmanager
@@ -273,19 +316,41 @@ def _as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _seen_by_the_kernel(note: Callable[[tuple[int, int, int, torch.dtype]], None]) -> Iterator[None]:
-    """Use the kernel in this block, and note for which (heads, heads of keys, head_dim, dtype)."""
+def _calls_of_sdpa() -> Iterator[list[tuple[Heads, list[str]]]]:
+    """Collects how blocks call transformers' SDPA: heads, and what they give it besides."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa, calls = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def noting(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **named: Any
+    ) -> Any:
+        dtype = _computed_in(query.device, value.dtype)
+        heads = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype)
+        besides = {key: value for key, value in named.items() if key not in ("attention_mask", "dropout", "scaling")}
+        calls.append((heads, _more_than_a_mask(besides)))
+        return sdpa(module, query, key, value, *args, **named)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = noting
+    try:
+        yield calls
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+@contextlib.contextmanager
+def _calls_of_the_kernel() -> Iterator[list[None]]:
+    """As many entries as calls of the kernel in this block."""
     global _kernel
     kernel = _kernel
+    calls: list[None] = []
 
-    def noting(query: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
-        note((query.shape[1], key.shape[1], query.shape[2], query.dtype))
-        return kernel(query, key, *others)
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls.append(None)
+        return kernel(*arguments)
 
-    _use_kernel(True)
-    _kernel = noting  # type: ignore[assignment]
+    _kernel = counted  # type: ignore[assignment]
     try:
-        yield
+        yield calls
     finally:
         _kernel = kernel
-        _use_kernel(False)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shared import attention, data, demo, prepared, records
+from shared import data, demo, prepared, records
 from shared.config import ConfigError, cache_dir
 from shared.data import IGNORED, Batch, Order, Row
 from shared.demo import DEFAULT_TEMPLATE
@@ -480,8 +480,8 @@ class Packed:
         self.samples, self.capacity = samples, capacity
         self.bins = best_fit_decreasing(samples.lengths, capacity)
         self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
-        # Of rows of equal length that of several conversations is the longer one: it takes a mask.
-        self.lengths = np.array([samples.lengths[b].sum() + (len(b) > 1) / 2 for b in self.bins])
+        # Of rows of equal length that of more conversations is the longer one: it takes a mask, or a kernel more memory.
+        self.lengths = np.array([samples.lengths[b].sum() + 1 - 1 / len(b) for b in self.bins])
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -531,7 +531,7 @@ def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1,
     if batch["position_ids"][:, 1:].all():
         del batch["position_ids"]
     else:
-        batch["cu_seqlens"] = attention.cu_seqlens_of(batch["position_ids"])
+        batch["cu_seqlens"] = data.cu_seqlens_of(batch["position_ids"])
     return _with_targets(batch)
 
 

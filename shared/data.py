@@ -135,6 +135,15 @@ def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: i
     return padded.reshape(-1, world_size, per_device)[:, rank]
 
 
+def cu_seqlens_of(position_ids: np.ndarray) -> np.ndarray:
+    """Where each document begins in the flattened rows, and where the last one ends: [documents + 1] int32.
+
+    Args:
+        position_ids: [batch, seq], from 0 in each document.
+    """
+    return np.append(np.flatnonzero(position_ids == 0), position_ids.size).astype(np.int32)
+
+
 # Loading -------------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from shared.attention import told_of_rows
 from shared.config import data_parallel_size, first_line, world_size
 from shared.data import IGNORED
 from shared.exits import is_out_of_memory
+from shared.parallel import end_step
 
 AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
 LEAST = 1024  # tokens of a chunk of a trained head, each of which is added to the whole matrix: with 128k, 525 MB in fp32
@@ -32,7 +33,7 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
         model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
         batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
             `position_ids` only where rows hold several documents. May have `targets`: [any], the places in the flattened
-            labels that are not -100, in their order; and `cu_seqlens`, see `attention.cu_seqlens_of`.
+            labels that are not -100, in their order; and `cu_seqlens`, see `data.cu_seqlens_of`.
 
     Returns:
         Scalar, fp32.
@@ -79,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matrix_grad: torch.Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         chunk = max(1, AT_ONCE // weight.shape[0], LEAST if to_matrix else 0)
-        chunk *= 2 if compiled else 1  # whose chunks take half of the memory, or less
+        chunk *= 2 if compiled and dtype.itemsize == 2 else 1  # whose chunks take half of the memory
         chunk -= chunk % 128 if chunk > 128 else 0  # whole tiles
         for start in range(0, max(1, len(states)), chunk):  # once for no tokens, too: DDP waits for each gradient
             here, label = slice(start, start + chunk), labels[start : start + chunk]
@@ -195,6 +196,7 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
         try:
             fused = causal_lm_loss(model, trial)
         except Exception as error:  # whatever a model does with what it takes for logits
+            end_step(model)
             if is_out_of_memory(error):
                 raise
             fused, why = None, first_line(error)

@@ -1,4 +1,4 @@
-"""What needs to know a model's inside: gradient checkpointing, regional compilation, FLOPs, masks and packing isolation."""
+"""What needs to know a model's inside: gradient checkpointing, regional compilation, FLOPs."""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ class SpeedConfig:
     gradient_checkpointing: str = "none"
     """none, full, or N: recompute the activations of every N-th block in the backward pass to save memory."""
     torch_compile: bool = False
-    """torch.compile each block (image models whole); needs a C compiler, pays off from some minutes of training on, or
-    from the second start, which finds what the first compiled."""
+    """torch.compile each block, and the loss (image models whole); needs a C compiler, pays off from some minutes of
+    training on, or from the second start, which finds what the first compiled."""
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
     """Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits."""
     ddp_timeout: float = 1800.0

@@ -15,10 +15,10 @@ def make(name, attention="sdpa"):
     torch.manual_seed(0)
     if name == "llama":
         return llama(attn_implementation=attention).eval()
-    if name in ("qwen2", "windows"):
+    if name in ("qwen2", "windows", "windows of a row"):
         options = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48}
-        if name == "windows":  # in the second block
-            options |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+        if name != "qwen2":  # in the second block
+            options |= {"use_sliding_window": True, "sliding_window": 4 if name == "windows" else 20, "max_window_layers": 1}
         config = Qwen2Config(vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options)
         return Qwen2ForCausalLM(config).eval()
     options = {"n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
