@@ -211,7 +211,10 @@ def data_parallel_size() -> int:
     """
     if not flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         if world_size() % _pipeline_ranks:
-            raise ConfigError(f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} ranks")
+            raise ConfigError(
+                f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} ranks: "
+                f"`accelerate launch --num_processes {_pipeline_ranks}`, or a multiple of that"
+            )
         return world_size() // _pipeline_ranks
     sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLELISM}
     if world_size() != math.prod(sizes.values()):

@@ -139,10 +139,14 @@ class Logger:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time spent in here (evaluation, saving) is not training time."""
-        self.seconds += time.perf_counter() - self.mark
+        """Time spent in here (evaluation, saving) is not training time, nor the progress bar's."""
+        start = time.perf_counter()
+        self.seconds += start - self.mark
         yield
         self.mark = time.perf_counter()
+        if not self.bar.disable:
+            self.bar.start_t += self.mark - start
+            self.bar.last_print_t += self.mark - start
 
     def step(
         self,

@@ -270,6 +270,12 @@ def eagerly(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
+def first_lines(text: str, most: int = 8) -> str:
+    """What a log needs of a text: a model that has not learned yet repeats itself."""
+    lines = text.splitlines()
+    return text if len(lines) <= most else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
+
+
 @torch.no_grad()
 def continuations(
     model: nn.Module, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int, sample: bool = False, seed: int = 0

@@ -166,7 +166,7 @@ class Predictions:
             picture.thumbnail((160, 160))
             axes.imshow(picture)
             true, predicted = _short(self.classes[self.labels[i]]), _short(self.classes[self.predicted[i]])
-            axes.set_title(f"{predicted} {self.confidence[i]:.0%}\nis {true}", fontsize=8)
+            axes.set_title(f"pred {predicted} {self.confidence[i]:.0%}\ntrue {true}", fontsize=8)
         figure.savefig(file, dpi=110)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared import faults, zero
 from shared.checkpoint import Checkpointer, TrainState
-from shared.config import STOP_SIGNALS, CleanExit, ConfigError, data_parallel_size
+from shared.config import STOP_SIGNALS, CleanExit, ConfigError, data_parallel_size, is_main_rank
 from shared.data import Batch, Loader, Window
 from shared.exits import Stopped, is_out_of_memory, stop_at_once
 from shared.launch import say
@@ -177,6 +179,8 @@ class Guard:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: object) -> None:
+        if not self.received and is_main_rank() and sys.stderr.isatty():
+            os.write(2, b"\nstopping after this step, with a checkpoint\n")  # safe in a handler, as print is not
         if self.received != signal.SIGINT:  # which ends the launcher, too, and that brings a SIGTERM
             self.received = number
 

@@ -123,10 +123,10 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
         order = Order(len(packed), size, seed)
         launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
-        rows = "packed rows" if options.packing else "rows"
+        rows, other = ("packed rows", ", or --no_packing") if options.packing else ("rows", "")
         raise ConfigError(
             f"{len(train):,} samples in {len(samples):,} {rows} are fewer than one --global_batch_size of {size} rows: "
-            "choose a smaller one"
+            f"choose {len(samples)} or less{other}"
         )
     loading = parallel.share(accelerator)
     workers, per_device = config.batch.dataloader_num_workers, config.batch.per_device_eval_batch_size
@@ -315,7 +315,8 @@ def main(config: Config) -> None:
             for (p, r), o in zip(prompts, outputs, strict=True)
         ]
         for prompt, reference, output in rows:
-            launch.say(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{output}\n---")
+            said = models.first_lines(output)
+            launch.say(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{said}\n---")
         if rows:
             logger.log_table("generations", ["step", "prompt", "reference", "output"], [[str(state.step), *r] for r in rows])
         return values

@@ -460,3 +460,10 @@ def test_sampling_leaves_the_global_generator_alone():
 def make_untouched():
     with torch.random.fork_rng():
         return make("llama")
+
+
+@pytest.mark.parametrize("lines", [0, 1, 8, 9, 24])
+def test_a_long_text_is_shortened_for_a_log(lines):
+    text = "\n".join("#" * lines)
+    shown = model.first_lines(text)
+    assert shown == (text if lines <= 8 else "\n".join([*"########", f"... and {lines - 8} more lines"]))
