@@ -29,9 +29,14 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 import yaml
 
+from shared.console import outlive_readers
+
 T = TypeVar("T")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # stop the run after a checkpoint; SIGINT is Ctrl-C
+# Stop the run after a checkpoint. SIGINT is Ctrl-C, SIGHUP a terminal that is closed, which a run under nohup survives.
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    STOP_SIGNALS.remove(signal.SIGHUP)
 
 
 class CleanExit(Exception):
@@ -306,6 +311,7 @@ def cache_dir() -> Path:
 def parse_or_exit(config_class: type[T]) -> T:
     """`parse` for a script's first lines, before torch is imported: --help and mistakes answer at once."""
     end_with_the_launcher()
+    outlive_readers()
     # What torch.compile makes outlives the job here; by default it lies below /tmp, which clusters empty.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     if flag("ACCELERATE_USE_CPU"):  # a GPU that is there nonetheless would be found by parts of torch, and used

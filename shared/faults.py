@@ -49,6 +49,8 @@ def _act(action: str) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
     elif action == "hang":
         time.sleep(1e6)
+    elif action == "pause":
+        time.sleep(5)
     elif action == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif action == "error":

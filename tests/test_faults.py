@@ -8,6 +8,8 @@ and the optimizer's state, bit for bit.
 import contextlib
 import json
 import os
+import pty
+import re
 import resource
 import shutil
 import signal
@@ -192,16 +194,24 @@ def test_asked_to_stop_on_one_rank(flags, straight, tmp_path, fault, step):
     assert_continues("pretrain", folder, given, lambda *_: reference, 2)
 
 
-def start(template, folder, *given, processes=1, env=None):
+def start(template, folder, *given, processes=1, env=None, through_tee=False, nohup=False):
     """A real launch in the background, and the file that its output goes to."""
     log = folder.parent / f"{folder.name}.log"
+
+    def in_the_foreground() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell ignores in its background jobs
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
+    argv = [*ACCELERATE, *command(template, folder, *given, processes=processes)]
+    if through_tee:
+        argv = ["bash", "-c", '"$@" 2>&1 | tee "$0"', log, *argv]
     return subprocess.Popen(
-        [*ACCELERATE, *command(template, folder, *given, processes=processes)],
-        stdout=log.open("a"),
+        argv,
+        stdout=log.open("a") if not through_tee else subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
         env=os.environ | (env or {}),
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell ignores in its background jobs
+        preexec_fn=in_the_foreground,
     ), log
 
 
@@ -261,6 +271,57 @@ def test_asking_everything_to_stop(flags, straight, tmp_path, template, processe
     assert end["exit_code"] == 143 and f"stopped by {number.name} at step" in end["cause"], log.read_text()
     assert log.read_text().count("stopped by") == 1
     assert_continues(template, folder, given, straight, processes)
+
+
+def pause(processes):
+    """The environment of a run that spends some seconds in its fourth step: a signal meets it there."""
+    return {"TEMPLATES_FAULT": f"micro_batch:pause@{16 // processes}"}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_that_also_ends_who_reads_the_output(flags, straight, tmp_path, processes):
+    """As in `accelerate launch ... 2>&1 | tee train.log`."""
+    given, folder = flags["pretrain"], tmp_path / "run"
+    launcher, log = start("pretrain", folder, *given, processes=processes, env=pause(processes), through_tee=True)
+    log.touch()
+    wait_for(log, "step 3/8", launcher)
+    os.killpg(launcher.pid, signal.SIGINT)
+    launcher.wait(timeout=60)
+    assert_nothing_is_left(folder)
+    end = exit_of(folder)
+    assert end["exit_code"] == 143 and "stopped by SIGINT at step" in end["cause"], log.read_text()
+    assert_continues("pretrain", folder, given, straight, processes)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_closing_the_terminal(flags, straight, tmp_path, processes):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    argv = [*ACCELERATE, *map(str, command("pretrain", folder, *given, processes=processes))]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(argv[0], argv, os.environ | pause(processes))
+    seen = b""
+    while b"step 3: validation" not in seen:
+        try:
+            seen += os.read(terminal, 1000)
+        except OSError:  # nothing is left to read
+            raise AssertionError(seen.decode()) from None
+    os.close(terminal)  # the kernel sends SIGHUP to all that run in it
+    os.waitpid(pid, 0)
+    assert_nothing_is_left(folder)
+    end = exit_of(folder)
+    assert end["exit_code"] == 143 and re.match("stopped by SIG(HUP|TERM) at step", end["cause"]), end
+    assert_continues("pretrain", folder, given, straight, processes)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    launcher, log = start("pretrain", folder, *given, env=pause(1), nohup=True)
+    wait_for(log, "step 3/8", launcher)
+    os.killpg(launcher.pid, signal.SIGHUP)
+    assert launcher.wait(timeout=100) == 0, log.read_text()
+    assert exit_of(folder)["cause"] == "finished"
+    assert Run(folder, 0, "").losses == straight("pretrain", 1).losses
 
 
 def test_killing_the_launcher_leaves_no_orphan(flags, straight, tmp_path):

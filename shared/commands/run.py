@@ -3,10 +3,10 @@
 python -m shared run accelerate launch templates/pretrain.py --output_dir runs/first
 python -m shared run selftest
 
-SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 go to the training processes, which write a checkpoint and end; the launcher, which
-would die of them before that, does not see them. What trains nothing is ended at once. The exit code is the training's
-own, of which `accelerate launch` makes 1: 0 done, 2 input or settings, 3 checkpoint or disk, 4 not finite, 143 stopped by
-SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 1 anything else.
+SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes, which write a checkpoint and end; the launcher,
+which would die of them before that, does not see them (but SIGHUP). What trains nothing is ended at once. The exit code
+is the training's own, of which `accelerate launch` makes 1: 0 done, 2 input or settings, 3 checkpoint or disk, 4 not finite,
+143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def run(command: list[str]) -> int:
 
 def _ignore_stop_signals() -> None:
     """In the command's process, for all that it starts, too: some clusters signal every process of a job."""
-    for number in STOP_SIGNALS:
+    for number in STOP_SIGNALS - {signal.SIGHUP}:  # which means nohup to whoever finds it ignored
         signal.signal(number, signal.SIG_IGN)
 
 
