@@ -156,8 +156,8 @@ class Loop:
         window = self.windows[self.state.step % len(self.windows)]
         launch.seed_step(0, self.state.step, 0)
         optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
-        with steps.accumulate(self.accelerator, self.model, last=True):
-            loss = self.loss(self.model, window.micro_batches[0])
+        for batch in steps.accumulate(self.accelerator, self.model, window.micro_batches):
+            loss = self.loss(self.model, batch)
             steps.backward(self.accelerator, loss, steps.loss_scale(window.num_targets))
         norm = steps.clip_gradients(self.accelerator, self.model, self.config.max_grad_norm)
         finite = self.guard.finite([loss.detach()], norm, window)

@@ -200,13 +200,12 @@ def project_loop(options: argparse.Namespace) -> Row:
             watch.lap("learning rate")
             scale = steps.loss_scale(window.num_targets)
             losses = []
-            for i, batch in enumerate(window.micro_batches):
-                with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                    watch.lap("accumulate")
-                    loss = model(**batch, reduction="sum")["loss"]
-                    watch.lap("forward")
-                    steps.backward(accelerator, loss, scale)
-                    watch.lap("backward")
+            for batch in steps.accumulate(accelerator, model, window.micro_batches):
+                watch.lap("accumulate")
+                loss = model(**batch, reduction="sum")["loss"]
+                watch.lap("forward")
+                steps.backward(accelerator, loss, scale)
+                watch.lap("backward")
                 losses.append(loss.detach())
             watch.lap("accumulate")
             grad_norm = steps.clip_gradients(accelerator, model, config.max_grad_norm)

@@ -66,9 +66,8 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     batch = {"input_ids": tokens, "labels": tokens}
 
     def step() -> None:
-        for i in range(accumulation):
-            with steps.accumulate(accelerator, prepared, last=i + 1 == accumulation):
-                steps.backward(accelerator, lm_loss.causal_lm_loss(prepared, batch), 1 / (args.rows * args.length))
+        for micro_batch in steps.accumulate(accelerator, prepared, [batch] * accumulation):
+            steps.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / (args.rows * args.length))
         norm = steps.clip_gradients(accelerator, prepared, 1.0)
         steps.update(accelerator, optimizers, norm.isfinite(), norm)
         if on_cuda:

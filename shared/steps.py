@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -47,12 +47,25 @@ class NonFiniteError(CleanExit):
     exit_code = 4
 
 
-@contextlib.contextmanager
-def accumulate(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Reduce gradients over ranks in the backward of a window's last micro-batch only. Every rank enters alike.
+def accumulate(accelerator: Accelerator, model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Yield a window's micro-batches, of which each is to go forward and `backward` before the next. Every rank alike.
 
-    FSDP reduces in every one, or each rank would hold whole gradients meanwhile; over HSDP's groups in the last.
+    Gradients are reduced over ranks in the last one's backward only. Where mixed precision casts weights, it does so once
+    for all micro-batches: autocast keeps what it has cast until the outermost of its contexts ends. Not where weights are
+    sharded, whose copies would be whole.
     """
+    once: Any = contextlib.nullcontext()
+    if not isinstance(model, FSDPModule) and not zero.is_used(accelerator):
+        once = torch.autocast(accelerator.device.type, enabled=False)
+    with once:
+        for i, batch in enumerate(micro_batches):
+            with _reduce(accelerator, model, last=i + 1 == len(micro_batches)):
+                yield batch
+
+
+@contextlib.contextmanager
+def _reduce(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
+    """FSDP reduces each time, or every rank would hold whole gradients meanwhile; over HSDP's groups in the last."""
     accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
@@ -72,7 +85,7 @@ def loss_scale(num_targets: int) -> float:
 
 
 def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None:
-    """Add the gradients of a micro-batch's `loss` times `scale`. Every rank calls this, inside `accumulate`.
+    """Add the gradients of a micro-batch's `loss` times `scale`. Every rank calls this, on what `accumulate` yields.
 
     Args:
         loss: scalar, summed over the micro-batch's targets.
@@ -160,7 +173,7 @@ class Guard:
 
     The answer is on the device, and the host fetches it one step later, while the device is busy with the next, so that
     it need not wait; but at once where steps take more than a second, or something else waits for the device. From the
-    guard's making on, SIGTERM, SIGINT and SIGUSR1 are noted and acted on between steps. Every rank makes one, before any
+    guard's making on, `STOP_SIGNALS` are noted and acted on between steps. Every rank makes one, before any
     reading process is started, and calls its methods alike.
 
     Args:
@@ -180,7 +193,8 @@ class Guard:
 
     def _note(self, number: int, _frame: object) -> None:
         if not self.received and is_main_rank() and sys.stderr.isatty():
-            os.write(2, b"\nstopping after this step, with a checkpoint\n")  # safe in a handler, as print is not
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nstopping after this step, with a checkpoint\n")  # safe in a handler, as print is not
         if self.received != signal.SIGINT:  # which ends the launcher, too, and that brings a SIGTERM
             self.received = number
 
@@ -431,7 +445,7 @@ def _fits(
     enough = True
     try:
         for _ in range(2):  # the second beside the gradients of the first
-            with accumulate(accelerator, model, last=False):
+            with _reduce(accelerator, model, last=False):
                 backward(accelerator, loss(batch), 0.0)
     except RuntimeError as error:
         if not is_out_of_memory(error):

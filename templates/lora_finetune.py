@@ -334,10 +334,9 @@ def main(config: Config) -> None:
             learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
             scale = steps.loss_scale(window.num_targets)
             losses = []
-            for i, batch in enumerate(window.micro_batches):
-                with steps.accumulate(accelerator, model, last=i + 1 == len(window.micro_batches)):
-                    loss = causal_lm_loss(model, batch)
-                    steps.backward(accelerator, loss, scale)
+            for batch in steps.accumulate(accelerator, model, window.micro_batches):
+                loss = causal_lm_loss(model, batch)
+                steps.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)

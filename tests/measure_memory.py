@@ -56,9 +56,8 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
         batch["position_ids"] = (torch.arange(length) % (length // 4)).expand(ROWS, -1)
 
     def step(number: int) -> None:
-        for last in (False, True):
-            with steps.accumulate(accelerator, prepared, last=last):
-                accelerator.backward(lm_loss.causal_lm_loss(prepared, batch) / 1000)
+        for micro_batch in steps.accumulate(accelerator, prepared, [batch, batch]):
+            accelerator.backward(lm_loss.causal_lm_loss(prepared, micro_batch) / 1000)
         norm = steps.clip_gradients(accelerator, prepared, 1.0)
         steps.update(accelerator, optimizers, norm.isfinite(), norm)
 
