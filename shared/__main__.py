@@ -7,7 +7,6 @@ from pathlib import Path
 
 from shared import config as configs
 from shared.config import ConfigError
-from shared.console import outlive_readers
 
 
 def commands() -> dict[str, str]:
@@ -31,5 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    outlive_readers()
     main()

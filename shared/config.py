@@ -348,7 +348,8 @@ def _stop_before_the_start(number: int, _frame: object) -> None:
     """Until training has its own handlers. Whoever started this may have signals ignored, as `run` does."""
     note_exit_code(143, sure=False)
     if is_main_rank():
-        print(f"stopped by {signal.Signals(number).name} before the start", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # not print, which may be at work right now
+            os.write(2, f"stopped by {signal.Signals(number).name} before the start\n".encode())
     os._exit(143)
 
 

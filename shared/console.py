@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
+import stat
 import sys
 
 GONE = {errno.EPIPE, errno.EIO}  # of a pipe whose reader has ended, of a terminal that is closed
@@ -14,14 +16,18 @@ class _Stream(io.FileIO):
     """Leaves out what cannot be written, and writes to nowhere from the first time on that nobody would read it."""
 
     def write(self, data: object) -> int:
+        written: int | None = None
         try:
-            return super().write(data)  # type: ignore[arg-type]
+            written = super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            if error.errno in GONE:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self.fileno())  # for what libraries and child processes write, too
-                os.close(nowhere)
+            if error.errno in GONE and not stat.S_ISREG(os.fstat(self.fileno()).st_mode):
+                with contextlib.suppress(OSError):
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, self.fileno())  # for what libraries and child processes write, too
+                    os.close(nowhere)
+        if written is None:  # as for a full pipe that another process has made non-blocking
             return len(memoryview(data).cast("B"))  # type: ignore[arg-type]
+        return written
 
 
 def outlive_readers() -> None:
@@ -32,8 +38,10 @@ def outlive_readers() -> None:
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
-        if old is None:  # closed from the start, as `>&-` does
+        if not isinstance(old, io.TextIOWrapper):  # closed from the start, as `>&-` does, or a notebook's
             continue
+        with contextlib.suppress(OSError):
+            old.flush()
         raw = _Stream(old.fileno(), "w", closefd=False)
         new = io.TextIOWrapper(
             raw if old.write_through else io.BufferedWriter(raw),  # type: ignore[type-var]
@@ -42,5 +50,4 @@ def outlive_readers() -> None:
             line_buffering=old.line_buffering,
             write_through=old.write_through,
         )
-        old.flush()
         setattr(sys, name, new)

@@ -39,8 +39,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
     """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this, first of all.
 
     Accumulation, clipping and learning-rate schedules are the template's own; the launch config decides on
-    processes, strategy and precision alone. From here on SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the
-    run with code 143.
+    processes, strategy and precision alone. From here on `config.STOP_SIGNALS` end the run with code 143.
 
     Args:
         seed: of all generators.

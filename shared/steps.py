@@ -50,22 +50,16 @@ class NonFiniteError(CleanExit):
 def accumulate(accelerator: Accelerator, model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
     """Yield a window's micro-batches, of which each is to go forward and `backward` before the next. Every rank alike.
 
-    Gradients are reduced over ranks in the last one's backward only. Where mixed precision casts weights, it does so once
-    for all micro-batches: autocast keeps what it has cast until the outermost of its contexts ends. Not where weights are
-    sharded, whose copies would be whole.
+    Gradients are reduced over ranks in the last one's backward only. FSDP reduces in every one, or each rank would hold
+    whole gradients meanwhile; over HSDP's groups in the last.
     """
-    once: Any = contextlib.nullcontext()
-    if not isinstance(model, FSDPModule) and not zero.is_used(accelerator):
-        once = torch.autocast(accelerator.device.type, enabled=False)
-    with once:
-        for i, batch in enumerate(micro_batches):
-            with _reduce(accelerator, model, last=i + 1 == len(micro_batches)):
-                yield batch
+    for i, batch in enumerate(micro_batches):
+        with _reduced(accelerator, model, last=i + 1 == len(micro_batches)):
+            yield batch
 
 
 @contextlib.contextmanager
-def _reduce(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
-    """FSDP reduces each time, or every rank would hold whole gradients meanwhile; over HSDP's groups in the last."""
+def _reduced(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
     accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
@@ -445,7 +439,7 @@ def _fits(
     enough = True
     try:
         for _ in range(2):  # the second beside the gradients of the first
-            with _reduce(accelerator, model, last=False):
+            with _reduced(accelerator, model, last=False):
                 backward(accelerator, loss(batch), 0.0)
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -340,21 +340,16 @@ def load_template(name: str):
     return module
 
 
-def forget_accelerators() -> None:
-    """What Accelerate keeps for a whole process, precision for one: the next `Accelerator` here is the first."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._shared_state.clear()
-
-
 def run_here(template: str, *args: object) -> None:
     """Run a template in this process, for what does not depend on how it is launched; exits are exceptions."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     from shared import config as configs
     from shared import folder
 
     module = load_template(template)
-    forget_accelerators()
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._shared_state.clear()
     for lock in folder._locks.values():
         lock.close()
     folder._locks.clear()

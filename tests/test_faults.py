@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -194,7 +195,10 @@ def test_asked_to_stop_on_one_rank(flags, straight, tmp_path, fault, step):
     assert_continues("pretrain", folder, given, lambda *_: reference, 2)
 
 
-def start(template, folder, *given, processes=1, env=None, through_tee=False, nohup=False):
+UNDER_RUN = (sys.executable, "-m", "shared", "run")
+
+
+def start(template, folder, *given, processes=1, env=None, through_tee=False, nohup=False, under=()):
     """A real launch in the background, and the file that its output goes to."""
     log = folder.parent / f"{folder.name}.log"
 
@@ -202,7 +206,7 @@ def start(template, folder, *given, processes=1, env=None, through_tee=False, no
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell ignores in its background jobs
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
 
-    argv = [*ACCELERATE, *command(template, folder, *given, processes=processes)]
+    argv = [*under, *ACCELERATE, *command(template, folder, *given, processes=processes)]
     if through_tee:
         argv = ["bash", "-c", '"$@" 2>&1 | tee "$0"', log, *argv]
     return subprocess.Popen(
@@ -297,31 +301,41 @@ def test_ctrl_c_that_also_ends_who_reads_the_output(flags, straight, tmp_path, p
 def test_closing_the_terminal(flags, straight, tmp_path, processes):
     given, folder = flags["pretrain"], tmp_path / "run"
     argv = [*ACCELERATE, *map(str, command("pretrain", folder, *given, processes=processes))]
+    environment = os.environ | pause(processes)
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execve(argv[0], argv, os.environ | pause(processes))
-    seen = b""
-    while b"step 3: validation" not in seen:
         try:
-            seen += os.read(terminal, 1000)
-        except OSError:  # nothing is left to read
-            raise AssertionError(seen.decode()) from None
-    os.close(terminal)  # the kernel sends SIGHUP to all that run in it
-    os.waitpid(pid, 0)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            os.execve(argv[0], argv, environment)
+        finally:
+            os._exit(127)
+    seen, deadline = b"", time.monotonic() + 180
+    try:
+        while b"step 3: validation" not in seen:
+            assert select.select([terminal], [], [], deadline - time.monotonic())[0], seen.decode()
+            with contextlib.suppress(OSError):  # nothing is left to read
+                more = os.read(terminal, 1000)
+                seen += more
+                continue
+            raise AssertionError(seen.decode())
+    finally:
+        os.close(terminal)  # the kernel sends SIGHUP to all that run in it
     assert_nothing_is_left(folder)
+    os.waitpid(pid, 0)
     end = exit_of(folder)
     assert end["exit_code"] == 143 and re.match("stopped by SIG(HUP|TERM) at step", end["cause"]), end
     assert_continues("pretrain", folder, given, straight, processes)
 
 
-def test_a_run_under_nohup_outlives_its_terminal(flags, straight, tmp_path):
+@pytest.mark.parametrize(("processes", "under"), [(1, ()), (1, UNDER_RUN), (2, UNDER_RUN)])
+def test_a_run_under_nohup_outlives_its_terminal(flags, straight, tmp_path, processes, under):
     given, folder = flags["pretrain"], tmp_path / "run"
-    launcher, log = start("pretrain", folder, *given, env=pause(1), nohup=True)
+    launcher, log = start("pretrain", folder, *given, processes=processes, env=pause(processes), nohup=True, under=under)
     wait_for(log, "step 3/8", launcher)
     os.killpg(launcher.pid, signal.SIGHUP)
     assert launcher.wait(timeout=100) == 0, log.read_text()
     assert exit_of(folder)["cause"] == "finished"
-    assert Run(folder, 0, "").losses == straight("pretrain", 1).losses
+    assert Run(folder, 0, "").losses == straight("pretrain", processes).losses
 
 
 def test_killing_the_launcher_leaves_no_orphan(flags, straight, tmp_path):

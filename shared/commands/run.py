@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from shared.config import STOP_SIGNALS, ConfigError
@@ -44,7 +45,8 @@ def run(command: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
         # Time for the last checkpoint, after which torch's launcher kills; by default it leaves 30 seconds.
         env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "290"} | os.environ | {"TEMPLATES_RUN": folder}
-        env |= {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}  # that launcher would handle the others although they are ignored
+        # That launcher would handle the others although they are ignored: also SIGHUP, where it is.
+        env |= {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT" if signal.SIGHUP in STOP_SIGNALS else "SIGQUIT"}
         try:
             process = subprocess.Popen(command, env=env, preexec_fn=_ignore_stop_signals)
         except OSError as error:
@@ -56,6 +58,7 @@ def run(command: list[str]) -> int:
             for number in seen[passed:]:
                 _pass_on(number, Path(folder), process.pid)
             passed = len(seen)
+        _wait_for_checkpoints(Path(folder))
         noted = Path(folder, "code")
         code = noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
     if code.endswith("?"):  # by a signal that may have been the launcher's, after another process had died
@@ -80,6 +83,19 @@ def _pass_on(number: int, folder: Path, launcher: int) -> None:
             told = True
     if not told:
         kill(launcher)
+
+
+def _wait_for_checkpoints(folder: Path, seconds: float = 290) -> None:
+    """Until all training processes have ended, which outlive a launcher that is killed: they write a checkpoint then."""
+    import psutil
+
+    deadline, numbers = time.monotonic() + seconds, [int(path.name) for path in folder.glob("[0-9]*")]
+    while numbers and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(numbers[-1]).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.1)
+                continue
+        numbers.pop()
 
 
 def kill(pid: int) -> None:

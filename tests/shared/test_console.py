@@ -1,10 +1,13 @@
 """shared/console.py: a run outlives who reads its output (with real launches: tests/test_faults.py)."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shared.console import outlive_readers
 
 SAYS_MUCH = """
 import sys
@@ -43,6 +46,22 @@ def test_what_nobody_reads_is_no_error(tmp_path, command, unbuffered):
     end, output, _ = say_much(tmp_path, command, *unbuffered)
     assert end == "utf-8, backslashreplace"
     assert output.count("\n") <= 1
+
+
+def test_a_full_pipe_that_does_not_block_is_no_error(tmp_path):
+    slow = "import os, sys, time; os.set_blocking(0, True); time.sleep(2); sys.stdin.read()"
+    command = f"{sys.executable} -c 'import os; os.set_blocking(1, False)'; \"$@\" 2>&1"
+    end, output, _ = say_much(tmp_path, f"( {command} ) | {sys.executable} -c '{slow}'")
+    assert (end, output) == ("utf-8, backslashreplace", "")
+
+
+def test_a_stream_that_is_no_file_stays(monkeypatch):
+    """As in a notebook."""
+    own = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", own)
+    monkeypatch.setattr(sys, "stderr", own)
+    outlive_readers()
+    assert sys.stdout is own and sys.stderr is own
 
 
 def test_a_stream_that_was_closed_from_the_start(tmp_path):

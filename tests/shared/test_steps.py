@@ -5,11 +5,10 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared import launch, metrics, optim, steps
 from shared.options import OptimConfig
-from tests.conftest import Run, forget_accelerators, run_here
+from tests.conftest import Run, run_here
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 
@@ -57,69 +56,6 @@ def test_a_skipped_update_changes_nothing(name, bad_at):
             step(other, others, batch)
     for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
         assert torch.equal(one, two), key
-
-
-class CountCasts(TorchDispatchMode):
-    """How often weights, which are the matrices here, are cast to bf16."""
-
-    casts = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        to_bf16 = function is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.bfloat16
-        self.casts += to_bf16 and args[0].shape == (8, 8)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def in_bf16(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    forget_accelerators()
-    accelerator = launch.start(0)
-    assert accelerator.mixed_precision == "bf16"
-    yield accelerator
-    forget_accelerators()
-
-
-def test_weights_are_cast_once_a_window_and_learn_the_same(in_bf16):
-    accelerator = in_bf16
-    (model, optimizers), (plain, plain_optimizers) = build("adamw"), build("adamw")
-    model, *optimizers = accelerator.prepare(model, *optimizers)
-    for number in range(3):
-        micro_batches = [{"x": x} for x in torch.randn(4, 4, 8)]
-        with CountCasts() as counted:
-            for batch in steps.accumulate(accelerator, model, micro_batches):
-                steps.backward(accelerator, model(batch["x"]).square().sum(), 0.5)
-        assert counted.casts == 2  # weights
-        norm = steps.clip_gradients(accelerator, model, 1.0)
-        steps.update(accelerator, optimizers, torch.tensor(True), norm)
-
-        with CountCasts() as counted:
-            for batch in micro_batches:
-                with torch.autocast("cpu", torch.bfloat16):
-                    out = plain(batch["x"]).float()
-                (out.square().sum() * 0.5).backward()
-        assert counted.casts == 2 * 4
-        plain_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        for optimizer in plain_optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(norm, plain_norm), number
-        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, two), number
-
-
-def test_a_window_that_ends_early_leaves_no_cast_weights_behind(in_bf16):
-    accelerator = in_bf16
-    model = accelerator.prepare(nn.Linear(8, 8))
-    batch = {"x": torch.ones(1, 8)}
-    with pytest.raises(RuntimeError, match="in the middle"):
-        for inputs in steps.accumulate(accelerator, model, [batch, batch]):
-            model(inputs["x"])
-            raise RuntimeError("in the middle")
-    with torch.no_grad():
-        model.weight.zero_()
-        model.bias.zero_()
-    assert model(batch["x"]).count_nonzero() == 0
 
 
 TUNED = ("--max_train_samples", 200, "--seq_length", 256)
