@@ -4,9 +4,10 @@ python -m shared run accelerate launch templates/pretrain.py --output_dir runs/f
 python -m shared run selftest
 
 SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes, which write a checkpoint and end; the launcher,
-which would die of them before that, does not see them (but SIGHUP). What trains nothing is ended at once. The exit code
-is the training's own, of which `accelerate launch` makes 1: 0 done, 2 input or settings, 3 checkpoint or disk, 4 not finite,
-143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
+which would die of them before that, does not see them (save SIGHUP, of which it may die: training is waited for). What
+trains nothing is ended at once. The exit code is the training's own, of which `accelerate launch` makes 1: 0 done, 2 input
+or settings, 3 checkpoint or disk, 4 not finite, 143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1
+anything else.
 """
 
 import contextlib
