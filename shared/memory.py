@@ -8,7 +8,6 @@ the bytes of living storages are counted, and more blocks follow a straight line
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -218,18 +217,31 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
     return {setting: max(found) for setting, found in peaks.items()}
 
 
-def traced_peak(profiler: torch.profiler.profile, since: int, until: float = math.inf) -> int:
-    """Most bytes that were allocated at once on the CPU between two times (time.time_ns()), of a profile with memory.
+def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
+    """Most bytes that were allocated at once on the CPU after `since` (time.time_ns()), of a profile with memory.
+
+    What other threads free (those of collectives, which may be the last to let go of what they sent) is not in the
+    profile; it is known by its address, once that is given out again.
 
     Args:
         profiler: stopped, and started before anything that is to be counted was allocated.
     """
     trace: Any = profiler.profiler
-    events = [event for event in trace.kineto_results.events() if event.name() == "[memory]"]
+    todo = trace.kineto_results.experimental_event_tree()
+    found = []
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    live: dict[int, int] = {}
     now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now) if since < event.start_ns() < until else peak
+    for moment, address, size in sorted(found, key=lambda event: event[0]):
+        now -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            now += size
+        peak = max(peak, now) if moment > since else peak
     return peak
 
 
