@@ -41,7 +41,7 @@ TEMPLATES = {
 
 
 def command(template: str, folder: Path, processes: int) -> list[str]:
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
     if processes > 1:
         launch += ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", str(processes)]
         launch += ["--main_process_port", "0"]

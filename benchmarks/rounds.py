@@ -102,7 +102,7 @@ def worker(script: str, work: str, options: argparse.Namespace, environment: Map
 def launch(script: str | Path, flags: list[str], environment: Mapping[str, str], *, precision: str = "no") -> None:
     """`accelerate launch` a script of the project in one process, on the GPU if there is one."""
     config = ROOT / "accelerate_configs" / ("single_gpu.yaml" if DEVICE.type == "cuda" else "cpu.yaml")
-    command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
+    command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
     run([*command, "--mixed_precision", precision, str(ROOT / script), *flags], environment)
 
 

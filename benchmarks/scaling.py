@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def throughput(config: str, processes: int, args: argparse.Namespace) -> float:
     """Trained tokens/s over all processes: the median of the logged intervals, the first left out."""
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     if processes > 1:
         accelerate += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
         accelerate += ["--num_processes", str(processes), "--main_process_port", "0"]

@@ -21,6 +21,7 @@ import pytest
 # Before torch: the tests compute on the CPU, and parts of torch would use a GPU that is there.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from shared.config import STOP_SIGNALS
 from shared.options import BatchConfig, CheckpointConfig, SpeedConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,33 +83,33 @@ def chat_file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
+def make_model(folder: Path, **shape: int) -> Path:
     """A Llama of two blocks with random weights, and a tokenizer, in the format of the Hub."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from shared.corpus import train_tokenizer
 
-    folder = tmp_path_factory.mktemp("tiny-model")
     rng = random.Random(2)
     tokenizer = train_tokenizer([sentence(rng, 50) for _ in range(50)], vocab_size=320)
     torch.manual_seed(0)
+    usual = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **usual | {"intermediate_size": 128} | shape,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny-model"))
 
 
 def paint(path: Path, kind: int, number: int, size: tuple[int, int]) -> None:
@@ -252,7 +253,8 @@ def command(
     return [*map(str, [*launcher, ROOT / "templates" / f"{template}.py", *common, *args])]
 
 
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+# As `accelerate-launch` is: what `accelerate launch` runs after importing timm and others for commands that are not used.
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 class Launcher:
@@ -266,7 +268,8 @@ class Launcher:
             self.address = os.path.join(tempfile.mkdtemp(), "launcher")
             script = ROOT / "tests" / "launcher.py"
             self.process = subprocess.Popen([sys.executable, str(script), self.address], stdout=subprocess.PIPE, text=True)
-            assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
+            assert self.process.stdout is not None
+            assert "ready\n" in self.process.stdout  # after what libraries say when they are imported
         with tempfile.TemporaryFile() as output, socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.address)
             message = json.dumps({"argv": argv, "env": env, "cwd": str(cwd or os.getcwd())}).encode()
@@ -353,7 +356,7 @@ def run_here(template: str, *args: object) -> None:
     for lock in folder._locks.values():
         lock.close()
     folder._locks.clear()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:

@@ -30,6 +30,7 @@ PRELOADED = (
     *("transformers.models.convnext.modeling_convnext", "transformers.models.resnet.modeling_resnet"),
     *("torchvision.transforms.v2", "matplotlib.pyplot", "tyro", "tokenizers", "bitsandbytes", "tqdm", "pyarrow"),
     *("PIL.Image", "sklearn.metrics", "safetensors.torch"),
+    "deepspeed",  # which unwrap_model imports where it is installed
 )
 
 POPEN = subprocess.Popen

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ACCELERATE, LAUNCHER, ROOT
+from tests.conftest import LAUNCHER, ROOT
 
 SHAPE = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=2,intermediate_size=32"
 PARTS = (
@@ -29,8 +29,9 @@ def benchmark(monkeypatch, tmp_path, capsys):
     rounds = importlib.import_module("rounds")
 
     def forked(arguments, environment):
-        launched = arguments[: len(ACCELERATE) - 1] == ACCELERATE[1:]
-        argv = arguments[len(ACCELERATE) - 1 :] if launched else ["--mixed_precision", "no", *arguments]
+        argv = ["--mixed_precision", "no", *arguments]
+        if arguments[0] == "-m":
+            argv = arguments[1 + next(i for i, a in enumerate(arguments) if a.endswith("launch")) :]
         code, output = LAUNCHER.run(argv, dict(environment), cwd=ROOT)
         assert code == 0, output
 

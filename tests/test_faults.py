@@ -168,6 +168,14 @@ def test_killed_while_it_saves_in_the_background(flags, straight, tmp_path):
 # Signals -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def long_evaluations(flags, tmp_path_factory):
+    """Flags of a run with evaluations of some length, and that run, left alone."""
+    given = (*flags["pretrain"], "--per_device_eval_batch_size", 1, "--eval_samples", 40)
+    given = (*given, "--validation_split_percentage", 40)
+    return given, run("pretrain", tmp_path_factory.mktemp("straight") / "run", *given, processes=2)
+
+
 @pytest.mark.parametrize(
     ("fault", "step"),
     [
@@ -181,10 +189,8 @@ def test_killed_while_it_saves_in_the_background(flags, straight, tmp_path):
         ("micro_batch:term@6#1,save.manifest:kill@2", 2),  # too slow: killed in the save that the signal asked for
     ],
 )
-def test_asked_to_stop_on_one_rank(flags, straight, tmp_path, fault, step):
-    given, folder = (*flags["pretrain"], "--per_device_eval_batch_size", 1, "--eval_samples", 40), tmp_path / "run"
-    given = (*given, "--validation_split_percentage", 40)  # evaluations of some length
-    reference = run("pretrain", tmp_path / "straight", *given, processes=2)
+def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path, fault, step):
+    (given, reference), folder = long_evaluations, tmp_path / "run"
     stopped = with_fault("pretrain", folder, fault, *given, processes=2)
     assert stopped.returncode != 0
     if "kill" not in fault:

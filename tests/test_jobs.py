@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from shared.commands.verify_resume import compare
-from tests.conftest import ROOT, free_port, processes_on, run
+from tests.conftest import LAUNCHER, ROOT, free_port, processes_on, run
 
 STEPS = 8
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -161,9 +161,9 @@ def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_
     """
     launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
     launch += ["--mixed_precision", "no", "--num_processes", processes, "--main_process_port", free_port()]
-    command = ["accelerate", "launch", *launch, "templates/pretrain.py", *flags, "--output_dir", tmp_path / "run"]
+    argv = [*launch, "templates/pretrain.py", *flags, "--output_dir", tmp_path / "run"]
     log = tmp_path / "log"
-    process = under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    process = under_run("accelerate-launch", *argv, stdout=log.open("w"), stderr=subprocess.STDOUT)
     wait_for_step(tmp_path / "run", 3, process, log)
     alone = (processes, number) == (2, signal.SIGTERM)
     process.send_signal(number) if alone else os.killpg(process.pid, number)
@@ -171,7 +171,8 @@ def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_
     assert log.read_text().count("stopped by") == 1
     assert number == signal.SIGHUP or "SignalException" not in log.read_text()
     assert exit_of(tmp_path / "run")["exit_code"] == 143 and not (tmp_path / "run/final").exists()
-    assert under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT).wait(timeout=300) == 0, log.read_text()
+    code, output = LAUNCHER.run([str(a) for a in argv], dict(os.environ), cwd=ROOT)
+    assert code == 0, output
     if processes == 2:
         assert set(compare(straight.folder, tmp_path / "run").values()) == {""}
 

@@ -49,7 +49,7 @@ class Broken(CleanExit):
 
 def launch_line(processes: int) -> list[str]:
     """`accelerate launch` for so many processes, in fp32."""
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
     if processes == 1:
         return [*launch, "--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
     config = ROOT / "accelerate_configs" / "ddp.yaml"
