@@ -7,7 +7,8 @@ Each is compared with a script that imports torch and the model's class and buil
 has to do first. All are programs started anew, on the CPU's warm file cache, with the demo's prepared data in place.
 A first step is what `python templates/pretrain.py --report_to none` has done when the first update is behind it, the
 evaluation before it (and the text it samples) included; a resume verifies and loads a checkpoint
-first. `accelerate launch` adds the time of its own imports, a line of the table.
+first. `accelerate launch` adds the time of its own imports, a line of the table; another is the same program without those
+for its other commands, `accelerate-launch`.
 
 "Compiled" is a first step with --torch_compile, of the templates that --compiled names: with an empty cache of compiled
 code, and with the one that this has left.
@@ -133,7 +134,10 @@ def main() -> None:
     parser.add_argument("--compiled", nargs="*", choices=list(BASELINES), default=["pretrain"], help="started compiled, too")
     parser.add_argument("--flags", default="", help="more flags of the templates")
     options = rounds.parse(parser, {})
-    launched = "`accelerate launch` of nothing"
+    launchers = {
+        "`accelerate launch` of nothing": ["accelerate.commands.accelerate_cli", "launch"],
+        "`accelerate-launch` of nothing": ["accelerate.commands.launch"],
+    }
     with rounds.folder(options) as environment:
         starts = Starts(options, environment)
         nothing = starts.folder / "nothing.py"
@@ -145,8 +149,8 @@ def main() -> None:
 
         def measure(contender: str, number: int) -> Row:
             name, _, kind = contender.partition(", ")
-            if contender == launched:
-                command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", "no", "--cpu"]
+            if contender in launchers:
+                command = ["-m", *launchers[contender], "--mixed_precision", "no", "--cpu"]
                 return {"seconds": starts.time([*command, "--num_processes", "1", str(nothing)])}
             if kind == "baseline":
                 return {"seconds": starts.time([str(baselines[name])])}
@@ -154,7 +158,7 @@ def main() -> None:
 
         kinds = {name: ("baseline", *KINDS, *(COMPILED if name in options.compiled else ())) for name in options.templates}
         names = [f"{name}, {kind}" for name in options.templates for kind in kinds[name]]
-        rows = rounds.alternate([launched, *names], options.rounds, measure)
+        rows = rounds.alternate([*launchers, *names], options.rounds, measure)
     seconds: dict[Any, float] = {(row["contender"], row["round"]): row["seconds"] for row in rows}
     for row in rows:
         base = seconds.get((row["contender"].partition(", ")[0] + ", baseline", row["round"]))
