@@ -161,13 +161,17 @@ def keeps_gradients(accelerator: Accelerator) -> bool:
 
 
 def end_step(model: nn.Module) -> None:
-    """Let FSDP forget a forward or backward that an exception has ended."""
+    """Let FSDP forget a forward or backward that an exception has ended.
+
+    As `FSDPModule.reset_iter_state` of torch 2.15 does, which 2.11 has not.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             state._training_state = TrainingState.IDLE
             state._state_ctx.post_backward_final_callback_queued = False
             state._state_ctx.iter_forward_root = None
+            state._modules_to_run_forward.clear()
             for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
                 if group is not None:
                     group._training_state = TrainingState.IDLE
