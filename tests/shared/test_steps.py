@@ -1,6 +1,8 @@
 """shared/steps.py: a skipped update, and a step that waits for nothing (faults and signals: tests/test_faults.py)."""
 
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +116,15 @@ def test_a_logged_loss_is_the_mean_however_often_losses_are_fetched(monkeypatch,
     run_here("pretrain", *given, "--logging_steps", 6, "--output_dir", tmp_path / "often")
     for folder in ("once", "often"):
         assert Run(tmp_path / folder, 0, "").losses == {6: pytest.approx(sum(each) / 6, rel=1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pictures"), [(1e-6, 1), (1000, 4)]
+)  # that a second counts for; one is drawn at the end
+def test_curves_are_drawn_as_often_as_they_cost_little(seconds, pictures, monkeypatch, tmp_path, text_file):
+    drawn = []
+    monkeypatch.setattr(metrics, "draw_curves", lambda *_: drawn.append(1))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: seconds * time.perf_counter()))
+    given = ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16, "--global_batch_size", 8)
+    run_here("pretrain", *given, "--max_steps", 4, "--eval_steps", 1, "--output_dir", tmp_path / "run")
+    assert len(drawn) == pictures
