@@ -48,8 +48,10 @@ def assert_same_learning(a, b, tolerance=1e-5):
         assert b.losses[step] == pytest.approx(loss, rel=tolerance), step
     assert b.last("eval_loss") == pytest.approx(a.last("eval_loss"), rel=tolerance)
     for name, value in a.weights().items():
-        # AdamW divides by the root of tiny second moments, which magnifies the rounding of a sum's order.
-        torch.testing.assert_close(b.weights()[name], value, rtol=1e-3, atol=1e-4)
+        # Of the whole: AdamW divides by the root of tiny second moments, which turns the rounding of a sum's order into an
+        # update of its own size where a gradient is almost zero.
+        apart, size = ((t.double().square().mean() ** 0.5).item() for t in (b.weights()[name] - value, value))
+        assert apart <= 1e-4 + 1e-3 * size, name
 
 
 @pytest.mark.parametrize(
