@@ -34,15 +34,16 @@ from shared.records import Source, kind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 3  # raised when the prepared files change meaning
+FORMAT = 4  # raised when the prepared files change meaning
 AT_ONCE = 128  # records that a process is handed at a time
 COPIED_AT_ONCE = 2**24  # bytes
+MINE, NEXT = "\ue000", "\ue001"  # characters that nobody writes
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 
 # Forms -----------------------------------------------------------------------------------------------------------------
 
 ROLES = ["assistant", "system", "tool", "user"]
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 FORMS = {  # what a record is called, by the columns that it is known by; the first match counts
     "chat messages": ("messages",),
     "ShareGPT conversations": ("conversations",),
@@ -54,7 +55,10 @@ FORMS = {  # what a record is called, by the columns that it is known by; the fi
 
 @dataclass(frozen=True)
 class Example:
-    """A record in one of two shapes: messages for the chat template, or (prompt, completion) joined as they are."""
+    """A record in one of two shapes: messages for the chat template, or (prompt, completion) joined as they are.
+
+    A turn of the assistant with "weight": 0 is not learned.
+    """
 
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None  # that the assistant may call, as chat templates take them
@@ -89,7 +93,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             {"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction},
             {"role": "assistant", "content": _text(record["output"], "'output'", where)},
         ]
-        return Example(_messages(messages, where), _tools(record, where))
+        return Example(_messages(_system(record, where) + messages, where), _tools(record, where))
     if form == "ShareGPT conversations":
         turns = _list(record["conversations"], "'conversations'", where)
         messages = [{"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
@@ -97,12 +101,12 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             if message["role"] not in list(_SHAREGPT_ROLES):  # a list also takes what cannot be hashed
                 raise ConfigError(f"{where}: turn {number} is from {message['role']!r}, not {', '.join(_SHAREGPT_ROLES)}")
             message["role"] = _SHAREGPT_ROLES[message["role"]]
-        return Example(_messages(messages, where), _tools(record, where))
+        return Example(_messages(_system(record, where) + messages, where), _tools(record, where))
     if form == "prompt and completion":
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
-            both = _list(prompt, "'prompt'", where) + _list(completion, "'completion'", where)
-            return Example(_messages(both, where), _tools(record, where))
+            shown = [{**message, "weight": 0} for message in _list(prompt, "'prompt'", where)]
+            return Example(_messages(shown + _list(completion, "'completion'", where), where), _tools(record, where))
         return Example(prompt=_text(prompt, "'prompt'", where), completion=_text(completion, "'completion'", where))
     return Example(_messages(_list(record["messages"], "'messages'", where), where), _tools(record, where))
 
@@ -111,6 +115,11 @@ def _text(value: Any, what: str, where: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: {what} is {kind(value)}, expected text")
     return value
+
+
+def _system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    system = record.get("system")
+    return [{"role": "system", "content": _text(system, "'system'", where)}] if system else []
 
 
 def _tools(record: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
@@ -139,14 +148,48 @@ def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
 
 
 def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    for number, message in enumerate(messages, 1):
+    """Checked, in the form that chat templates are written for: text, and calls whose arguments are an object."""
+    read = []
+    for number, given in enumerate(messages, 1):
+        message = {k: _without_nulls(v) for k, v in given.items() if v is not None or k == "content"}
+        parts, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+            message["content"] = "".join(part["text"] for part in parts)
+        if message.get("role") == "developer":
+            message["role"] = "system"
         if message.get("role") not in ROLES:
             raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
-    if not any(message["role"] == "assistant" for message in messages):
+        if not isinstance(message.get("content"), str) and not calls:
+            raise ConfigError(f"{where}: content of message {number} is {kind(given.get('content'))}, expected text")
+        if message.get("weight", 1) not in (0, 1):
+            raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
+        if isinstance(calls, list):
+            message["tool_calls"] = [_with_arguments(call, _parsed) for call in calls]
+        read.append(message)
+    if not any(message["role"] == "assistant" for message in read):
         raise ConfigError(f"{where}: no message has the role assistant, so there is nothing to learn")
-    return [{k: _without_nulls(v) for k, v in message.items() if v is not None or k == "content"} for message in messages]
+    return read
+
+
+def _with_arguments(call: Any, function: Callable[[Any], Any]) -> Any:
+    """A tool call with what `function` makes of its arguments."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"], function)}
+    return {**call, "arguments": function(call["arguments"])} if "arguments" in call else call
+
+
+def _parsed(arguments: Any) -> Any:
+    """OpenAI's files hold them as a string, which most templates would encode once more."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(arguments, str) and isinstance(value := records.parse_json(arguments), dict):
+            return value
+    return arguments
+
+
+def _serialised(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 # Tokens ----------------------------------------------------------------------------------------------------------------
@@ -169,14 +212,14 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        self.has_own_template = bool(tokenizer.chat_template) and tokenizer.chat_template != DEFAULT_TEMPLATE
+        probe = tokenizer("a")["input_ids"]
+        self.bos = [tokenizer.bos_token_id] if probe[:1] == [tokenizer.bos_token_id] and len(probe) > 1 else []
         if not tokenizer.chat_template:
-            tokenizer.chat_template = DEFAULT_TEMPLATE
+            tokenizer.chat_template = ("{{ bos_token }}" if self.bos else "") + DEFAULT_TEMPLATE
+        self.has_own_template = not str(tokenizer.chat_template).endswith(DEFAULT_TEMPLATE)
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
-        probe = tokenizer("a")["input_ids"]
-        self.bos = [tokenizer.bos_token_id] if probe[:1] == [tokenizer.bos_token_id] and len(probe) > 1 else []
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the tokens, and [len(ids)] bool, the tokens that the loss counts.
@@ -191,69 +234,136 @@ class Encoder:
             text = example.prompt + example.completion
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             learned = _inside(encoded["offset_mapping"], [(len(example.prompt), len(text))])
-            ids = self.bos + encoded["input_ids"]
-            learned = np.concatenate([np.zeros(len(self.bos), bool), learned])
+            ids = encoded["input_ids"]
+            if ids[: len(self.bos)] != self.bos:  # which a text that somebody rendered before has
+                ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
             ids, learned = self._chat(example.messages, example.tools, where)
-            if self.loss_on == "completion":
-                starts = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
-                learned[: starts[-1] if len(starts) else 0] = False
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        if last >= 0 and ids[last] not in self.special:
+        if last >= 0 and self.end_of(ids[: last + 1]) is None:
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
         return ids, learned
+
+    def end_of(self, ids: Sequence[int]) -> int | None:
+        """The special token that `ids` end with, white space after it aside; None if there is none."""
+        for token in reversed(ids):
+            if token in self.special:
+                return token
+            if self.tokenizer.decode([token]).strip():
+                return None
+        return None
 
     def _chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, where: str
     ) -> tuple[list[int], np.ndarray]:
         if tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, of which the chat template knows nothing")
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         render: Any = partial(self.tokenizer.apply_chat_template, tools=tools)  # type: ignore[arg-type]
         try:
+            messages = self._as_the_template_takes_them(messages, render)
             if self.marks_turns:
                 encoded: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-                return list(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
+                mask = np.array(encoded["assistant_masks"], dtype=bool)
+                return list(encoded["input_ids"]), mask if wanted == turns else _some_turns(mask, turns, wanted, where)
             text = str(render(messages, tokenize=False))
-            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-            spans = [_turn(partial(render, tokenize=False), text, messages, number) for number in turns]
+            needed = [] if self.loss_on == "all" else wanted
+            spans = [_turn(partial(render, tokenize=False), text, messages, number) for number in needed]
+        except ConfigError:
+            raise
         except Exception as error:  # jinja2 and templates' own raise_exception
             raise ConfigError(f"{where}: the chat template refuses this conversation ({error})") from None
-        needed = {"assistant": spans, "completion": spans[-1:], "all": []}[self.loss_on]
-        if None in needed:
+        if None in spans:
             raise ConfigError(
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
-        found = [span for span in spans if span is not None]
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], found)
+        return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], [span for span in spans if span is not None])
+
+    @staticmethod
+    def _as_the_template_takes_them(messages: list[dict[str, Any]], render: Callable[..., Any]) -> list[dict[str, Any]]:
+        """With calls' arguments as JSON in a string, if the template refuses objects or writes them in Python's way."""
+        objects: list[Any] = []
+        as_strings = [
+            {
+                **message,
+                "tool_calls": [_with_arguments(call, lambda a: objects.append(a) or _serialised(a)) for call in calls],
+            }
+            if isinstance(calls := message.get("tool_calls"), list)
+            else message
+            for message in messages
+        ]
+        objects = [value for value in objects if isinstance(value, dict) and value]
+        if not objects:
+            return messages
+        try:
+            text = render(messages, tokenize=False)
+        except Exception:
+            return as_strings
+        return as_strings if any(str(value) in text for value in objects) else messages
+
+
+def _some_turns(mask: np.ndarray, turns: list[int], wanted: list[int], where: str) -> np.ndarray:
+    """Of [tokens] marked turns those that are `wanted`."""
+    runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
+    if len(runs) != len(turns) and wanted != turns[-1:]:
+        raise ConfigError(f"{where}: the chat template marks {len(runs)} of {len(turns)} turns, so some cannot be left out")
+    kept = np.zeros_like(mask)
+    for number, (first, last) in zip(reversed(turns), reversed(runs), strict=False):
+        kept[first:last] = number in wanted
+    return kept
 
 
 def _turn(render: Callable[..., Any], text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int] | None:
     """Where an assistant's turn stands in the rendered `text`, with the token that ends it; None where that is not clear.
 
-    Some templates write a turn differently when it is the last: with its thoughts, say, or another token at its end.
+    Some templates write a turn differently when it is the last: with its thoughts, say, or another token at its end. Some
+    open a thought where an answer is to be generated, which the answers of a conversation need not have.
     """
-    before = render(messages[:number], add_generation_prompt=True)
-    as_the_last = render(messages[: number + 1]).rstrip()
+    if number:
+        before = render(messages[:number], add_generation_prompt=True)
+    else:
+        before = render([{"role": "assistant", "content": MINE}]).partition(MINE)[0]  # templates refuse to render nothing
     if not text.startswith(before):
+        before = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", before)
+    if text.startswith(before):
+        as_the_last = render(messages[: number + 1]).rstrip()
+        if text.startswith(as_the_last):
+            return len(before), len(as_the_last)
+    for calls in ({}, {"tool_calls": messages[number].get("tool_calls")}):
+        with contextlib.suppress(Exception):  # a template may refuse the answer of a tool that was not called
+            span = _among_others(render, text, messages, number, before, calls)
+            if span is not None:
+                return span
+    return None
+
+
+def _among_others(
+    render: Callable[..., Any], text: str, messages: list[dict[str, Any]], number: int, before: str, calls: dict[str, Any]
+) -> tuple[int, int] | None:
+    """`_turn` of one that is not the last, by what is written around another in its place."""
+    turn = {"role": "assistant", "content": MINE, **calls}
+    with_it = [*messages[:number], turn]
+    both = render([*with_it, {**messages[number + 1], "content": NEXT}, *messages[number + 2 :]])
+    if MINE not in both or NEXT not in both:
         return None
-    if text.startswith(as_the_last):
-        return len(before), len(as_the_last)
-    mine, next_ones = "\ue000", "\ue001"  # characters that nobody writes
-    turn = {"role": "assistant", "content": mine}
-    both = render([*messages[:number], turn, {**messages[number + 1], "content": next_ones}])
-    between = both.rpartition(mine)[2].partition(next_ones)[0]
+    if not text.startswith(before):
+        before = both.partition(MINE)[0]
+    between = both.rpartition(MINE)[2].partition(NEXT)[0]
     end = text.find(between, len(before))
-    if end < 0 or mine not in both or next_ones not in both or not between.strip():
+    if end < 0 or not text.startswith(before) or not between.strip():
         return None
-    at_the_end = render([*messages[:number], turn]).rpartition(mine)[2]
+    at_the_end = render(with_it).rpartition(MINE)[2]
     closing = "".join(a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(between, at_the_end, strict=False)))
     if not closing and not between[0].isspace():
         return None  # another token altogether ends the last turn
-    return len(before), end + len(closing.rstrip())
+    whole = re.sub(r"<[^<>]*$", "", closing)  # without what two tokens have in common, if that is not all
+    return len(before), end + len((whole if whole.strip() else closing).rstrip())
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -299,14 +409,16 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
         facts |= {"source": train.name, "own_template": encoder.has_own_template}
         kept = np.ones(len(sizes), bool)
         if validation is None:
-            held_out = max(1, round(len(sizes) * config.validation_split_percentage / 100))
-            kept[data.permute(np.arange(len(sizes)), len(sizes), (0,))[:held_out]] = False
+            record = np.cumsum(sizes[:, 2]) - 1  # [samples]
+            count = int(record[-1]) + 1
+            held_out = max(1, round(count * config.validation_split_percentage / 100))
+            kept = ~np.isin(record, data.permute(np.arange(count), count, (0,))[:held_out])
             splits = {"train": ("all", sizes, kept), "validation": ("all", sizes, ~kept)}
         else:
             others, _ = _encode_all(validation, folder / "others", replace(config, max_train_samples=None), tokenizer)
             splits = {"train": ("all", sizes, kept), "validation": ("others", others, np.ones(len(others), bool))}
         if not kept.any():
-            raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
+            raise ConfigError(f"{train.name}: a single record cannot be split; give --validation_file")
         digest = hashlib.sha256()
         for split, (source, sizes_of, chosen) in splits.items():
             _select(folder / source, sizes_of, chosen, folder / split, digest)
@@ -319,7 +431,9 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
 
 
 class _Encode:
-    """Records to samples: the tokens of all, which of them are learned, [samples, 2] tokens and targets, counts."""
+    """Records to samples: the tokens of all, which of them are learned, [samples, 3] tokens, targets and whether it is the
+    first of its record, counts. A plain text makes as many samples as it takes, any other record one.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, seq_length: int) -> None:
         self.encoder, self.most = Encoder(tokenizer, loss_on), seq_length + 1
@@ -330,16 +444,21 @@ class _Encode:
         every, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
         for where, record in rows:
             ids, learned = self.encoder(read_example(record, form, where), where)
-            counts["cut"] += len(ids) > self.most
-            learned = learned[: self.most]
-            targets = int(learned[1:].sum())  # the first token of a sample is nobody's next token
-            if not targets:
-                counts["dropped"] += 1
-                continue
-            every.append(np.array(ids[: self.most], np.int32))
-            marks.append(learned)
-            sizes.append((len(learned), targets))
-        return np.concatenate(every), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 2), counts
+            if learned.any() and (end := self.encoder.end_of(ids[: np.flatnonzero(learned)[-1] + 1])) is not None:
+                counts[f"end {end}"] += 1
+            last = len(ids) - 1 if form == "plain text" else 1
+            kept = 0
+            for start in range(0, last, self.most - 1):  # one ends with the token that the next begins with
+                part = learned[start : start + self.most]
+                targets = int(part[1:].sum())  # the first token of a sample is nobody's next token
+                if targets:
+                    every.append(np.array(ids[start : start + self.most], np.int32))
+                    marks.append(part)
+                    sizes.append((len(part), targets, not kept))
+                    kept += 1
+            counts["cut"] += form != "plain text" and len(ids) > self.most
+            counts["dropped"] += not kept
+        return np.concatenate(every), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
 
 def _chunks(source: Source, limit: int | None) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
@@ -358,7 +477,7 @@ def _files(place: Path) -> list[Path]:
 def _encode_all(
     source: Source, place: Path, config: ChatConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write the samples of a source, one after another, to `_files(place)`: ([samples, 2] tokens and targets, facts)."""
+    """Write the samples of a source, one after another, to `_files(place)`: (sizes as of `_Encode`, facts)."""
     from tqdm import tqdm
 
     sizes, counts = [], Counter[str]()
@@ -383,7 +502,9 @@ def _encode_all(
             f"--seq_length {config.seq_length}"
         )
     form = next(form for form in FORMS if counts[form])
-    return np.concatenate(sizes), {"form": form, **{name: counts[name] for name in ("read", "cut", "dropped")}}
+    ends = [int(name.removeprefix("end ")) for name in counts if name.startswith("end ")]
+    facts = {"form": form, "end": max(ends, key=lambda end: counts[f"end {end}"], default=None)}
+    return np.concatenate(sizes), {**facts, **{name: counts[name] for name in ("read", "cut", "dropped")}}
 
 
 def _select(source: Path, sizes: np.ndarray, chosen: np.ndarray, place: Path, digest: Any) -> None:

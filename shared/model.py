@@ -254,6 +254,14 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
     return redact("\n".join(lines))
 
 
+def end_generation_at(model: Any, end: int | None) -> None:
+    """Let `generate` end at the token `end`, too: what ends a turn need not be what ends a base model's text."""
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if end is not None and end not in ends:
+        model.generation_config.eos_token_id = [*ends, end] if ends else end
+
+
 @contextlib.contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
     """Compute without the compiled forwards of a model's modules: an evaluation.
@@ -278,9 +286,16 @@ def first_lines(text: str, most: int = 8) -> str:
 
 @torch.no_grad()
 def continuations(
-    model: nn.Module, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int, sample: bool = False, seed: int = 0
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    end: int | None = None,
+    sample: bool = False,
+    seed: int = 0,
 ) -> list[str]:
-    """Continue each prompt (token ids) up to the end-of-text token, greedily or by sampling.
+    """Continue each prompt (token ids) up to the end-of-text token or the token `end`, greedily or by sampling.
 
     Goes through the prepared model's own forward, without a cache, so that it works under every strategy. What fills a
     row up comes after all that is looked at; without it each token would be a new length to choose kernels for. Every
@@ -303,7 +318,7 @@ def continuations(
             choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0] if sample else logits.argmax()
             # One rank's choice for all: kernels that differ in the last bit would have them end at different lengths.
             ids.append(int(broadcast(choice.to(PartialState().device))))
-            if ids[-1] == tokenizer.eos_token_id:
+            if ids[-1] in (tokenizer.eos_token_id, end):
                 break
         texts.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
     model.train(training)

@@ -297,18 +297,21 @@ class ChatConfig(TextConfig):
     """Conversations, or prompts with completions, or text."""
 
     seq_length: int = 1024
-    """Tokens of one row at most; longer samples are cut, and counted."""
+    """Tokens of one row at most; longer samples are cut, and counted; plain text makes as many samples as it takes."""
     packing: bool = True
     """Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Tokens to learn: every assistant turn (or the completion), the last assistant turn only, or all."""
+    """Tokens to learn: every assistant turn (or the completion), the last assistant turn only, or all. A turn with
+    "weight": 0 is not learned."""
     max_train_samples: int | None = None
-    """Use the first samples only."""
+    """Use the first records only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seq_length < 8:
             raise ConfigError(f"--seq_length must be at least 8, not {self.seq_length}")
+        if self.max_train_samples is not None and self.max_train_samples < 1:
+            raise ConfigError(f"--max_train_samples must be at least 1, not {self.max_train_samples}")
 
 
 @dataclass(frozen=True)

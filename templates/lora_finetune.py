@@ -204,9 +204,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: 
 
 
 def save_final(
-    config: Config, accelerator: Accelerator, model: nn.Module, tokenizer, run_dir: Path, initial, card: str
+    config: Config, accelerator: Accelerator, model: nn.Module, tokenizer, end: int | None, run_dir: Path, initial, card: str
 ) -> None:
-    """Write final/ (adapter, tokenizer, card) and, if asked, merged/. Every rank calls this."""
+    """Write final/ (adapter, tokenizer, card) and, if asked, merged/, which ends texts at `end`. Every rank calls this."""
     weights = gather_weights(accelerator, model, trainable_only=True)
     if not accelerator.is_main_process:
         return
@@ -223,8 +223,10 @@ def save_final(
     if config.merge_adapter:
         base = load_base(config, accelerator, torch.device("cpu"))  # the device still holds the model in training
         base = base.dequantize() if config.load_in_4bit or config.load_in_8bit else base
+        merged = PeftModel.from_pretrained(base, str(run_dir / "final")).merge_and_unload()
+        models.end_generation_at(merged, end)
         with whole_folder(run_dir / "merged") as folder:
-            PeftModel.from_pretrained(base, str(run_dir / "final")).merge_and_unload().save_pretrained(folder)
+            merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
 
@@ -239,6 +241,7 @@ def main(config: Config) -> None:
     train_loader, eval_loader, held_out, about_data = build_datasets(config, tokenizer, accelerator)
     steps_per_epoch = train_loader.order.steps_per_epoch
     total_steps = config.batch.total_steps(steps_per_epoch, default=DEMO_STEPS if config.chat.is_demo else None)
+    end = held_out.meta["end"]  # the token that ends what is learned
 
     # Model and optimizer -----------------------------------------------------------------------------------------
     model = build_model(config, tokenizer, accelerator)
@@ -309,7 +312,9 @@ def main(config: Config) -> None:
             f"step {state.step}: validation loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}"
         )
         prompts = [held_out.prompt(i) for i in range(min(config.num_generations, len(held_out)) if generate else 0)]
-        outputs = models.continuations(model, tokenizer, [p for p, _ in prompts], max_new_tokens=config.max_new_tokens)
+        outputs = models.continuations(
+            model, tokenizer, [p for p, _ in prompts], max_new_tokens=config.max_new_tokens, end=end
+        )
         rows = [
             [tokenizer.decode(p), tokenizer.decode(r, skip_special_tokens=True).strip(), o]
             for (p, r), o in zip(prompts, outputs, strict=True)
@@ -371,7 +376,7 @@ def main(config: Config) -> None:
         library_name="peft",
         base_model=config.model_name_or_path,
     )
-    save_final(config, accelerator, model, tokenizer, run_dir, initial, card)
+    save_final(config, accelerator, model, tokenizer, end, run_dir, initial, card)
     logger.close()
     launch.say(
         f"validation loss {before.get('eval_loss_before', math.nan):.4f} before, {values['eval_loss']:.4f} after training"

@@ -61,6 +61,13 @@ def learned_runs(tokenizer, ids, learned):
         ({"instruction": "a", "input": "line", "output": "says what"}, "Alpaca instructions", "says what"),
         ({"text": "says what"}, "plain text", "says what"),
         ({"messages": json.dumps(TURNS[1:3])}, "chat messages", "says what"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "line"}]}, TURNS[2]]},
+            "chat messages",
+            "says what",
+        ),
+        ({"prompt": TURNS[1:4], "completion": TURNS[4:]}, "prompt and completion", "since it saw many"),
+        ({"messages": [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]}, "chat messages", "since it saw many"),
     ],
 )
 def test_each_form_is_recognised_and_learns_the_answer_and_its_end(tokenizer, record, form, learned):
@@ -81,11 +88,56 @@ def test_a_template_that_marks_nothing_is_read_by_its_prefixes(chatml, loss_on, 
     assert learned_runs(chatml, ids, mask) == expected
 
 
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"system": "the model reads", "instruction": "a line", "output": "says what"}, "Alpaca instructions"),
+        (
+            {
+                "system": "the model reads",
+                "conversations": [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}],
+            },
+            "ShareGPT conversations",
+        ),
+        ({"messages": [{"role": "developer", "content": "the model reads"}, *TURNS[1:3]]}, "chat messages"),
+    ],
+)
+def test_what_the_system_says_is_read_from_each_form(record, form):
+    assert chat.read_example(record, form, "here").messages == TURNS[:3]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_turn_of_weight_0_is_shown_and_not_learned(chatml, marked):
+    if marked:
+        body = "m['content'] + '<|im_end|>'"
+        chatml.chat_template = CHATML.replace(f"{{{{ '<|im_start|>' + m['role'] + '\n' + {body}", "")
+        chatml.chat_template = (
+            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+            "{{ " + body + " }}{% endgeneration %}{% else %}{{ " + body + " }}{% endif %}{{ '\n' }}{% endfor %}"
+        )
+    for unlearned, expected in ((2, ["since it saw many<|im_end|>"]), (4, ["says what<|im_end|>"])):
+        messages = [{**turn, "weight": 0} if number == unlearned else turn for number, turn in enumerate(TURNS)]
+        example = chat.read_example({"messages": messages}, "chat messages", "here")
+        ids, mask = Encoder(chatml, "assistant")(example, "here")
+        assert learned_runs(chatml, ids, mask) == expected
+        assert ids == Encoder(chatml, "assistant")(Example(TURNS), "here")[0]
+    _, mask = Encoder(chatml, "completion")(example, "here")
+    assert not mask.any()
+
+
 THINKING = (  # before the answer that is the last, as Qwen3's template has it
     "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and loop.index0 > ns.asked %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+OPENED = (  # a thought is opened where an answer is to be generated, as DeepSeek-R1's and Qwen3.6's templates do
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+ALIKE = (  # what ends the last turn, and what begins the next, begin with the same character, as in Phi-3's template
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '<|return|>' }}{% endif %}"
 )
 RETURNING = (  # another token ends the last answer, as in gpt-oss's template
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
@@ -98,9 +150,11 @@ RETURNING = (  # another token ends the last answer, as in gpt-oss's template
     ("template", "expected"),
     [
         (THINKING, ["says what<|im_end|>", "<think>\n\n</think>\n\nsince it saw many<|im_end|>"]),
+        (OPENED, ["says what<|im_end|>", "since it saw many<|im_end|>"]),
+        (ALIKE, ["says what<|im_end|>", "since it saw many<|im_end|>\n<|return|>"]),
         (RETURNING, ["says what<|im_end|>", "since it saw many<|return|>"]),
     ],
-    ids=["thinking", "returning"],
+    ids=["thinking", "opened", "alike", "returning"],
 )
 def test_a_template_that_writes_the_last_turn_differently_loses_no_other(chatml, template, expected):
     chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
@@ -109,14 +163,22 @@ def test_a_template_that_writes_the_last_turn_differently_loses_no_other(chatml,
     assert learned_runs(chatml, ids, mask) == expected
 
 
-def test_the_last_answer_suffices_where_only_it_is_learned(chatml):
-    """A template that moves the system's words before the last question, so that earlier turns are written differently."""
+@pytest.mark.parametrize(("loss_on", "learned"), [("assistant", ["says what<|im_end|>"]), ("completion", [])])
+def test_a_template_that_writes_what_was_before_differently_is_read_around_a_turn(chatml, loss_on, learned):
+    """One that moves the system's words before the last question."""
     chatml.chat_template = (
         "{% for m in messages[1:] %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{% if (loop.last and m['role'] == 'user') or (loop.revindex == 2 and m['role'] == 'user') %}"
         "{{ messages[0]['content'] + '\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
+    ids, mask = Encoder(chatml, loss_on)(Example(TURNS), "here")
+    assert learned_runs(chatml, ids, mask) == [*learned, "since it saw many<|im_end|>"]
+
+
+def test_the_last_answer_suffices_where_only_it_is_learned(chatml):
+    said = "(m['content'] if loop.last or m['role'] != 'assistant' else m['content'] | length | string)"
+    chatml.chat_template = CHATML.replace("m['content']", said)
     ids, mask = Encoder(chatml, "completion")(Example(TURNS), "here")
     assert learned_runs(chatml, ids, mask) == ["since it saw many<|im_end|>"]
     with pytest.raises(ConfigError, match="--loss_on completion"):
@@ -160,6 +222,61 @@ def test_keys_that_parquet_adds_are_left_out():
     ]
 
 
+CALLING = (
+    "{{ tools[0]['function']['name'] + '\n' if tools }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] or '' }}{% for call in m['tool_calls'] or [] %}{{ CALL }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("given", ['{"city": "Rome"}', {"city": "Rome"}], ids=["string", "object"])
+@pytest.mark.parametrize(
+    "written",
+    ["call['function']['arguments'] | tojson", "'' + call['function']['arguments']", "call['function']['arguments']"],
+    ids=["for objects", "refuses objects", "for strings"],
+)
+def test_arguments_of_calls_are_written_once(chatml, written, given):
+    chatml.chat_template = CALLING.replace("CALL", written)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": given}}]}
+    record = {"messages": [*TURNS[:2], call, {"role": "tool", "content": "sunny"}, TURNS[4]]}
+    example = chat.read_example(record | {"tools": [{"function": {"name": "weather"}}]}, "chat messages", "here")
+    ids, mask = Encoder(chatml, "assistant")(example, "here")
+    assert learned_runs(chatml, ids, mask) == ['{"city": "Rome"}<|im_end|>', "since it saw many<|im_end|>"]
+
+
+def test_a_conversation_that_the_assistant_begins(chatml):
+    refusing = "{{ raise_exception('empty') if not messages }}" + CHATML
+    for template in (CHATML, refusing):
+        chatml.chat_template = template
+        ids, mask = Encoder(chatml, "assistant")(Example(TURNS[2:]), "here")
+        assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+
+
+@pytest.fixture
+def beginning(tokenizer):
+    """A tokenizer that begins each text with <s>, without a chat template."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "example",
+    [Example(TURNS[1:3]), Example(prompt="a line ", completion="says what"), Example(completion="<s>says what")],
+    ids=["messages", "completion", "rendered before"],
+)
+def test_what_begins_a_text_is_there_once(beginning, example):
+    encoder = Encoder(beginning, "assistant")
+    ids, mask = encoder(example, "here")
+    assert ids.count(beginning.bos_token_id) == 1 and ids[0] == beginning.bos_token_id
+    assert not encoder.has_own_template and "says what<|endoftext|>" in learned_runs(beginning, ids, mask)[-1]
+
+
 def test_all_tokens(chatml):
     ids, mask = Encoder(chatml, "all")(Example(TURNS), "here")
     assert mask.all() and chatml.decode(ids).startswith("<|im_start|>system")
@@ -174,6 +291,16 @@ def test_a_template_that_marks_turns_gives_the_same(chatml):
     )
     by_marks = Encoder(chatml, "assistant")(Example(TURNS), "here")
     assert by_marks[0] == by_prefix[0] and (by_marks[1] == by_prefix[1]).all()
+
+
+def test_an_end_of_turn_with_a_line_end_after_it_gets_no_other(chatml):
+    chatml.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}"
+        "{% endfor %}"
+    )
+    ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
+    assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
 
 
 def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
@@ -264,6 +391,34 @@ def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path,
     train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch)
     assert (train.meta["read"], train.meta["dropped"], train.meta["cut"]) == (4, 1, 1)
     assert len(train) + len(validation) == 3 and "1 dropped" in chat.describe(train, config)
+
+
+def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(tokenizer, tmp_path, monkeypatch):
+    texts = [f"text {number}: " + "the model reads a line " * (number * 20) for number in range(12)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch, validation_split_percentage=25)
+    found = []
+    for split in (train, validation):
+        samples = [list(split.ids[a:b]) for a, b in zip(split.starts, split.ends, strict=True)]
+        while samples:
+            ids = samples.pop(0)
+            while ids[-1] != tokenizer.eos_token_id:
+                following = samples.pop(0)
+                assert following[0] == ids[-1]
+                ids += following[1:]
+            found.append((tokenizer.decode(ids[:-1]), split is validation))
+    assert sorted(text for text, _ in found) == sorted(texts)
+    assert sum(held_out for _, held_out in found) == 3
+    assert max(train.lengths) == 96 and (train.meta["read"], train.meta["cut"], train.meta["dropped"]) == (12, 0, 0)
+    assert f"{len(train)} to train on" in chat.describe(train, config)
+    tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
+    assert sum(split.num_targets(np.arange(len(split))) for split in (train, validation)) == tokens
+
+
+def test_what_ends_a_learned_turn_is_kept(chatml, chat_file, tmp_path, monkeypatch):
+    train, _, _ = prepared(chatml, chat_file, tmp_path, monkeypatch)
+    assert chatml.convert_ids_to_tokens(train.meta["end"]) == "<|im_end|>"
 
 
 @settings(deadline=None, max_examples=60)
