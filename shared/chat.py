@@ -64,6 +64,7 @@ class Example:
     tools: list[dict[str, Any]] | None = None  # that the assistant may call, as chat templates take them
     prompt: str = ""
     completion: str = ""
+    goes_on: bool = False  # in the next record, so nothing ends here
 
 
 def recognise(record: dict[str, Any], where: str) -> str:
@@ -85,7 +86,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         if record.get(column) is None:
             raise ConfigError(f"{where}: {column!r} is {'null' if column in record else 'missing'}")
     if form == "plain text":
-        return Example(completion=_text(record["text"], "'text'", where))
+        return Example(completion=_text(record["text"], "'text'", where), goes_on=records.GOES_ON in record)
     if form == "Alpaca instructions":
         instruction = _text(record["instruction"], "'instruction'", where)
         extra = _text(record.get("input") or "", "'input'", where)
@@ -212,8 +213,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        probe = tokenizer("a")["input_ids"]
-        self.bos = [tokenizer.bos_token_id] if probe[:1] == [tokenizer.bos_token_id] and len(probe) > 1 else []
+        self.bos = prepared.begins_texts(tokenizer)
         if not tokenizer.chat_template:
             tokenizer.chat_template = ("{{ bos_token }}" if self.bos else "") + DEFAULT_TEMPLATE
         self.has_own_template = not str(tokenizer.chat_template).endswith(DEFAULT_TEMPLATE)
@@ -240,7 +240,7 @@ class Encoder:
         else:
             ids, learned = self._chat(example.messages, example.tools, where)
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        if last >= 0 and self.end_of(ids[: last + 1]) is None:
+        if last >= 0 and not example.goes_on and self.end_of(ids[: last + 1]) is None:
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
@@ -251,7 +251,7 @@ class Encoder:
         for token in reversed(ids):
             if token in self.special:
                 return token
-            if self.tokenizer.decode([token]).strip():
+            if str(self.tokenizer.decode([token])).strip():
                 return None
         return None
 
@@ -288,24 +288,23 @@ class Encoder:
     @staticmethod
     def _as_the_template_takes_them(messages: list[dict[str, Any]], render: Callable[..., Any]) -> list[dict[str, Any]]:
         """With calls' arguments as JSON in a string, if the template refuses objects or writes them in Python's way."""
-        objects: list[Any] = []
-        as_strings = [
-            {
-                **message,
-                "tool_calls": [_with_arguments(call, lambda a: objects.append(a) or _serialised(a)) for call in calls],
-            }
-            if isinstance(calls := message.get("tool_calls"), list)
-            else message
-            for message in messages
-        ]
-        objects = [value for value in objects if isinstance(value, dict) and value]
+        calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+        arguments = [(call.get("function") or call).get("arguments") for call in calls]
+        objects = [value for value in arguments if isinstance(value, dict) and value]
         if not objects:
             return messages
         try:
             text = render(messages, tokenize=False)
         except Exception:
-            return as_strings
-        return as_strings if any(str(value) in text for value in objects) else messages
+            text = ""
+        if text and not any(str(value) in text for value in objects):
+            return messages
+        return [
+            {**message, "tool_calls": [_with_arguments(call, _serialised) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
 
 
 def _some_turns(mask: np.ndarray, turns: list[int], wanted: list[int], where: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +28,21 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
 CHUNK_BYTES = 2**20  # text handed to one tokenising process at a time
-FORMAT = 2  # raised when the files below change meaning
+FORMAT = 3  # raised when the files below change meaning
 
 
-def texts(source: Source, column: str) -> Iterator[str]:
-    """The text of each document, in order. Raises ConfigError for a record without it."""
+class Piece(NamedTuple):
+    """A document, or a part of one that is longer than `records.PIECE`, so that no text is too long to be tokenised."""
+
+    text: str
+    document: int  # its number in the source
+    is_first: bool  # of its document
+    is_last: bool
+
+
+def pieces(source: Source, column: str) -> Iterator[Piece]:
+    """Each document in pieces, in order; without those that are empty. Raises ConfigError for a record without text."""
+    document, is_first = 0, True
     for where, record in source.read():
         if column not in record:
             columns = ", ".join(map(str, record)) or "none"
@@ -40,8 +50,17 @@ def texts(source: Source, column: str) -> Iterator[str]:
         text = record[column]
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
-        if text:
-            yield text
+        at_once = records.PIECE
+        for piece, goes_on in records.pieces(text[i : i + at_once] for i in range(0, len(text), at_once)):
+            is_last = not (goes_on or records.GOES_ON in record)
+            if piece:
+                yield Piece(piece, document, is_first, is_last)
+                document, is_first = document + is_last, is_last
+
+
+def texts(source: Source, column: str) -> Iterator[str]:
+    """The text alone of all `pieces`."""
+    return (piece.text for piece in pieces(source, column))
 
 
 DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
@@ -60,12 +79,10 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
         The folder with the shards, `meta.json` and `tokenizer/`.
 
     Raises:
-        ConfigError: no text, unreadable text, or a tokenizer without an end-of-text token.
+        ConfigError: no text, unreadable text, or a tokenizer that is slow or without an end-of-text token.
     """
+    serialised = tokenizer and _serialised(tokenizer)
     train, validation = records.open_sources(config, demo=DEMO)
-    serialised = tokenizer and tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
-    if tokenizer is not None and tokenizer.eos_token_id is None:
-        raise ConfigError("the tokenizer has no end-of-text token to put between documents")
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
             format=FORMAT,
@@ -89,6 +106,15 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     return prepared.build_once(cache_dir() / "corpus" / key, build)
 
 
+def _serialised(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that a tokenizer does, as text. Raises ConfigError for one that pretraining cannot use."""
+    if not tokenizer.is_fast:
+        raise ConfigError("the tokenizer is a slow one (Python alone), too slow for a corpus: give another --tokenizer_name")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no end-of-text token to put between documents")
+    return tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that `prepare` left in its folder."""
     from transformers import PreTrainedTokenizerFast
@@ -97,8 +123,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = 2**30) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer (GPT-2's pre-tokenisation, digits apart) on the first `max_bytes` of `texts`.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: int = 2**30) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer (GPT-2's pre-tokenisation, digits apart) on `texts`, up to `max_characters`.
 
     Its special tokens are END_OF_TEXT, which ends a document, and a padding token of its own.
     """
@@ -121,12 +147,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = 2
     )
 
     def limited() -> Iterator[str]:
-        taken = 0
+        left = max_characters
         for text in texts:
-            taken += len(text)
-            if taken > max_bytes:
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
                 return
-            yield text
 
     tokenizer.train_from_iterator(limited(), trainer)
     return PreTrainedTokenizerFast(
@@ -182,28 +208,36 @@ class _ShardWriter:
 
 
 class _Tokenise:
-    """Tokens of texts with an end-of-text after each: ([tokens] uint32, [texts] lengths, [texts] bytes)."""
+    """Tokens of pieces, with an end-of-text after the last of each document; before the first what the tokenizer puts there.
+
+    Gives ([tokens] uint32, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces] bool, the last ones).
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-        self.eos = tokenizer.eos_token_id
+        self.tokenizer = Tokenizer.from_str(_serialised(tokenizer))
+        self.bos, self.eos = prepared.begins_texts(tokenizer), [tokenizer.eos_token_id]
         self.tokenizer.no_truncation()  # as a fine-tune may have left in its file
         self.tokenizer.no_padding()
 
-    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        ids = [np.asarray([*e.ids, self.eos], dtype=np.uint32) for e in encoded]
-        return np.concatenate(ids), np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
+    def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
+        texts, documents, first, last = zip(*pieces, strict=True)
+        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ids = [
+            np.asarray(self.bos * begins + e.ids + self.eos * ends, dtype=np.uint32)
+            for e, begins, ends in zip(encoded, first, last, strict=True)
+        ]
+        lengths, sizes = np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
+        return np.concatenate(ids), lengths, sizes, np.array(documents), np.array(last)
 
 
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
     size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text)
+    for piece in pieces:
+        chunk.append(piece)
+        size += len(piece.text)
         if size >= CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
@@ -231,28 +265,28 @@ def write_shards(
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     writers = {split: _ShardWriter(folder, split, dtype) for split in ("train", "validation")}
     progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
-    number = 0
     for source in (train, validation):
         if source is None:
             continue
-        chunks = _chunks(texts(source, column))
-        for tokens, lengths, sizes in prepared.in_order(_Tokenise, (tokenizer,), chunks, processes):
+        chunks = _chunks(pieces(source, column))
+        for tokens, lengths, sizes, documents, last in prepared.in_order(_Tokenise, (tokenizer,), chunks, processes):
             if source is validation:
                 held_out = np.ones(len(lengths), bool)
             elif validation is not None:
                 held_out = np.zeros(len(lengths), bool)
             else:
-                held_out = data.is_validation(np.arange(number, number + len(lengths)), validation_percent)
-            number += len(lengths)
+                held_out = data.is_validation(documents, validation_percent)
             for split, chosen in (("train", ~held_out), ("validation", held_out)):
                 if chosen.any():
                     kept = tokens[np.repeat(chosen, lengths)]
-                    writers[split].append(kept, np.cumsum(lengths[chosen]), int(sizes[chosen].sum()))
+                    ends = np.cumsum(lengths[chosen])[last[chosen]]
+                    writers[split].append(kept, ends, int(sizes[chosen].sum()))
             progress.update(int(sizes.sum()))
     progress.close()
     meta = {"format": FORMAT, "dtype": dtype.name, "source": train.name}
+    meta |= {"validation_source": validation and validation.name}  # None: a part of the same
     meta |= {split: writer.finish() for split, writer in writers.items()}
-    if not number:
+    if not any(writer.tokens for writer in writers.values()):
         raise ConfigError(f"{train.name}: no text in it")
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
@@ -321,23 +355,26 @@ def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tup
     """(train, validation, a sentence that states the split) of prepared tokens.
 
     Where the corpus has too few documents for a hash of their numbers to hold out a single sequence, the last
-    `validation_percent` of the tokens are the validation split instead.
+    `validation_percent` of the tokens are the validation split instead; not where files to validate on were given.
 
     Raises:
         ConfigError: too little text for one sequence in each split.
     """
     train, validation = Tokens(folder, "train", seq_length), Tokens(folder, "validation", seq_length)
-    documents = validation.meta["validation"]["documents"]
+    documents, given = validation.meta["validation"]["documents"], validation.meta["validation_source"]
     stated = f"{documents:,} of {documents + train.meta['train']['documents']:,} documents"
-    if not len(validation) and validation_percent:
+    if given:
+        stated = f"{documents:,} document(s) of {given}"
+    elif not len(validation):
         cut = math.ceil(train.num_tokens * (1 - validation_percent / 100))
         validation, train = Tokens(folder, "train", seq_length, cut), Tokens(folder, "train", seq_length, 0, cut)
         stated = f"the last {validation_percent:g} % of the text (too few documents to hold some out)"
-    for split in (train, validation):
+    source = train.meta["source"]
+    for name, split, its_source in (("training", train, source), ("validation", validation, given or source)):
         if not len(split):
             raise ConfigError(
-                f"{train.meta['source']}: the {'training' if split is train else 'validation'} split has "
-                f"{split.num_tokens} tokens, fewer than one sequence (--seq_length {seq_length})"
+                f"{its_source}: the {name} split has {split.num_tokens} tokens, fewer than one sequence "
+                f"(--seq_length {seq_length})"
             )
     return train, validation, stated
 
@@ -383,10 +420,8 @@ class Stream:
     def sequences(self, *, validation: bool) -> Iterator[np.ndarray]:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""
         held = np.zeros(0, np.int64)
-        number = 0
-        for tokens, lengths, _ in map(_Tokenise(self.tokenizer), _chunks(texts(self.source, self.column))):
-            chosen = data.is_validation(np.arange(number, number + len(lengths)), self.validation_percent) == validation
-            number += len(lengths)
+        for tokens, lengths, _, documents, _ in map(_Tokenise(self.tokenizer), _chunks(pieces(self.source, self.column))):
+            chosen = data.is_validation(documents, self.validation_percent) == validation
             held = np.concatenate([held, tokens[np.repeat(chosen, lengths)].astype(np.int64)])
             count = (len(held) - 1) // self.seq_length
             for i in range(count):
@@ -395,7 +430,7 @@ class Stream:
 
     def identity(self) -> str:
         """Changes when the samples do."""
-        tokens = hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()  # type: ignore[attr-defined]
+        tokens = hashlib.sha256(_serialised(self.tokenizer).encode()).hexdigest()
         how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length}
         return prepared.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
 

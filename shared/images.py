@@ -431,7 +431,7 @@ def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[str]]
     labels, paths = [], []
     for folder in classes:
         images = []
-        for place, files in records.walk(folder, follow_links=True):
+        for place, files in records.walk(folder):
             images += [os.path.join(place, f) for f in files if f.lower().endswith(SUFFIXES)]
         if not images and training:
             raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}): fill or remove it")

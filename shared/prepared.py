@@ -26,6 +26,8 @@ from typing import Any
 from shared.config import STOP_SIGNALS, CleanExit, ConfigError, cores, first_line, is_main_rank, stop_signals_wait
 from shared.records import Source
 
+ABANDONED_AFTER = 24 * 3600  # seconds in which nothing was written
+
 
 def fingerprint(**parts: Any) -> str:
     """16 hex digits that change when any of the JSON-like `parts` does; a Path stands for its size and time."""
@@ -45,24 +47,28 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
     `build` gets a temporary sibling, which is renamed when it returns: a folder is whole or does not exist. The
     other ranks look for the folder instead of waiting in a collective, which would time out; when the main rank
-    fails, the launcher ends them, on other machines they notice that its launcher is gone. Every rank calls this; the
-    folder must be on a file system that all ranks see.
+    fails, the launcher ends them, on other machines they notice that its launcher is gone. What killed runs have left
+    is removed. Every rank calls this; the folder must be on a file system that all ranks see.
 
     Raises:
         ConfigError: the cache cannot be written, or the main rank has ended without making the folder.
     """
     from torch import distributed
 
+    if is_main_rank():
+        _remove_abandoned(folder)
     if is_main_rank() and not folder.exists():
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         try:
             temporary.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(f"{folder.parent}: {error.strerror}; set TEMPLATES_CACHE to a writable folder") from None
-        try:
             build(temporary)
-            with contextlib.suppress(OSError):  # another run may have built the same in the meantime
-                temporary.rename(folder)
+            temporary.rename(folder)
+        except OSError as error:
+            if not folder.exists():  # as it does when another run has built the same in the meantime
+                raise ConfigError(
+                    f"{folder.parent}: prepared data cannot be written ({first_line(error)}); "
+                    "set TEMPLATES_CACHE to a writable folder with room for it"
+                ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     start, told = time.monotonic(), False
@@ -82,6 +88,21 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 f"rank {rank} waits for rank 0 to prepare {folder}, which must be on a file system that both see", flush=True
             )
     return folder
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what runs that were killed while they built `folder` have left. Another run may be building it now."""
+    for temporary in folder.parent.glob(f".{folder.name}.*"):
+        with contextlib.suppress(OSError):  # it was renamed meanwhile
+            written = max(path.stat().st_mtime for path in (temporary, *temporary.rglob("*")))
+            if time.time() - written > ABANDONED_AFTER:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+
+def begins_texts(tokenizer: Any) -> list[int]:
+    """The token that a tokenizer puts before each text, if it does: models that were trained so need it."""
+    ids = tokenizer("a")["input_ids"]
+    return [tokenizer.bos_token_id] if ids[:1] == [tokenizer.bos_token_id] and len(ids) > 1 else []
 
 
 @contextlib.contextmanager

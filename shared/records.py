@@ -8,9 +8,10 @@ import glob
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,10 @@ from shared.config import ConfigError, NotNow, first_line, is_of_the_network, re
 if TYPE_CHECKING:
     from shared.options import DataConfig
 
+JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 ARCHIVES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".xz", ".zip", ".zst")
+PIECE = 2**18  # characters of plain text in one record, at most
+GOES_ON = "(the next record goes on with this text)"  # key of a record that is not the last of its plain-text file
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Source:
 def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -> tuple[Source, Source | None]:
     """(training, validation or None) records of a config; `demo` when it names none.
 
-    A stream's identity outlives copied files and a Hub that does not answer for a while: names and sizes only.
+    Files that are named for validation are not trained on where a folder or a glob for training holds them, too. A
+    stream's identity outlives copied files and a Hub that does not answer for a while: names and sizes only.
 
     Raises:
         ConfigError: files that are missing or empty.
@@ -53,14 +58,25 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     if config.is_demo:
         return demo, None
 
-    def from_files(flag: str, paths: Sequence[str]) -> Source:
-        files = find_files(paths, flag=flag)
+    def from_files(files: list[Path]) -> Source:
         name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
         identity = (lambda: [[file.name, file.stat().st_size] for file in files]) if streaming else (lambda: files)
         return Source(redact(name), identity, lambda: read_records(files))
 
-    validation = from_files("validation_file", config.validation_file) if config.validation_file else None
-    return from_files("train_file", config.train_file), validation
+    found = find_files(config.train_file, flag="train_file")
+    if not config.validation_file:
+        return from_files(found), None
+    held_out = find_files(config.validation_file, flag="validation_file")
+    named = {file.resolve() for file in held_out}
+    files = [file for file in found if file.resolve() not in named]
+    if len(files) < len(found):
+        from shared.launch import say
+
+        if not files:
+            say("warning: --validation_file names all that is trained on: its loss says nothing about other data")
+            return from_files(found), from_files(held_out)
+        say(f"{len(found) - len(files)} of the {len(found)} files of --train_file left out: --validation_file names them")
+    return from_files(files), from_files(held_out)
 
 
 def _hub_identity(name: str) -> list[Any]:
@@ -115,8 +131,10 @@ def refuse_archive(path: Path, *, flag: str) -> None:
         raise ConfigError(f"--{flag} {path}: an archive or compressed file: unpack it first, and name what was in it")
 
 
-def walk(root: str | Path, *, follow_links: bool = False) -> Iterator[tuple[str, list[str]]]:
+def walk(root: str | Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (folder, names of the files in it) for `root` and all folders below, sorted, hidden ones left out.
+
+    Links are followed, but no folder comes twice, however many lead to it, and none that `root` lies in.
 
     Raises:
         ConfigError: a folder that cannot be read, which `os.walk` would pass over in silence.
@@ -125,15 +143,20 @@ def walk(root: str | Path, *, follow_links: bool = False) -> Iterator[tuple[str,
     def refuse(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
 
-    for place, folders, files in os.walk(root, onerror=refuse, followlinks=follow_links):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    seen = {Path(root).resolve(), *Path(root).resolve().parents}
+    for place, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        visible = [Path(place, name) for name in sorted(folders, reverse=True) if not name.startswith(".")]
+        below = {path.resolve(): path.name for path in visible}  # of several names the first
+        folders[:] = sorted(name for folder, name in below.items() if folder not in seen)
+        seen.update(below)
         yield place, sorted(name for name in files if not name.startswith("."))
 
 
 def read_records(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, record) for each record, in order; `where` is `file:line` or `file:row N`, for messages.
 
-    JSON lines, one JSON list, CSV, TSV and Parquet hold records; any other file is one record {"text": content}.
+    JSON lines, one JSON list, CSV, TSV and Parquet hold records; any other file is one text, {"text": content}, or
+    several of at most PIECE characters, of which all but the last have the key GOES_ON.
 
     Raises:
         ConfigError: a file that cannot be read or parsed, with its place.
@@ -141,21 +164,46 @@ def read_records(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in files:
         suffix = path.suffix.lower()
         try:
-            if suffix == ".jsonl":
+            if suffix in JSON_LINES:
                 yield from _read_jsonl(path)
             elif suffix == ".json":
                 yield from _read_json(path)
             elif suffix in (".csv", ".tsv"):
-                yield from _read_csv(path, "\t" if suffix == ".tsv" else ",")
+                yield from _read_csv(path) if suffix == ".csv" else _read_tsv(path)
             elif suffix == ".parquet":
                 yield from _read_parquet(path)
             else:
-                yield str(path), {"text": path.read_text(encoding="utf-8-sig")}
+                yield from _read_text(path)
         except UnicodeDecodeError as error:
             line, byte = _first_bad_byte(path)
             raise ConfigError(f"{path}:{line}: not UTF-8 text (byte {byte}); save it as UTF-8") from error
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
+def pieces(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield (piece, whether more follow) of the text that `blocks` make, which may be longer than memory holds.
+
+    A piece has at most PIECE characters and ends after a line end, where there is none after a white space, where there
+    is none anywhere. How the text is spread over the blocks makes no difference. No text is one empty piece.
+    """
+    held = ""
+    for block in blocks:
+        held += block
+        while len(held) > PIECE:
+            cut = _CUT.match(held, 0, PIECE).end()  # type: ignore[union-attr]
+            yield held[:cut], True
+            held = held[cut:]
+    yield held, False
+
+
+_CUT = re.compile(r"(?s:.*\n|.*\s|.+)")
+
+
+def _read_text(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for piece, goes_on in pieces(iter(partial(file.read, PIECE), "")):
+            yield str(path), {"text": piece, GOES_ON: True} if goes_on else {"text": piece}
 
 
 def _first_bad_byte(path: Path) -> tuple[int, int]:
@@ -202,12 +250,13 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):  # many people call JSON lines .json
+    with path.open(encoding="utf-8-sig") as lines:
+        first = next((line for line in lines if line.strip()), "")
+    if not first.lstrip().startswith("["):  # many people call JSON lines .json
         yield from _read_jsonl(path)
         return
     try:
-        records = parse_json(text)
+        records = parse_json(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON ({_json_fault(error)})") from None
     for number, record in enumerate(records, 1):
@@ -232,19 +281,32 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _read_csv(path: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_tsv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Some programs put quotes around fields, others write plain tabs between them: what reads well to the end counts."""
+    try:
+        deque(_read_csv(path, delimiter="\t"), maxlen=0)
+    except ConfigError:
+        yield from _read_csv(path, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        yield from _read_csv(path, delimiter="\t")
+
+
+def _read_csv(path: Path, **form: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter=delimiter)
+        reader = csv.DictReader(lines, strict=True, **form)  # else a quote that nothing closes takes all that follows
+        read = 0  # lines that were: a quote that nothing closes stands after them, however far the reader came
         try:
             if (column := _twice(reader.fieldnames or ())) is not None:
                 raise ConfigError(f"{path}:1: the column {column!r} is there twice")
+            read = reader.line_num
             for record in reader:
                 if None in record or None in record.values():
                     raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
                 yield f"{path}:{reader.line_num}", dict(record)
+                read = reader.line_num
         except csv.Error as error:
-            raise ConfigError(f"{path}:{reader.line_num}: not valid CSV ({error})") from None
+            raise ConfigError(f"{path}:{read + 1}: not valid CSV ({error})") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -107,6 +107,16 @@ def make_model(folder: Path, **shape: int) -> Path:
     return folder
 
 
+def put_a_token_before_texts(tokenizer):
+    """As the tokenizers of Llama 3 and Gemma do."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    single = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = single
+    return tokenizer
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny-model"))

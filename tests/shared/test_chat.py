@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from shared import chat, demo
+from shared import chat, demo, records
 from shared.chat import Encoder, Example
 from shared.config import ConfigError
 from shared.data import IGNORED, Loader, Order
 from shared.options import ChatConfig
+from tests.conftest import put_a_token_before_texts
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -254,15 +255,8 @@ def test_a_conversation_that_the_assistant_begins(chatml):
 
 @pytest.fixture
 def beginning(tokenizer):
-    """A tokenizer that begins each text with <s>, without a chat template."""
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
     tokenizer.chat_template = None
-    return tokenizer
+    return put_a_token_before_texts(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -414,6 +408,15 @@ def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(toke
     assert f"{len(train)} to train on" in chat.describe(train, config)
     tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
     assert sum(split.num_targets(np.arange(len(split))) for split in (train, validation)) == tokens
+
+
+def test_a_long_text_file_ends_once(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 100)
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("the model reads a line\n" * 40)
+    train, validation, _ = prepared(tokenizer, tmp_path, tmp_path / "cache", monkeypatch)
+    ids = np.concatenate([train.ids, validation.ids])
+    assert (ids == tokenizer.eos_token_id).sum() == 2
 
 
 def test_what_ends_a_learned_turn_is_kept(chatml, chat_file, tmp_path, monkeypatch):

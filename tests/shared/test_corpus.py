@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
-from shared import corpus, data
+from shared import corpus, data, records
 from shared.config import ConfigError
 from shared.options import CorpusConfig
+from tests.conftest import put_a_token_before_texts
 
 
 @pytest.fixture
@@ -61,6 +62,38 @@ def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, t
         assert len(windows) == (len(tokens) - 1) // 16
 
 
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
+    start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
+    monkeypatch.setattr(records, "PIECE", 40)
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 150)  # documents reach over what is tokenised at a time
+    path = text_file
+    if plain:
+        path = tmp_path / "texts"
+        path.mkdir()
+        for number, text in enumerate(documents):
+            (path / f"{number:03d}.txt").write_text(text)
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    held_out = data.is_validation(np.arange(len(documents)), 5.0)
+    whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
+    for split, chosen in (("train", ~held_out), ("validation", held_out)):
+        kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
+        cut = [[piece for piece, _ in records.pieces([text])] for text in kept]
+        assert max(map(len, cut)) > 5
+        encoded = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces] for pieces in cut]
+        expected = [[*start, *(t for ids in pieces for t in ids), end] for pieces in encoded]
+        tokens, facts = stream(folder, split)
+        assert tokens.tolist() == [token for document in expected for token in document]
+        assert facts["documents"] == len(expected) == chosen.sum()
+        assert np.load(folder / f"{split}-ends.npy").tolist() == np.cumsum([len(d) for d in expected]).tolist()
+        assert facts["bytes"] == sum(len(text.encode()) for text in kept)
+        windows = list(whole.sequences(validation=split == "validation"))
+        assert len(windows) == (len(tokens) - 1) // 16
+        for number, window in enumerate(windows):
+            assert window.tolist() == tokens[number * 16 : number * 16 + 17].tolist()
+
+
 def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text_file, tokenizer, tmp_path, monkeypatch):
     plain, _ = stream(prepared(text_file, tokenizer, tmp_path / "plain", monkeypatch), "train")
     tokenizer.backend_tokenizer.enable_truncation(4)
@@ -79,6 +112,26 @@ def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     assert validation.num_tokens == pytest.approx(0.1 * len(whole), abs=1)
     assert validation[0]["input_ids"].tolist() == whole[train.num_tokens :][:16].tolist()
     assert "the last 10 % of the text" in stated
+
+
+def test_too_short_a_validation_file_is_no_reason_to_validate_on_training_text(text_file, tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "val.txt"
+    path.write_text("the model reads")
+    short = prepared(text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),))
+    with pytest.raises(ConfigError, match=r"val\.txt: the validation split has \d+ tokens, fewer than one sequence"):
+        corpus.open_splits(short, 64, 5)
+    path.write_text("the model reads a line of text " * 20)
+    enough = prepared(text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),))
+    train, validation, stated = corpus.open_splits(enough, 64, 5)
+    assert (train.meta["train"]["documents"], validation.split) == (57, "validation")
+    assert stated == f"1 document(s) of {path}"
+
+
+def test_a_slow_tokenizer_is_refused(text_file, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="the tokenizer is a slow one"):
+        prepared(text_file, ByT5Tokenizer(), tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="the tokenizer is a slow one"):
+        make_stream(text_file, ByT5Tokenizer(), 0, 1).held_out(1)
 
 
 def test_prepared_again_only_when_something_changed(text_file, tokenizer, tmp_path, monkeypatch):
@@ -101,9 +154,16 @@ def test_a_trained_tokenizer_has_an_end_and_a_padding_of_its_own(documents):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def make_stream(text_file, tokenizer, rank, world):
-    from shared import records
+def test_a_tokenizer_is_trained_on_as_much_of_a_single_long_text_as_is_wanted(documents):
+    text = " ".join(documents)
+    wanted = corpus.train_tokenizer([text[:5000]], 300)
+    assert len(wanted) == 300
+    assert corpus.train_tokenizer([text], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
+    at = text.index(" ", 3000)
+    assert corpus.train_tokenizer([text[:at], text[at:]], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
 
+
+def make_stream(text_file, tokenizer, rank, world):
     source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
     loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
     return corpus.Stream(source, tokenizer, 16, column="text", global_batch_size=4, validation_percent=5, **loading)

@@ -1,11 +1,14 @@
 """shared/prepared.py: what is made of the data once is whole or not there, and the same by any number of processes."""
 
+import errno
 import multiprocessing.spawn
 import os
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -104,6 +107,42 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="set TEMPLATES_CACHE to a writable folder"):
         prepared.build_once(tmp_path / "file" / "a", lambda folder: None)
+
+
+def test_a_disk_that_is_full_ends_the_build_with_what_to_set(tmp_path):
+    def fill(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    message = f"^{tmp_path}: prepared data cannot be written .*No space left.* set TEMPLATES_CACHE to a writable folder"
+    with pytest.raises(ConfigError, match=message):
+        prepared.build_once(tmp_path / "a", fill)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_put_in_its_place_ends_the_build(tmp_path, monkeypatch):
+    def refuse(path, target):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be written .*Permission denied.* set TEMPLATES_CACHE"):
+        prepared.build_once(tmp_path / "a", lambda folder: None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_what_killed_runs_have_left_is_removed_once_nobody_writes_it_any_more(tmp_path, built):
+    long_ago = time.time() - prepared.ABANDONED_AFTER - 60
+    for name in (".a.11111111", ".a.22222222", ".b.33333333"):
+        (tmp_path / name / "tokenizer").mkdir(parents=True)
+        for path in (tmp_path / name / "tokenizer/half", tmp_path / name / "half"):
+            path.write_text("x")
+        for path in (*(tmp_path / name).rglob("*"), tmp_path / name):
+            os.utime(path, (long_ago, long_ago))
+    os.utime(tmp_path / ".a.22222222/tokenizer/half")  # another run is at work on it
+    if built:
+        (tmp_path / "a").mkdir()
+    prepared.build_once(tmp_path / "a", lambda folder: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.22222222", ".b.33333333", "a"]
 
 
 def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypatch):

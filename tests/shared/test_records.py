@@ -2,7 +2,9 @@
 
 import json
 import os
+import tracemalloc
 from types import SimpleNamespace
+from unittest import mock
 
 import datasets
 import httpx
@@ -42,6 +44,12 @@ def test_json_lines_give_values_and_line_numbers(tmp_path):
     assert read(path) == [(f"{path}:1", {"text": "one", "n": 1}), (f"{path}:4", {"text": None, "l": [1.5, {"k": True}]})]
 
 
+@pytest.mark.parametrize("suffix", ["ndjson", "jsonlines"])
+def test_json_lines_by_other_names(tmp_path, suffix):
+    path = write(tmp_path, f"a.{suffix}", '{"text": "one"}\n{"text": "two"}\n')
+    assert read(path) == [(f"{path}:1", {"text": "one"}), (f"{path}:2", {"text": "two"})]
+
+
 def test_a_line_separator_inside_json_text_does_not_end_the_line(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"text": "a\u2028b\x85c"}\n{"text": "d"}\n')
     assert read(path) == [(f"{path}:1", {"text": "a\u2028b\x85c"}), (f"{path}:2", {"text": "d"})]
@@ -67,6 +75,21 @@ def test_tsv(tmp_path):
     assert read(path) == [(f"{path}:2", {"q": "1, 2", "a": "x"})]
 
 
+@pytest.mark.parametrize(
+    ("lines", "rows"),
+    [
+        (['"one\ttwo"\t3', "4\t5"], [("one\ttwo", "3"), ("4", "5")]),
+        (['"one\t2', "3\t4"], [('"one', "2"), ("3", "4")]),  # nothing closes it
+        (['one\t"2', 'three"\t4', "5\t6"], [("one", '"2'), ('three"', "4"), ("5", "6")]),  # else a row of three fields
+        (['"one" two\t3', "4\t5"], [('"one" two', "3"), ("4", "5")]),
+        (["1\t2", "3\t4", '"5\t6'], [("1", "2"), ("3", "4"), ('"5', "6")]),
+    ],
+)
+def test_quotes_of_tsv_are_characters_where_they_cannot_be_quotes(tmp_path, lines, rows):
+    path = write(tmp_path, "a.tsv", "\n".join(["q\ta", *lines, ""]))
+    assert [(record["q"], record["a"]) for _, record in read(path)] == rows
+
+
 def test_a_csv_field_may_be_longer_than_the_module_s_own_limit(tmp_path):
     path = write(tmp_path, "a.csv", "a,b\n" + "x" * 200_000 + ",y\n")
     assert len(read(path)[0][1]["a"]) == 200_000
@@ -85,6 +108,41 @@ def test_any_other_file_is_one_text(tmp_path):
     for name in ("a.txt", "a.py", "README"):
         path = write(tmp_path, name, "two\nlines é")
         assert read(path) == [(str(path), {"text": "two\nlines é"})]
+
+
+def test_a_large_text_file_is_several_records_of_which_all_but_the_last_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 8)
+    path = write(tmp_path, "a.txt", b"\xef\xbb\xbf" + "one\r\ntwo\rthree é four five🙂six seven eight nine".encode())
+    texts = ["one\ntwo\n", "three é ", "four ", "five🙂six", " seven ", "eight ", "nine"]
+    marked = [{"text": text, records.GOES_ON: True} for text in texts[:-1]]
+    assert read(path) == [(str(path), record) for record in [*marked, {"text": texts[-1]}]]
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="ab \n\té🙂", max_size=60), block=st.integers(1, 30))
+def test_pieces_joined_are_the_text_and_end_with_a_line_or_a_word(text, block):
+    with mock.patch.object(records, "PIECE", 8):
+        found = list(records.pieces(text[i : i + block] for i in range(0, len(text), block)))
+        assert found == list(records.pieces([text]))
+    assert "".join(piece for piece, _ in found) == text
+    assert [goes_on for _, goes_on in found] == [True] * (len(found) - 1) + [False]
+    for piece, goes_on in found:
+        assert len(piece) <= 8
+        if goes_on and not piece.endswith("\n"):
+            assert "\n" not in piece
+            assert piece[-1].isspace() or (len(piece) == 8 and len(piece.split()) == 1 and not piece[0].isspace())
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl", "a.csv", "a.tsv"])
+def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
+    line = json.dumps({"a": "x" * 10_000}) if "json" in name else "x " * 5000
+    path = write(tmp_path, name, f"{line}\n" * 2000)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_records([path])) > 50
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 5
+    finally:
+        tracemalloc.stop()
 
 
 def test_suffixes_are_known_in_capitals(tmp_path):
@@ -127,6 +185,8 @@ def test_several_files_are_read_in_order(tmp_path):
         ("a.json", "[" * 100_000, "", "not valid JSON"),
         ("a.csv", "a,b\n1,2\n3\n", ":3: ", "not as many fields as the header has"),
         ("a.csv", "a,b\n1,2,3\n", ":2: ", "not as many fields as the header has"),
+        ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', ":3: ", r"not valid CSV \(unexpected end of data\)"),
+        ("a.csv", 'a,b\n1,"2" 3\n5,6\n', ":2: ", "not valid CSV"),
         ("a.parquet", "PAR1 but not really", ": ", "not valid Parquet"),
         ("a.json", '[{"a": 1}, {"b": [{"a": 1, "a": 1}]}]', ":1: ", "not valid JSON .the key 'a' is there twice"),
         ("a.json", '{"a": 1}\n{"a": "\\uDC00"}', ":2: ", r"not valid JSON .'\\udc00' is half a character"),
@@ -247,6 +307,20 @@ def test_a_folder_below_a_hidden_one_is_read_when_it_is_named(tmp_path):
     assert find(tmp_path / ".data") == [path]
 
 
+def test_linked_folders_are_followed_and_none_is_read_twice(tmp_path):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data / "sub", elsewhere / "deep"):
+        folder.mkdir(parents=True)
+    for name in ("data/a.txt", "data/sub/b.txt", "elsewhere/c.txt", "elsewhere/deep/d.txt", "not_data.txt"):
+        write(tmp_path, name, "x")
+    for link, target in {"link": elsewhere, "same": elsewhere, "sub/up": data, "sub/out": tmp_path}.items():
+        (data / link).symlink_to(target)
+    (elsewhere / "back").symlink_to(data)
+    assert find(data) == [data / "a.txt", data / "link/c.txt", data / "link/deep/d.txt", data / "sub/b.txt"]
+    (tmp_path / "to_data").symlink_to(data)
+    assert find(tmp_path / "to_data")[0] == tmp_path / "to_data" / "a.txt"
+
+
 def test_globs_are_sorted_and_recursive(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.txt", "a.txt", "sub/c.txt", "d.csv"):
@@ -288,14 +362,36 @@ def test_without_a_name_the_demo_is_the_source():
 
 
 def test_files_become_sources_that_can_be_read_again(tmp_path):
-    a, b = write(tmp_path, "a.jsonl", '{"n": 1}'), write(tmp_path, "b.jsonl", '{"n": 2}')
-    config = DataConfig(train_file=(str(a), str(b)), validation_file=(str(b),))
+    a, b, c = (write(tmp_path, f"{name}.jsonl", f'{{"n": {n}}}') for n, name in enumerate("abc", 1))
+    config = DataConfig(train_file=(str(a), str(b)), validation_file=(str(c),))
     train, validation = open_sources(config, demo=DEMO)
-    assert (train.name, validation.name) == ("2 files", str(b))
+    assert (train.name, validation.name) == ("2 files", str(c))
     assert train.identity() == [a, b]
     assert [record for _, record in train.read()] == [{"n": 1}, {"n": 2}]
     assert [record for _, record in train.read()] == [{"n": 1}, {"n": 2}]
-    assert [record for _, record in validation.read()] == [{"n": 2}]
+    assert [record for _, record in validation.read()] == [{"n": 3}]
+
+
+def test_a_file_that_is_named_for_validation_is_not_trained_on(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    a, b, val = (write(data, f"{name}.jsonl", f'{{"n": "{name}"}}') for name in ("a", "b", "val"))
+    (tmp_path / "linked.jsonl").symlink_to(val)
+    monkeypatch.chdir(tmp_path)
+    for named in ("data/val.jsonl", str(val), "linked.jsonl"):
+        config = DataConfig(train_file=("data", str(data / "v*")), validation_file=(named,))
+        train, validation = open_sources(config, demo=DEMO)
+        assert [path.resolve() for path in train.identity()] == [a, b]
+        assert [record["n"] for _, record in train.read()] == ["a", "b"]
+        assert [record["n"] for _, record in validation.read()] == ["val"]
+        assert capsys.readouterr().err == "2 of the 4 files of --train_file left out: --validation_file names them\n"
+
+
+def test_the_same_file_for_training_and_validation_is_taken_at_its_word(tmp_path, capsys):
+    path = write(tmp_path, "a.jsonl", '{"n": 1}')
+    train, validation = open_sources(DataConfig(train_file=(str(path),), validation_file=(str(path),)), demo=DEMO)
+    assert list(train.read()) == list(validation.read()) and len(list(train.read())) == 1
+    assert "warning: --validation_file names all that is trained on" in capsys.readouterr().err
 
 
 def test_a_folder_that_datasets_loads_is_read_with_its_rows_numbered(tmp_path):
