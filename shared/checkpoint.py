@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shared import config as configs
 from shared import exits, faults, optim, zero
-from shared.config import CleanExit, ConfigError
+from shared.config import CleanExit, ConfigError, NotNow
 from shared.data import Window
 from shared.folder import commit, digest, remove, require_space
 from shared.launch import on_main, say, strategy
@@ -55,6 +55,10 @@ class CheckpointError(CleanExit):
     """A checkpoint cannot be written, or the one asked for cannot be read."""
 
     exit_code = 3
+
+
+class _NoAnswer(CheckpointError):
+    """The file system gives an error where it should give a file: the file may be good."""
 
 
 @dataclass
@@ -111,7 +115,9 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
             raise ValueError
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}, not a complete checkpoint") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except OSError as error:
+        raise _NoAnswer(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
     for name, (expected, size) in list(files.items())[part::parts]:
         path = folder / name
@@ -119,7 +125,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
             if not path.is_file() or path.stat().st_size != size or digest(path)["sha256"] != expected:
                 raise CheckpointError(f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}")
         except OSError as error:
-            raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from None
+            raise _NoAnswer(f"{folder}: {name} cannot be read ({error.strerror})") from None
     return manifest
 
 
@@ -148,6 +154,7 @@ class _TensorReader(dcp.FileSystemReader):
 
     class _Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            module = {"pathlib._local": "pathlib"}.get(module, module)  # what Python 3.13 calls it
             if name in _DESCRIPTIONS.get(module, ()):
                 return super().find_class(module, name)
             if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -210,6 +217,7 @@ class Checkpointer:
         run_dir: where `checkpoint-000120/` and its siblings go.
         config: the template's, whose `checkpoint` group says how many stay, and which is compared on resume.
         data: fingerprint of the samples; resuming with others is refused.
+        base: the same of weights that are not trained, and so not saved.
         copies: second sets of the model's weights that belong to the run (their moving average, the best ones).
     """
 
@@ -222,10 +230,11 @@ class Checkpointer:
         config: Any,
         *,
         data: str,
+        base: str = "",
         copies: Mapping[str, WeightCopy] | None = None,
     ) -> None:
         self.copies = dict(copies or {})
-        self.accelerator, self.run_dir, self.data = accelerator, run_dir, data
+        self.accelerator, self.run_dir, self.data, self.base = accelerator, run_dir, data, base
         self.options: CheckpointConfig = config.checkpoint
         self.settings = configs.redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
@@ -235,6 +244,7 @@ class Checkpointer:
         # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.latest: Path | None = None
+        self.passed_over: list[Path] = []  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
         self.group: Any = None  # of the writing thread, which must not meet the training's collectives
         if self.options.async_save:
@@ -283,9 +293,9 @@ class Checkpointer:
             self.wait()
             raise failed
 
-    def _save(self, state: TrainState) -> None:
-        folder = self.run_dir / f"checkpoint-{state.step:06d}"
-        temporary = folder.with_name(f".tmp-{folder.name}")
+    def _save(self, state: TrainState, prefix: str = "") -> None:
+        folder = self.run_dir / f"{prefix}checkpoint-{state.step:06d}"
+        temporary = self.run_dir / f".tmp-checkpoint-{state.step:06d}"
         if self.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
             with contextlib.suppress(OSError):  # reported below: writing into it fails
@@ -299,7 +309,7 @@ class Checkpointer:
             content["scaler"] = self.accelerator.scaler.state_dict()
         manifest = {"format": 1, "step": state.step, "world_size": self.accelerator.num_processes}
         manifest |= {"strategy": strategy(self.accelerator), "held": held(self.accelerator, self.model, self.optimizers)}
-        manifest |= {"versions": _versions(), "data": self.data, "settings": self.settings}
+        manifest |= {"versions": _versions(), "data": self.data, "base": self.base, "settings": self.settings}
         manifest |= {"started_from": state.started_from}
         manifest |= {"tracker_run_id": state.tracker_run_id}
         if self.options.async_save:
@@ -310,9 +320,10 @@ class Checkpointer:
 
     def save_and_load(self, state: TrainState) -> None:
         """Save, verify, read back and delete: whether it works, and how long it takes. Every rank calls this."""
-        self._save(state)
+        prefix = ".tmp-gone-"  # what no run resumes from, and the next start removes if this is killed
+        self._save(state, prefix)
         self.wait()
-        folder = self.run_dir / f"checkpoint-{state.step:06d}"
+        folder = self.run_dir / f"{prefix}checkpoint-{state.step:06d}"
         on_main(lambda: verify(folder) and None)
         self._load(folder, {}, state.step)
         self.latest = None
@@ -330,7 +341,8 @@ class Checkpointer:
             pending.result()
 
     def _write(self, folder: Path, tensors: dict[str, Any], content: dict[str, Any], manifest: dict[str, Any]) -> None:
-        temporary = folder.with_name(f".tmp-{folder.name}")
+        name = f"checkpoint-{manifest['step']:06d}"
+        temporary = folder.with_name(f".tmp-{name}")
         rank = self.accelerator.process_index
         files: dict[str, Any] = {}
         problem = ""
@@ -365,14 +377,14 @@ class Checkpointer:
                 try:
                     self._prune(manifest["step"])
                 except OSError as error:
-                    say(f"warning: {folder.name} is saved, but an older one could not be removed ({_cause(error)})")
-                if manifest["step"]:  # and not in a rehearsal
-                    say(f"saved {folder.name}")
+                    say(f"warning: {name} is saved, but an older one could not be removed ({_cause(error)})")
+                if folder.name == name:  # and not in a rehearsal
+                    say(f"saved {name}")
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"{folder.name} could not be saved: {'; '.join(problems)}")
+            raise CheckpointError(f"{name} could not be saved: {'; '.join(problems)}")
         self.latest = folder
 
     def _gather(self, value: Any) -> list[Any]:
@@ -384,9 +396,11 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int) -> None:
-        """Keep the newest ones up to `step`. Later ones are of a run that was taken back to an earlier checkpoint."""
-        own = checkpoints(self.run_dir)
-        ahead = [p for p in own if int(p.name.split("-")[1]) > step]
+        """Keep the newest ones up to `step`. Later ones are of a run that was taken back to an earlier checkpoint, or were
+        found damaged at its start: these stay until they are due.
+        """
+        own = [folder for folder in checkpoints(self.run_dir) if folder not in self.passed_over or _step_of(folder) <= step]
+        ahead = [p for p in own if _step_of(p) > step]
         for old in ahead + [p for p in own if p not in ahead][: -self.options.save_total_limit]:
             faults.point("save.prune")
             remove(old)
@@ -417,10 +431,14 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
-            ConfigError: it was made with other data or other settings that change what is learned, or the disk is
-                too full for the checkpoints to come.
+            ConfigError: it was made with other data or other settings that change what is learned, the run's folder holds
+                what was trained before and no checkpoint, or the disk is too full for the checkpoints to come.
+            NotNow: the file system gives an error.
         """
         folder = self._choose(named)
+        begins = folder is None or folder.parent != self.run_dir
+        if begins:
+            on_main(self._require_nothing_trained)
         on_main(lambda: self._require_space(folder, total_steps))
         if folder is None:
             return TrainState()
@@ -432,7 +450,10 @@ class Checkpointer:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
         self._load(folder, scalars, state.step)
-        if named is not None and folder == named.resolve() and folder.parent == self.run_dir:
+        if begins:  # another run, whose name and figures these are not
+            state.tracker_run_id = state.started_from = ""
+            on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
+        elif named is not None and folder == named.resolve():
             state.started_from = folder.name
         if scaler and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(scaler)
@@ -444,14 +465,17 @@ class Checkpointer:
 
     def _verify(self, folder: Path) -> dict[str, Any]:
         """`verify`, with the files shared among the ranks; all of them raise alike. Every rank calls this."""
-        problem, manifest = "", {}
+        problem, manifest = None, {}
         try:
             manifest = verify(folder, self.accelerator.process_index, self.accelerator.num_processes)
         except CheckpointError as error:
-            problem = str(error)
-        problem = next(filter(None, gather_object([problem])), "")
-        if problem:
-            raise CheckpointError(problem)
+            problem = error
+        problems = [problem for problem in gather_object([problem]) if problem is not None]
+        for problem in problems:
+            if isinstance(problem, _NoAnswer):
+                raise NotNow(str(problem))
+        if problems:
+            raise problems[0]
         return manifest
 
     def _choose(self, named: Path | None) -> Path | None:
@@ -467,8 +491,11 @@ class Checkpointer:
                 manifest = self._verify(folder)
             except CheckpointError as error:
                 say(f"warning: {error}; the one before it is used")
+                self.passed_over.append(folder)
                 continue
             on_main(partial(self._compare, folder, manifest))
+            if named is not None and folder != named.resolve():
+                say(f"--resume_from_checkpoint {named} is where this run began; it continues from its own {folder.name}")
             return folder
         if own:
             raise CheckpointError(
@@ -494,6 +521,11 @@ class Checkpointer:
             raise ConfigError(
                 f"{folder} belongs to a run on other data: use the same, another --output_dir, or --allow_changed data"
             )
+        if manifest.get("base", self.base) != self.base and "base" not in self.options.allow_changed:
+            raise ConfigError(
+                f"{folder} belongs to a run on other base weights, of which it holds none itself: use the same, another "
+                "--output_dir, or --allow_changed base"
+            )
         before = manifest.get("settings", {})
         changed = {k: (before[k], v) for k, v in self.settings.items() if k in before and before[k] != v}
         lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
@@ -510,10 +542,18 @@ class Checkpointer:
         if told:
             say(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
 
+    def _require_nothing_trained(self) -> None:
+        for name in ("final", "merged"):
+            if (self.run_dir / name).exists():
+                raise ConfigError(
+                    f"{self.run_dir} holds {name}/ of a run whose checkpoints are gone, and would be overwritten: move it "
+                    "away, or choose another --output_dir"
+                )
+
     def _require_space(self, folder: Path | None, total_steps: int | None) -> None:
         if zero.is_used(self.accelerator) or configs.pipeline_ranks() > 1:
             return  # whose ranks do not know the whole
-        step = int(folder.name.split("-")[1]) if folder and NAME.fullmatch(folder.name) else 0
+        step = _step_of(folder) if folder and NAME.fullmatch(folder.name) else 0
         left = self.options.save_total_limit if total_steps is None else total_steps - step
         to_come = math.ceil(max(0, left) / self.options.save_steps)
         # A new one is there before the oldest goes.
@@ -560,6 +600,10 @@ class Checkpointer:
                 for key in optimizer.state.get(parameter, {}):
                     if f"optimizer.{name}.{key}" in scalars:
                         optimizer.state[parameter][key] = scalars[f"optimizer.{name}.{key}"]
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
 
 
 def _is_there(path: Path, size: int) -> bool:

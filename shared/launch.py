@@ -8,12 +8,14 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import (
     AORecipeKwargs,
@@ -127,6 +129,26 @@ def on_main(function: Callable[[], T]) -> T:
     if isinstance(outcome[0], CleanExit):
         raise outcome[0]
     return outcome[0]
+
+
+def wait_for_main() -> None:
+    """Return when the main rank has come here, too, however long that takes. Every rank calls this, once.
+
+    A collective would time out while the main rank writes a model to a slow disk.
+
+    Raises:
+        CleanExit: its machine has gone.
+    """
+    if not dist.is_initialized():
+        return
+    store, here = dist.distributed_c10d._get_default_store(), "the main rank is done"
+    if configs.is_main_rank():
+        store.set(here, "")
+    try:
+        while not store.check([here]):
+            time.sleep(0.2)
+    except RuntimeError:
+        raise CleanExit("rank 0 has ended while this one waited for it: see its own output") from None
 
 
 def say(text: str) -> None:

@@ -27,7 +27,7 @@ from shared.checkpoint import TrainState
 from shared.config import ConfigError, first_line, redact
 from shared.data import Window
 from shared.folder import read_json_lines
-from shared.launch import say
+from shared.launch import say, wait_for_main
 from shared.options import LogConfig
 from shared.parallel import total
 from shared.profiling import Profiler
@@ -284,7 +284,8 @@ class Logger:
         if self.profiler is not None:
             self.profiler.close()
         self.draw(now=True)
-        self.accelerator.wait_for_everyone()  # end_training takes the process group down; others may still write
+        wait_for_main()  # which may still write
+        self.accelerator.wait_for_everyone()  # end_training takes the process group down
         with self._tracking():
             self.accelerator.end_training()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shared.config import ConfigError, NotNow, first_line, is_of_the_network, redact
 from shared.exits import is_out_of_memory
-from shared.launch import say
+from shared.launch import on_main, say
 
 # What loaders read from a model's folder, each one JSON object.
 _DESCRIPTIONS = (
@@ -252,6 +253,33 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
     given = yaml.safe_dump(redact({k: v for k, v in settings.items() if v is not None}), sort_keys=False, allow_unicode=True)
     lines += ["", "## Settings", "", f"```yaml\n{given}```", ""]
     return redact("\n".join(lines))
+
+
+def identity_of_frozen(name: str, model: nn.Module) -> str:
+    """Changes when weights that are not trained do; empty where all are. Every rank calls this.
+
+    The commit of a model from the Hub, a digest of some of what the files of one in a folder hold.
+
+    Args:
+        name: where the model was loaded from.
+    """
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return ""
+    if not Path(name).is_dir():
+        return str(getattr(getattr(model, "config", None), "_commit_hash", None))
+
+    def digest() -> str:
+        found = hashlib.sha256()
+        for path in sorted(Path(name).glob("*.safetensors")):
+            size = path.stat().st_size
+            found.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for i in range(64):  # training changes all of them
+                    file.seek(i * max(0, size - 2**16) // 63)
+                    found.update(file.read(2**16))
+        return found.hexdigest()
+
+    return on_main(digest)
 
 
 def end_generation_at(model: Any, end: int | None) -> None:

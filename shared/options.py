@@ -193,7 +193,7 @@ class CheckpointConfig:
     resume_from_checkpoint: Path | None = None
     """Checkpoint to start from; if not given, the newest valid one in output_dir."""
     allow_changed: tuple[str, ...] = ()
-    """Names of settings that may differ from the checkpoint's although they change what is learned."""
+    """Names of settings that may differ from the checkpoint's although they change what is learned; also data and base."""
     dress_rehearsal: bool = False
     """Before the first step: the longest batch forward and backward, an evaluation, a save and a load."""
 

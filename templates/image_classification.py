@@ -291,8 +291,14 @@ def main(config: Config) -> None:
 
     # Resume ------------------------------------------------------------------------------------------------------
     copies = {name: copy for name, copy in (("ema", ema), ("best", best)) if copy is not None}
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, copies=copies)
+    base = models.identity_of_frozen(config.model_name_or_path or "", accelerator.unwrap_model(model))
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, base=base, copies=copies)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
+    scored_by = [config.metric_for_best_model, data.identity]
+    if state.notes.setdefault("scored_by", scored_by) != scored_by:  # other scores are not to be compared
+        for key in ("best_score", "best_among_equals", "improved_step"):
+            state.notes.pop(key, None)
+        state.notes["scored_by"], state.evaluated = scored_by, min(state.evaluated, state.step - 1)
     limits = [total_steps, config.early_stopping_patience]
     if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
         state.notes["stopped_early"], total_steps = limits, state.step
@@ -358,6 +364,7 @@ def main(config: Config) -> None:
     steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
         steps.dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
+        evaluate(accelerator, model, eval_loader, to_model, classes, guard)
     try:
         if state.step > 0 and state.owes_evaluation(eval_steps, total_steps):
             with logger.pause():

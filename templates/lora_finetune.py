@@ -260,7 +260,8 @@ def main(config: Config) -> None:
         packing = attention.isolate_documents(model, accelerator.device, len(tokenizer), at_once)
 
     # Resume ------------------------------------------------------------------------------------------------------
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=held_out.meta["sha256"])
+    base = models.identity_of_frozen(config.model_name_or_path, accelerator.unwrap_model(model))
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=held_out.meta["sha256"], base=base)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     last_made = run_dir / ("merged" if config.merge_adapter else "final")
     if state.step >= total_steps and last_made.exists():

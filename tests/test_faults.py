@@ -675,9 +675,17 @@ def test_a_dress_rehearsal_changes_nothing(flags, straight, tmp_path, template, 
     assert difference == dict.fromkeys(difference, "")
 
 
-def test_a_dress_rehearsal_finds_what_would_fail_later(flags, tmp_path):
-    done = with_fault("pretrain", tmp_path / "run", "save.manifest:full", *flags["pretrain"], "--dress_rehearsal")
-    assert "error: checkpoint-000000 could not be saved" in done.output and "step 1/" not in done.output
+@pytest.mark.parametrize(
+    ("template", "fault", "cause"),
+    [
+        ("pretrain", "save.manifest:full", "error: checkpoint-000000 could not be saved"),
+        ("pretrain", "evaluation:error", "a fault on purpose"),
+        ("image_classification", "evaluation:error", "a fault on purpose"),
+    ],
+)
+def test_a_dress_rehearsal_finds_what_would_fail_later(flags, tmp_path, template, fault, cause):
+    done = with_fault(template, tmp_path / "run", fault, *flags[template], "--dress_rehearsal")
+    assert done.returncode != 0 and cause in done.output and "step 1/" not in done.output
 
 
 def test_an_audit_finds_what_is_wrong(straight, tmp_path):

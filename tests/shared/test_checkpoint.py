@@ -1,8 +1,11 @@
 """Checkpoints: whole or not there, and nothing in them runs."""
 
+import errno
+import io
 import json
 import pickle
 import shutil
+from pathlib import PurePosixPath
 
 import pytest
 import torch
@@ -10,10 +13,10 @@ import torch.distributed.checkpoint
 from accelerate import Accelerator
 from torch import nn
 
-from shared import checkpoint, optim
+from shared import checkpoint, folder, optim
 from shared import config as configs
 from shared.checkpoint import Checkpointer, CheckpointError, TrainState
-from shared.config import ConfigError
+from shared.config import ConfigError, NotNow
 from shared.folder import digest, whole_folder
 from shared.options import OptimConfig
 from tests.conftest import SmallConfig
@@ -233,3 +236,82 @@ def test_whole_folder_replaces_or_leaves(tmp_path):
     with whole_folder(target) as folder:
         (folder / "b").write_text("2")
     assert [p.name for p in target.iterdir()] == ["b"]
+
+
+def test_paths_are_read_as_every_release_of_python_names_them():
+    for module in ("pathlib", "pathlib._local"):
+        written = f"c{module}\nPosixPath\n(S'a'\ntR.".encode()
+        assert checkpoint._TensorReader._Unpickler(io.BytesIO(written)).load() == PurePosixPath("a")
+
+
+def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, monkeypatch):
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    saver.save(TrainState(step=2))
+
+    def digest(path):
+        if path.parent.name == "checkpoint-000002":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return {"sha256": "", "size": 0}
+
+    monkeypatch.setattr(checkpoint, "digest", digest)
+    with pytest.raises(NotNow, match=r"checkpoint-000002: .* cannot be read \(Stale file handle\)"):
+        saver.resume()
+
+
+def test_one_that_was_found_damaged_stays_until_its_step_is_due(tmp_path):
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    saver.save(TrainState(step=3))
+    (saver.run_dir / "checkpoint-000003" / ".metadata").write_bytes(b"")
+    _, _, saver = make(tmp_path / "run")
+    assert saver.resume().step == 1
+    saver.save(TrainState(step=2))
+    assert [p.name[-1] for p in checkpoint.checkpoints(saver.run_dir)] == ["1", "2", "3"]
+    saver.save(TrainState(step=3))
+    assert [p.name[-1] for p in checkpoint.checkpoints(saver.run_dir)] == ["2", "3"]
+    assert saver.resume().step == 3
+
+
+@pytest.mark.parametrize("name", ["final", "merged"])
+def test_what_was_trained_is_not_overwritten_where_its_checkpoints_are_gone(tmp_path, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"holds {name}/ of a run whose checkpoints are gone"):
+        make(tmp_path / "run")[2].resume()
+
+
+def test_other_frozen_weights_are_refused(tmp_path):
+    _, _, saver = make(tmp_path / "run")
+    saver.base = "one"
+    saver.save(TrainState(step=1))
+    saver.base = "another"
+    with pytest.raises(ConfigError, match="belongs to a run on other base weights"):
+        saver.resume()
+    _, _, saver = make(tmp_path / "run", allow_changed=("base",))
+    saver.base = "another"
+    assert saver.resume().step == 1
+
+
+def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_path, capsys):
+    _, _, saver = make(tmp_path / "one")
+    saver.save(TrainState(step=1, tracker_run_id="abc", started_from="checkpoint-000000"))
+    source = tmp_path / "one" / "checkpoint-000001"
+    _, _, saver = make(tmp_path / "two")
+    (tmp_path / "two" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    state = saver.resume(source)
+    assert (state.step, state.tracker_run_id, state.started_from) == (1, "", "")
+    assert not (tmp_path / "two" / "metrics.jsonl").exists()
+    saver.save(TrainState(step=2))
+    capsys.readouterr()
+    assert saver.resume(source).step == 2
+    assert f"{source} is where this run began; it continues from its own checkpoint-000002" in capsys.readouterr().err
+
+
+def test_a_rehearsal_leaves_nothing_to_resume_from(tmp_path, monkeypatch):
+    _, _, saver = make(tmp_path / "run")
+    monkeypatch.setattr(checkpoint, "remove", lambda folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # as if it had been killed there
+        saver.save_and_load(TrainState())
+    assert checkpoint.checkpoints(saver.run_dir) == [] and len(list(saver.run_dir.iterdir())) == 1
+    folder._tidy(saver.run_dir)
+    assert not list(saver.run_dir.iterdir())

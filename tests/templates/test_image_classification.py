@@ -331,6 +331,19 @@ def test_a_model_with_these_classes_keeps_its_head_and_its_order(base, architect
     assert json.loads((second.folder / "final/config.json").read_text())["id2label"] == {"0": "owl", "1": "cat", "2": "dog"}
 
 
+def test_scores_of_another_metric_are_not_compared(base, tmp_path):
+    flags = (*base, "--per_device_train_batch_size", 8, "--eval_steps", 2, "--save_steps", 4, "--learning_rate", 1e-3)
+    run_here("image_classification", *flags, "--max_steps", 4, "--output_dir", tmp_path)
+    flags = (*flags, "--max_steps", 8, "--metric_for_best_model", "loss")
+    done = run_here_and_read(tmp_path, (*flags, "--allow_changed", "max_steps", "metric_for_best_model"))
+    evaluations = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row}
+    assert list(evaluations) == [2, 4, 6, 8]
+    notes = json.loads((tmp_path / "checkpoint-000008/trainer_state.json").read_text())["notes"]
+    del evaluations[2]
+    best = min(evaluations, key=evaluations.get)
+    assert (notes["scored_by"][0], notes["best_step"], notes["best_score"]) == ("loss", best, -evaluations[best])
+
+
 def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     """A learning rate that ruins the model: the best evaluation is an early one."""
     flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--max_grad_norm", 0, "--eval_steps", 2)
