@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -189,11 +190,22 @@ def _context(model: Any) -> int | None:
 
 
 def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
-    """Refuse a sequence longer than the model's context, and tokens that the model has no embedding for.
+    """Refuse a sequence longer than the model's context, tokens that the model has no embedding for, and models that do not
+    predict the next token from those before it alone.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: with both numbers, or what is wrong.
     """
+    text = model.config.get_text_config()
+    # Encoders can be made decoders, by a setting that GPT-NeoX has, too, and never looks at.
+    sees_all = getattr(text, "is_decoder", True) is False and "gpt_neox" not in text.model_type
+    if sees_all or text.model_type in ("xlm", "xlnet"):
+        raise ConfigError(
+            f"{type(model).__name__} sees the tokens that it is to predict (its config says is_decoder: "
+            f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
+        )
+    if getattr(text, "output_router_logits", False):
+        say("warning: the loss that balances experts, which the model's config asks for (output_router_logits), is left out")
     context = _context(model)
     if context is not None and seq_length > context:
         raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
@@ -253,6 +265,35 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
     given = yaml.safe_dump(redact({k: v for k, v in settings.items() if v is not None}), sort_keys=False, allow_unicode=True)
     lines += ["", "## Settings", "", f"```yaml\n{given}```", ""]
     return redact("\n".join(lines))
+
+
+def outside_of_text(model: Any) -> str | None:
+    """A pattern of the names of modules that text does not pass through, such as the eyes of a model that takes images, too."""
+    inside = {model.get_decoder(), model.get_output_embeddings()}
+
+    def outer(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if child not in inside:
+                around = not inside.isdisjoint(child.modules())
+                yield from outer(child, f"{prefix}{name}.") if around else [re.escape(prefix + name)]
+
+    names = [] if model in inside else list(outer(model, ""))
+    return rf"({'|'.join(names)})(\..*)?" if names else None
+
+
+def require_own_embeddings(model: Any, why: str) -> None:
+    """Refuse adapters on an embedding that input and output share: added to it, they change both.
+
+    Raises:
+        ConfigError: which one it is, and `why` it is added.
+    """
+    ends = [getattr(end, "base_layer", end) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    for name, module in model.named_modules():
+        if getattr(module, "base_layer", None) in ends and hasattr(module, "lora_A") and ends[0].weight is ends[1].weight:
+            raise ConfigError(
+                f"{why} adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's input and output share: "
+                "name it in --modules_to_save in place of --lora_target_modules"
+            )
 
 
 def identity_of_frozen(name: str, model: nn.Module) -> str:
@@ -441,22 +482,36 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     return float(counter.get_total_flops())
 
 
-def flops_per_token(model: nn.Module, seq_length: int) -> float:
+def flops_per_token(model: nn.Module, seq_length: int) -> float | None:
     """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
 
     6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x layers x width x length for
     attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing; the head counts for
-    each token, also where only the targets' logits are computed.
+    each token, also where only the targets' logits are computed. Of experts those count that a token is sent to; None where
+    the config does not say how many of how many.
     """
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((n for name in names if (n := getattr(text, name, None))), None)
+    active = next((n for name in ("num_experts_per_tok", "moe_k", "moe_topk") if (n := getattr(text, name, None))), None)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     head = model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is embedding
     total = 0.0
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        share = 1.0
+        if "experts" in name.split(".") or (experts and parameter.ndim == 3 and parameter.shape[0] == experts):
+            if not isinstance(experts, int) or not isinstance(active, int):
+                return None
+            share = active / experts
         if parameter is not embedding or tied:
-            total += (6 if parameter.requires_grad else 4) * _numel(parameter)
-    text_config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    return total + 12.0 * text_config.num_hidden_layers * text_config.hidden_size * seq_length
+            total += (6 if parameter.requires_grad else 4) * share * _numel(parameter)
+    width = text.hidden_size
+    if getattr(text, "qk_head_dim", None):  # latent attention: keys are wider than values
+        width = text.num_attention_heads * (text.qk_head_dim + text.v_head_dim) / 2
+    elif getattr(text, "head_dim", None):
+        width = text.num_attention_heads * text.head_dim
+    return total + 12.0 * text.num_hidden_layers * width * seq_length
 
 
 def trained_in_fp32(model: nn.Module) -> nn.Module:

@@ -18,6 +18,16 @@ from shared.attention import told_of_rows
 from shared.config import ConfigError
 from shared.data import IGNORED, Batch
 
+# Settings of what is done besides a decoder's modules and the head: not at all here, or by each stage anew.
+APART = (
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "lm_head_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "scale_emb",
+)
+
 
 class _Through(nn.Module):
     """In place of what another rank has."""
@@ -77,6 +87,9 @@ class Pipeline:
         known = {"embed_tokens", "layers", "norm", "rotary_emb"}
         if not {"embed_tokens", "layers", "norm"} <= set(dict(model.get_decoder().named_children())) <= known:
             raise ConfigError(f"{type(model).__name__} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
+        text = model.config.get_text_config()
+        if apart := [name for name in APART if getattr(text, name, None) not in (None, 1)]:
+            raise ConfigError(f"{type(model).__name__} has {', '.join(apart)}, which a pipeline leaves out: use fsdp2.yaml")
         stages = ranks * stages_per_rank
         decoder = model.get_decoder()
         blocks = len(decoder.layers)

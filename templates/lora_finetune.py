@@ -169,7 +169,16 @@ def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Modul
     models.require_fit(base, tokenizer, config.chat.seq_length)
     models.set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.adapter_name_or_path:
-        return models.trained_in_fp32(models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True))
+        model = models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True)
+    else:
+        model = add_adapters(config, base)
+    if config.merge_adapter or config.init_lora_weights == "pissa":
+        models.require_own_embeddings(model, "--merge_adapter" if config.merge_adapter else "--init_lora_weights pissa")
+    return models.trained_in_fp32(model)
+
+
+def add_adapters(config: Config, base: PreTrainedModel) -> PeftModel:
+    """New adapters, as the flags say."""
     targets = config.lora_target_modules
     lora = LoraConfig(
         task_type="CAUSAL_LM",
@@ -177,14 +186,15 @@ def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Modul
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        exclude_modules=models.outside_of_text(base),
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         init_lora_weights=True if config.init_lora_weights == "default" else config.init_lora_weights,
     )
     try:
-        return models.trained_in_fp32(get_peft_model(base, lora))
-    except ValueError as error:
+        return get_peft_model(base, lora)
+    except (AttributeError, ValueError) as error:
         raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
 
 

@@ -172,9 +172,10 @@ def build_model(config: Config, tokenizer) -> nn.Module:
             architecture = models.from_hub(AutoConfig, config.config_name)
         architecture.vocab_size = len(tokenizer)
         architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        architecture.pad_token_id = tokenizer.pad_token_id
+        architecture.pad_token_id = None  # nothing is padded; where it is another token, too, that would learn nothing
         models.override(architecture, config.config_overrides)
         model = models.from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
+        model.config.pad_token_id = tokenizer.pad_token_id
     models.require_fit(model, tokenizer, config.seq_length)
     models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:

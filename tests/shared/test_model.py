@@ -14,9 +14,18 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    DeepseekV3Config,
+    GPTNeoXConfig,
+    Gemma3Config,
+    GraniteMoeConfig,
     LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
     ViTConfig,
     ViTForImageClassification,
+    XLNetConfig,
 )
 
 from shared import model
@@ -150,7 +159,7 @@ ATTENTION = 12 * 2 * 32 * 100
 
 
 def assert_flops(subject, by_hand, norm_factor):
-    assert by_hand <= model.flops_per_token(subject, 100) <= by_hand + norm_factor * NORMS
+    assert by_hand <= (model.flops_per_token(subject, 100) or 0) <= by_hand + norm_factor * NORMS
 
 
 def test_flops_of_full_training():
@@ -177,6 +186,42 @@ def test_flops_count_packed_weights_by_their_unpacked_number():
 def test_flops_of_attention_grow_with_the_length():
     subject = llama()
     assert model.flops_per_token(subject, 300) - model.flops_per_token(subject, 200) == ATTENTION
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def test_flops_of_attention_follow_the_width_of_its_heads():
+    subject = llama(head_dim=24)
+    heads = subject.config.num_attention_heads
+    assert model.flops_per_token(subject, 300) - model.flops_per_token(subject, 200) == 12 * 2 * heads * 24 * 100
+
+
+EXPERTS = {"num_experts_per_tok": 2, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+MIXTURES = {
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 16, "moe_intermediate_size": 24, "head_dim": 8}),
+    "granitemoe": (GraniteMoeConfig, {"num_local_experts": 16, "intermediate_size": 24}),
+    "deepseek_v3": (DeepseekV3Config, {"n_routed_experts": 16, "moe_intermediate_size": 24, "first_k_dense_replace": 0}),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_flops_of_experts_are_those_of_the_ones_that_a_token_is_sent_to(name):
+    kind, sizes = MIXTURES[name]
+    subject = on_meta(kind(**EXPERTS, **sizes))
+    # One expert is three matrices of 24 x 32; 14 of 16 rest.
+    resting = 2 * 14 * 3 * 24 * 32
+    head = subject.lm_head.weight is subject.model.embed_tokens.weight
+    counted = sum(p.numel() for p in subject.parameters()) - (0 if head else 64 * 32)
+    per_length = model.flops_per_token(subject, 1) - model.flops_per_token(subject, 0)
+    assert model.flops_per_token(subject, 0) == pytest.approx(6 * (counted - resting))
+    config = subject.config
+    if name == "deepseek_v3":  # scores of 192 numbers a head, values of 128
+        assert per_length == pytest.approx(12 * 2 * config.num_attention_heads * 160)
+    subject.config.num_experts_per_tok = 0
+    assert model.flops_per_token(subject, 100) is None
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------
@@ -467,3 +512,84 @@ def test_a_long_text_is_shortened_for_a_log(lines):
     text = "\n".join("#" * lines)
     shown = model.first_lines(text)
     assert shown == (text if lines <= 8 else "\n".join([*"########", f"... and {lines - 8} more lines"]))
+
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": VOCAB}
+
+
+@pytest.mark.parametrize(
+    ("config", "causal"),
+    [
+        (BertConfig(**TINY), False),
+        (XLNetConfig(d_model=16, n_layer=1, n_head=2, d_inner=16, vocab_size=VOCAB), False),
+        (GPTNeoXConfig(**TINY), True),
+        (BartConfig(d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=VOCAB), True),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
+    subject = AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.arange(8)[None] % VOCAB
+    other = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
+    with torch.no_grad():
+        first, second = (subject(input_ids=t, use_cache=False).logits[:, :-1] for t in (tokens, other))
+    assert torch.equal(first, second) == causal
+    if causal:
+        model.require_fit(subject, range(VOCAB), 8)
+    else:
+        with pytest.raises(ConfigError, match="sees the tokens that it is to predict"):
+            model.require_fit(subject, range(VOCAB), 8)
+
+
+def test_a_loss_that_balances_experts_and_is_left_out_is_told(capsys):
+    for asked in (False, True):
+        config = MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=2, output_router_logits=asked)
+        model.require_fit(AutoModelForCausalLM.from_config(config), range(VOCAB), 8)
+        assert ("the loss that balances experts" in capsys.readouterr().err) == asked
+
+
+def test_adapters_are_put_where_text_passes():
+    assert model.outside_of_text(llama()) is None
+    eyes = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+    text = TINY | {"num_key_value_heads": 1, "head_dim": 8}
+    both = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=eyes))
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", exclude_modules=model.outside_of_text(both))
+    adapted = get_peft_model(both, lora)
+    adapted(input_ids=torch.arange(8)[None] % VOCAB).logits.sum().backward()
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 7 and all(p.grad is not None for p in trained.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])
+def test_adapters_are_not_added_to_what_input_and_output_share(tied, target):
+    adapted = get_peft_model(llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", target_modules=[target]))
+    if tied and target != "q_proj":
+        with pytest.raises(ConfigError, match=f"--merge_adapter adds the adapter of {target} to a matrix"):
+            model.require_own_embeddings(adapted, "--merge_adapter")
+    else:
+        model.require_own_embeddings(adapted, "--merge_adapter")
+
+
+def test_frozen_weights_are_told_apart(tmp_path):
+    subject = llama()
+    assert model.identity_of_frozen("anything", subject) == ""
+    subject.lm_head.requires_grad_(False)
+    found = []
+    for changed in (False, True, False):
+        with torch.no_grad():
+            subject.lm_head.weight[0, 0] = float(changed)
+        subject.save_pretrained(tmp_path)
+        found.append(model.identity_of_frozen(str(tmp_path), subject))
+    assert found[0] == found[2] != found[1]
+    assert model.identity_of_frozen("on/the-hub", subject) == "None"  # made here
+
+
+def test_generation_ends_where_a_learned_turn_does():
+    subject = llama()
+    for before, after in ((None, 5), (5, 5), (3, [3, 5]), ([3, 4], [3, 4, 5])):
+        subject.generation_config.eos_token_id = before
+        model.end_generation_at(subject, 5)
+        assert subject.generation_config.eos_token_id == after
+        model.end_generation_at(subject, None)
+        assert subject.generation_config.eos_token_id == after

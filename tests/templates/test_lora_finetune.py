@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 
 import pytest
@@ -228,6 +229,7 @@ def test_what_is_saved_evaluates_the_same_when_reloaded(base, tiny_model, chat_f
     assert evaluation_loss(merged, tmp_path / "merged", chat_file) == pytest.approx(said.last("eval_loss"), rel=tolerance)
     card = (tmp_path / "final" / "README.md").read_text()
     assert str(tiny_model) in card and "eval_loss" in card and "lora_r: 4" in card
+    assert merged.generation_config.eos_token_id == merged.config.eos_token_id  # which ends the turns here, too
 
 
 def test_an_evaluation_leaves_4_bit_weights_as_they_are(base, tmp_path, monkeypatch):
@@ -361,6 +363,32 @@ def test_unwritable_output_folder(base, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         run_here("lora_finetune", *base, "--per_device_train_batch_size", 4, "--output_dir", tmp_path / "file" / "run")
+
+
+def test_answers_end_where_learned_turns_do(base, tiny_model, tmp_path, capsys):
+    """A base model whose text ends with another token than its chat template's turns."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    turn = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|pad|>\\n' }}{% endfor %}"
+    tokenizer.chat_template = turn + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    flags = [tmp_path / "model" if flag == tiny_model else flag for flag in base]
+    run_here("lora_finetune", *flags, "--max_steps", 2, "--merge_adapter", "--output_dir", tmp_path / "run")
+    config = json.loads((tmp_path / "run/merged/generation_config.json").read_text())
+    assert config["eos_token_id"] == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|pad|>")]
+
+
+def test_other_base_weights_are_refused_on_resume(base, tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    flags = [tmp_path / "model" if flag == tiny_model else flag for flag in base]
+    run_here("lora_finetune", *flags, "--max_steps", 2, "--save_steps", 1, "--output_dir", tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        model.model.norm.weight *= 2
+    model.save_pretrained(tmp_path / "model")
+    more = ("--max_steps", 3, "--allow_changed", "max_steps", "--output_dir", tmp_path / "run")
+    with pytest.raises(ConfigError, match="belongs to a run on other base weights"):
+        run_here("lora_finetune", *flags, *more)
 
 
 def test_unknown_target_modules(base, tmp_path):

@@ -100,16 +100,24 @@ def test_is_launched_by_what_leaves_the_model_whole(flags, tmp_path):
     assert done.output.count("error: a pipeline is launched with ddp.yaml") == 1
 
 
-def test_an_architecture_that_it_does_not_know_is_refused(flags, text_file, tmp_path):
-    from transformers import GPTNeoXConfig
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        ("GPTNeoX", {}, "GPTNeoXForCausalLM is not built like Llama"),
+        ("Granite", {"logits_scaling": 8.0}, "GraniteForCausalLM has logits_scaling, which a pipeline leaves out"),
+    ],
+)
+def test_an_architecture_that_it_does_not_know_is_refused(flags, tmp_path, architecture, options, message):
+    import transformers
 
-    GPTNeoXConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64).save_pretrained(
-        tmp_path / "neox"
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    getattr(transformers, f"{architecture}Config")(**shape, **options, tie_word_embeddings=False).save_pretrained(
+        tmp_path / "a"
     )
     given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
-    given += ["--config_name", tmp_path / "neox", "--per_device_train_batch_size", 4]
+    given += ["--config_name", tmp_path / "a", "--per_device_train_batch_size", 4]
     done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2, check=False)
-    assert done.output.count("error: GPTNeoXForCausalLM is not built like Llama") == 1
+    assert done.output.count(f"error: {message}") == 1
 
 
 def test_evaluates_without_dropout(flags, tmp_path):
