@@ -75,9 +75,11 @@ srun "${tasks[@]}" ${container[@]+"${container[@]}"} \
     sh -c 'exec python -m shared run accelerate launch --machine_rank "$SLURM_NODEID" "$@"' sh \
     "${launch[@]}" "$@" --output_dir "$run" || code=$?
 
-# The training's own words, if it had the time for them: srun returns the largest code of all nodes, or that of a kill.
+# The training's own words, if it had the time and the room for them: srun returns the largest code of all nodes, or that
+# of a kill.
 if [ "$code" -ne 0 ] && [ -f "$run/exit.json" ]; then
-    code=$(sed -n 's/.*"exit_code": \([0-9]*\).*/\1/p' "$run/exit.json")
+    told=$(sed -n 's/.*"exit_code": \([0-9][0-9]*\).*/\1/p' "$run/exit.json")
+    code=${told:-$code}
     if grep -q '"cause": "stopped by SIGUSR1' "$run/exit.json"; then code=138; fi
 fi
 # Only for the time that is over: who cancels a job does not want it back, and preempted ones come back by themselves.

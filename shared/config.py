@@ -183,8 +183,8 @@ def cores() -> int:
 
 
 def flag(name: str) -> bool:
-    """Whether an environment variable, of Accelerate's launcher for one, says yes."""
-    return os.environ.get(name, "").lower() in ("1", "true", "yes")
+    """Whether an environment variable, of Accelerate's launcher for one, says yes, in the words that Accelerate knows."""
+    return os.environ.get(name, "").lower() in ("y", "yes", "t", "true", "on", "1")
 
 
 def require_at_least_one(config: Any, *names: str) -> None:

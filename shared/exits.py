@@ -181,14 +181,30 @@ def at_step(step: int) -> None:
 
 
 def _report(error: BaseException | None) -> None:
-    """Write exit.json, unless another rank has: the first cause is the true one."""
+    """Write exit.json, whole or not at all, unless another rank has: the first cause is the true one."""
     if _folder is None or (error is None and not configs.is_main_rank()):
         return
     code = error.exit_code if isinstance(error, CleanExit) else int(error is not None)
     cause = "finished" if error is None else configs.redact(configs.first_line(error))
     content = {"exit_code": code, "cause": cause, "step": _step, "rank": configs.rank(), "time": time.time()}
-    with contextlib.suppress(OSError), (_folder / "exit.json").open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content) + "\n")
+    path, temporary = _folder / "exit.json", _folder / f".tmp-exit-{configs.rank()}"
+    with contextlib.suppress(OSError):
+        try:
+            temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            _place(temporary, path)
+        finally:  # also where it could not be written whole: no exit.json says more than an empty one
+            temporary.unlink(missing_ok=True)
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Give a file that is completely written its name, unless there is one of that name."""
+    try:
+        os.link(temporary, path)  # which, unlike a rename, replaces nothing
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            temporary.rename(path)
 
 
 # Signals ---------------------------------------------------------------------------------------------------------------

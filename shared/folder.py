@@ -36,11 +36,11 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
         NotNow: another run is writing to it.
     """
     folder = on_main(lambda: (output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")).resolve())
-    probe = folder / f".write-test-{accelerator.process_index}"
+    probe = folder / f".write-test-{secrets.token_hex(8)}"  # of this process alone: another run may start right now
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # who holds the folder tidies it meanwhile
     except OSError as error:
         raise ConfigError(f"--output_dir {folder}: cannot be written ({error.strerror})") from None
     on_main(lambda: _lock(folder))
@@ -85,7 +85,7 @@ def _lock(folder: Path) -> None:
 def _tidy(folder: Path) -> None:
     """Remove what a killed run was in the middle of writing; a folder that it was replacing comes back."""
     for path in list(folder.iterdir()):
-        match = re.fullmatch(r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.write-test-\w+", path.name)
+        match = re.fullmatch(r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.(write-test|tmp-exit)-\w+", path.name)
         if match is None:
             continue
         if match[1] == "old-" and not (folder / match[2]).exists():
@@ -94,19 +94,33 @@ def _tidy(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+# The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
+_FILES_ONLY = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES}
+
+
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file is on disk, or a folder's list of names, where the file system can do that.
+
+    Raises:
+        OSError: it did not get there.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _FILES_ONLY or not path.is_dir():
+            raise
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary sibling that becomes `folder`, replacing it, when the block ends without an error.
 
-    All files are on disk before the rename, and the rename before the return. Call on one rank.
+    All files are on disk before the rename, and the rename before the return, where the file system can sync folders.
+    Call on one rank.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -121,7 +135,8 @@ def commit(temporary: Path, folder: Path) -> None:
     os.umask(umask := os.umask(0))
     for path in temporary.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
+            with contextlib.suppress(OSError):  # where a mount decides on owners and permissions, nobody may change them
+                path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
         _fsync(path)
     _fsync(temporary)
     faults.point("save.rename")

@@ -150,6 +150,49 @@ def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
     assert under_run("accelerate", "launch", *launch, tmp_path / "broken.py").wait(timeout=100) == 1
 
 
+LONG = """
+import os, signal, time
+from dataclasses import dataclass
+from shared import config
+
+class Stopped(config.CleanExit):
+    exit_code = 143
+
+@dataclass(frozen=True)
+class Config:
+    x: int = 1
+
+def stop(*_):
+    raise Stopped("stopped after a checkpoint")
+
+config.parse_or_exit(Config)
+time.sleep(2)  # as imports take
+signal.signal(signal.SIGTERM, stop)
+with config.clean_exit():
+    print("rank", os.environ["RANK"], "trains", flush=True)
+    time.sleep(30)
+"""
+
+
+def test_a_stop_is_one_for_what_the_launcher_starts_anew_too(tmp_path):
+    """torch's launcher takes the exit code of a stop for a failure, of which it is to survive one."""
+    (tmp_path / "long.py").write_text(LONG)
+    launch = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", "--num_processes", 2]
+    launch += ["--main_process_port", free_port(), "--max_restarts", 1]
+    log = tmp_path / "log"
+    command = ("accelerate-launch", *launch, tmp_path / "long.py")
+    process = under_run(*command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 100
+    while log.read_text().count("trains") < 2:
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=60) == 143, log.read_text()
+    said = log.read_text()
+    assert "stopped after a checkpoint" in said and said.count("trains") == 2
+    assert "stopped by SIGTERM before the start" in said  # it was started anew
+
+
 @pytest.mark.parametrize(
     ("processes", "number"),
     [(n, number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) for n in (1, 2)],
@@ -273,6 +316,27 @@ def test_slurm_tells_of_what_cannot_be(slurm, tmp_path):
     log = tmp_path / "log"
     assert sbatch(slurm, log, "templates/pretrain.py", "--output_dir", "x").wait(timeout=60) == 2
     assert log.read_text() == "say RUN_DIR=... in place of --output_dir\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        ('{"exit_code": 2, "cause": "x"}', 2),
+        ('{"exit_code": 143, "cause": "stopped by SIGUSR1 at step 3"}', 138),
+        ('{"exit_code": ', 3),
+        ("", 3),
+        (None, 3),
+    ],
+)
+def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp_path, told, code):
+    """On a full disk there may be no exit.json, or one with nothing in it."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    folder.mkdir()
+    write = f"printf %s '{told}' > '{folder}/exit.json'; " if told is not None else ""
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\n{write}exit 3\n")
+    job = sbatch(slurm | {"RUN_DIR": str(folder)}, log, "templates/pretrain.py")
+    assert job.wait(timeout=60) == code, log.read_text()
+    assert "expected" not in log.read_text() and ((tmp_path / "queue").read_text() == "77\n") == (code == 138)
 
 
 HELLO = 'import os, sys\nprint("hello from", os.environ["WORLD_SIZE"], sys.argv[1:])\n'

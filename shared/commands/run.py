@@ -4,10 +4,10 @@ python -m shared run accelerate launch templates/pretrain.py --output_dir runs/f
 python -m shared run selftest
 
 SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes, which write a checkpoint and end; the launcher,
-which would die of them before that, does not see them (save SIGHUP, of which it may die: training is waited for). What
-trains nothing is ended at once. The exit code is the training's own, of which `accelerate launch` makes 1: 0 done, 2 input
-or settings, 3 checkpoint or disk, 4 not finite, 143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1
-anything else.
+which would die of them before that, does not see them (save SIGHUP, of which it may die: training is waited for). What it
+starts after that, as --max_restarts has it do, ends before it trains. What trains nothing is ended at once. The exit code
+is the training's own, of which `accelerate launch` makes 1: 0 done, 2 input or settings, 3 checkpoint or disk, 4 not finite,
+143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
 """
 
 import contextlib
@@ -53,13 +53,20 @@ def run(command: list[str]) -> int:
         except OSError as error:
             raise ConfigError(f"{command[0]}: {error.strerror}") from None
         passed = 0
+        told: set[int] = set()  # training processes that a signal was passed on to
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.2)
+                process.wait(timeout=0.02 if seen else 0.2)  # new ones end before they remove exit.json, which tells why
             for number in seen[passed:]:
-                _pass_on(number, Path(folder), process.pid)
-            passed = len(seen)
-        _wait_for_checkpoints(Path(folder))
+                passed += 1
+                told = _training(folder)
+                if not _pass_on(number, told):
+                    kill(process.pid)
+            if seen:  # under --max_restarts torch's launcher takes their end for a failure, and starts others
+                late = _training(folder) - told
+                _pass_on(seen[0], late)
+                told |= late
+        _wait_for_checkpoints(folder)
         noted = Path(folder, "code")
         code = noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
     if code.endswith("?"):  # by a signal that may have been the launcher's, after another process had died
@@ -75,22 +82,26 @@ def _ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _pass_on(number: int, folder: Path, launcher: int) -> None:
-    """Signal the training processes, which have left their numbers in `folder`; without any, end everything."""
-    told = False
-    for path in folder.glob("[0-9]*"):
+def _training(folder: str) -> set[int]:
+    """The training processes that there are or were: they leave their numbers in `folder` once they take signals."""
+    return {int(path.name) for path in Path(folder).glob("[0-9]*")}
+
+
+def _pass_on(number: int, processes: set[int]) -> bool:
+    """Signal processes; whether any of them is left."""
+    reached = False
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(path.name), number)
-            told = True
-    if not told:
-        kill(launcher)
+            os.kill(process, number)
+            reached = True
+    return reached
 
 
-def _wait_for_checkpoints(folder: Path, seconds: float = 290) -> None:
+def _wait_for_checkpoints(folder: str, seconds: float = 290) -> None:
     """Until all training processes have ended, which outlive a launcher that is killed: they write a checkpoint then."""
     import psutil
 
-    deadline, numbers = time.monotonic() + seconds, [int(path.name) for path in folder.glob("[0-9]*")]
+    deadline, numbers = time.monotonic() + seconds, list(_training(folder))
     while numbers and time.monotonic() < deadline:
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(numbers[-1]).status() != psutil.STATUS_ZOMBIE:

@@ -8,9 +8,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import parse_flag_from_env
 
 from shared import launch
-from shared.config import ConfigError
+from shared.config import ConfigError, flag
 from tests.conftest import LAUNCHER, ROOT, Run, command, run
 
 
@@ -20,6 +21,12 @@ def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
     assert done.output.count("error: 2 processes were launched but no GPU is visible") == 1
     assert "ACCELERATE_USE_CPU=true" in done.output
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("word", ["1", "true", "TRUE", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off"])
+def test_what_accelerate_takes_for_yes_is_yes(monkeypatch, word):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", word)
+    assert flag("ACCELERATE_USE_CPU") == parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def test_accumulation_has_one_owner(monkeypatch):

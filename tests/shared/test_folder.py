@@ -1,0 +1,131 @@
+"""shared/folder.py and exit.json, on file systems that cannot do all (with real launches: tests/test_faults.py)."""
+
+import errno
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from shared import exits, folder
+from shared.config import CleanExit
+from shared.folder import open_run, whole_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(path: Path, text: str) -> None:
+    """As a checkpoint is written."""
+    with whole_folder(path) as temporary:
+        (temporary / "weights").write_text(text)
+
+
+def fails(function, number, *, of_folders):
+    """The same function, which for folders, or for files, of paths or of descriptors, fails with this error."""
+
+    def failing(path, *args, **kwargs):
+        if stat.S_ISDIR(os.stat(path).st_mode) == of_folders:
+            raise OSError(number, os.strerror(number))
+        return function(path, *args, **kwargs)
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "of_folders"),
+    [
+        ("chmod", errno.EPERM, False),  # files belong to another user: Azure Files on Kubernetes
+        ("fsync", errno.EINVAL, True),  # Samba, drvfs, sshfs
+        ("fsync", errno.EOPNOTSUPP, True),
+        ("fsync", errno.ENOSYS, True),
+        ("open", errno.EACCES, True),
+    ],
+)
+def test_what_a_file_system_does_not_offer_is_done_without(monkeypatch, tmp_path, name, number, of_folders):
+    monkeypatch.setattr(os, name, fails(getattr(os, name), number, of_folders=of_folders))
+    write(tmp_path / "final", "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["final"] and (tmp_path / "final/weights").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "of_folders"),
+    [
+        ("fsync", errno.EINVAL, False),
+        ("fsync", errno.EIO, False),
+        ("fsync", errno.EIO, True),
+        ("fsync", errno.ENOSPC, True),
+    ],
+)
+def test_what_does_not_reach_the_disk_replaces_nothing(monkeypatch, tmp_path, name, number, of_folders):
+    write(tmp_path / "final", "old")
+    monkeypatch.setattr(os, name, fails(getattr(os, name), number, of_folders=of_folders))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write(tmp_path / "final", "new")
+    assert (tmp_path / "final/weights").read_text() == "old"
+
+
+def test_two_starts_in_one_moment_are_not_in_each_others_way(monkeypatch, tmp_path):
+    names, touch = [], Path.touch
+
+    def touch_and_tidy(path, *args, **kwargs):
+        touch(path, *args, **kwargs)
+        names.append(path.name)
+        if len(names) == 1:
+            folder._tidy(tmp_path)  # as the run does that holds the folder
+
+    monkeypatch.setattr(Path, "touch", touch_and_tidy)
+    for _ in range(2):
+        monkeypatch.setattr(folder, "_locks", {})
+        monkeypatch.setattr(exits, "_folder", None)
+        assert open_run(Accelerator(cpu=True), tmp_path, "any") == tmp_path
+    assert len(set(names)) == 4 and {p.name for p in tmp_path.iterdir()} <= {".lock", *names}
+
+
+# exit.json -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_first_cause_stays(monkeypatch, tmp_path, links):
+    if not links:
+        monkeypatch.setattr(os, "link", fails(os.link, errno.EPERM, of_folders=False))
+    monkeypatch.setattr(exits, "_folder", tmp_path)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        exits._report(CleanExit(f"of rank {rank}"))
+    assert json.loads((tmp_path / "exit.json").read_text())["cause"] == "of rank 1"
+    assert [p.name for p in tmp_path.iterdir()] == ["exit.json"]
+
+
+FULL = """
+import sys
+from pathlib import Path
+from shared import exits
+
+def main(_config):
+    exits.report_end_in(Path(sys.argv[1]))
+    Path(sys.argv[1], "checkpoint").write_text("more than there is room for")
+
+exits.run(main, None)
+"""
+
+
+@pytest.mark.parametrize("room", [8, 4096])
+def test_where_the_end_cannot_be_written_there_is_no_half_of_it(tmp_path, room):
+    """RLIMIT_FSIZE, as a full disk would do it."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL.replace("more", "more" * room), tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+    )
+    assert done.returncode == 3 and done.stderr.count("error: ") == 1, done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint"} | ({"exit.json"} if room > 1000 else set())
+    if room > 1000:
+        assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 3
