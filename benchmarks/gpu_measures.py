@@ -356,6 +356,7 @@ def lora(
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = models.trained_in_fp32(get_peft_model(base, adapters))
     flops = models.flops_per_token(model, length)
+    assert flops is not None  # which is of models with experts
     if compiled:
         models.compile_blocks(model)
     batch = token_batch(size, rows, length, documents=True)

@@ -164,7 +164,7 @@ def _be_told_of_signals() -> None:
 
 def rank() -> int:
     """This process's number in the launch, known from the environment before any process group exists."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or "0")
 
 
 def is_main_rank() -> bool:
@@ -174,7 +174,7 @@ def is_main_rank() -> bool:
 
 def world_size() -> int:
     """Processes of this launch, known from the environment before any process group exists."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or "1")
 
 
 def cores() -> int:

@@ -493,14 +493,15 @@ def _open_table(config: ImageConfig) -> _Table:
             raise ConfigError(f"--dataset_name {name}: {first_line(error)}") from None
 
     splits = load()  # on every rank: the library lets one download and the others wait, however long that takes
-    if "train" not in splits:
-        raise ConfigError(f"--dataset_name {name}: no split 'train' (has: {', '.join(splits)})")
+    first = config.train_split_name
+    if first not in splits:
+        raise ConfigError(f"--dataset_name {name}: no split {first!r} (has: {', '.join(splits)})")
     held_out = config.validation_split_name or next((split for split in VALIDATION if split in splits), None)
     if held_out is not None and held_out not in splits:
         raise ConfigError(f"--validation_split_name {held_out}: {name} has no such split (has: {', '.join(splits)})")
-    parts = {split: splits[split] for split in ("train", held_out) if split is not None}
-    column = _column(splits["train"].features, config.image_column, IMAGE_COLUMNS, "image_column", name)
-    if not isinstance(splits["train"].features[column], datasets.Image):
+    parts = {split: splits[split] for split in (first, held_out) if split is not None}
+    column = _column(splits[first].features, config.image_column, IMAGE_COLUMNS, "image_column", name)
+    if not isinstance(splits[first].features[column], datasets.Image):
         raise ConfigError(f"--dataset_name {name}: the column {column!r} holds no images")
     parts = {split: part.cast_column(column, datasets.Image(decode=False)) for split, part in parts.items()}
     return _Table(name, parts, column)
@@ -521,6 +522,6 @@ def _rows_of(config: ImageConfig, table: _Table) -> _Found:
             except (ValueError, IndexError):
                 raise ConfigError(f"{table.name}:{split}: row {row}: the label {value} is none of its classes") from None
     splits = list(table.parts)
-    held_out_from = len(table.parts["train"]) if len(splits) > 1 else None
+    held_out_from = len(table.parts[splits[0]]) if len(splits) > 1 else None
     version = " ".join(part._fingerprint for part in table.parts.values())
     return _Found(table.name, labels, held_out_from, about=f"split {splits[-1]}", version=version)

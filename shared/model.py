@@ -268,7 +268,7 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
 
 
 def outside_of_text(model: Any) -> str | None:
-    """A pattern of the names of modules that text does not pass through, such as the eyes of a model that takes images, too."""
+    """A pattern of the names of modules that text does not pass through: the eyes of a model that takes images, too."""
     inside = {model.get_decoder(), model.get_output_embeddings()}
 
     def outer(module: nn.Module, prefix: str) -> Iterator[str]:

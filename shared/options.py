@@ -228,7 +228,12 @@ class LogConfig:
 class DataConfig:
     """Data."""
 
-    FREE: ClassVar = frozenset({"train_file", "validation_file", "dataset_name", "dataset_config_name"})
+    FREE: ClassVar = frozenset(
+        {
+            *("train_file", "validation_file", "dataset_name", "dataset_config_name"),
+            *("train_split_name", "validation_split_name"),
+        }
+    )
 
     train_file: tuple[str, ...] = ()
     """Files, folders or globs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text."""
@@ -238,6 +243,10 @@ class DataConfig:
     """Data set on the Hub, or a folder that `datasets` loads, in place of train_file."""
     dataset_config_name: str | None = None
     """Configuration of dataset_name."""
+    train_split_name: str = "train"
+    """Split of dataset_name to train on."""
+    validation_split_name: str | None = None
+    """Split of dataset_name to validate on; if not given, a part of the training split is held out."""
     validation_split_percentage: float = 5.0
     """Per cent of the records held out to validate on; which ones depends on nothing but their numbers."""
 
@@ -246,6 +255,8 @@ class DataConfig:
             raise ConfigError("--train_file and --dataset_name both name the training data: drop one of them")
         if self.validation_file and not self.train_file:
             raise ConfigError("--validation_file needs --train_file")
+        if self.validation_split_name and not self.dataset_name:
+            raise ConfigError("--validation_split_name needs --dataset_name")
         if not 0 < self.validation_split_percentage < 100:
             raise ConfigError("--validation_split_percentage must be between 0 and 100")
         for flag in ("train_file", "validation_file"):
@@ -286,8 +297,10 @@ class CorpusConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.streaming and (self.preprocess_only or self.validation_file):
-            raise ConfigError("--streaming works with neither --preprocess_only nor --validation_file")
+        if self.streaming and (self.preprocess_only or self.validation_file or self.validation_split_name):
+            raise ConfigError(
+                "--streaming works with none of --preprocess_only, --validation_file and --validation_split_name"
+            )
         if self.vocab_size < 300:
             raise ConfigError("--vocab_size must be at least 300: 256 bytes and the special tokens")
 
@@ -343,8 +356,6 @@ class ImageConfig(DataConfig):
             raise ConfigError("--train_dir and --train_file or --dataset_name both name the training data: keep one")
         if self.validation_dir and not self.train_dir:
             raise ConfigError("--validation_dir needs --train_dir")
-        if self.validation_split_name and not self.dataset_name:
-            raise ConfigError("--validation_split_name needs --dataset_name")
         for flag in ("train_dir", "validation_dir"):
             folder = getattr(self, flag)
             if folder and not folder.is_dir():

@@ -50,11 +50,13 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     """
     if config.dataset_name is not None:
         name, part = config.dataset_name, config.dataset_config_name
-        identity, read = (
-            lambda: [part, "train", *([name] if streaming else _hub_identity(name))],
-            lambda: load_hub(name, part, "train", streaming=streaming),
-        )
-        return Source(redact(name), identity, read), None
+
+        def from_hub(split: str) -> Source:
+            identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
+            return Source(redact(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
+
+        held_out = config.validation_split_name
+        return from_hub(config.train_split_name), from_hub(held_out) if held_out else None
     if config.is_demo:
         return demo, None
 

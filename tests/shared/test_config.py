@@ -547,7 +547,7 @@ def test_replace_changes_fields_that_are_checked_together():
         (DataConfig, {"validation_split_percentage": 0.0}, "--validation_split_percentage must be between"),
         (DataConfig, {"validation_split_percentage": 100.0}, "--validation_split_percentage must be between"),
         (DataConfig, {"train_file": ("no/such/file.jsonl",)}, "--train_file no/such/file.jsonl: no such file"),
-        (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming works with neither"),
+        (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming works with none of"),
         (CorpusConfig, {"vocab_size": 299}, "--vocab_size must be at least 300"),
         (CorpusConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
         (ChatConfig, {"seq_length": 7}, "--seq_length must be at least 8, not 7"),

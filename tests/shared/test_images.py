@@ -692,6 +692,9 @@ def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):
     assert (len(named.train), len(named.validation)) == (8, 2)
     assert named.validation.where(0) == f"{name}:test: row 0"
     assert "has no such split (has: train, test)" in refused(dataset_name=name, validation_split_name="val")
+    other = prepare(ImageConfig(dataset_name=name, train_split_name="test", validation_split_name="train"))
+    assert (len(other.train), len(other.validation)) == (2, 8)
+    assert "no split 'all' (has: train, test)" in refused(dataset_name=name, train_split_name="all")
 
 
 def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):

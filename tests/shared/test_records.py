@@ -444,3 +444,17 @@ def test_a_split_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"--dataset_name .* \(split nope\): ") as error:
         next(records.load_hub(str(tmp_path), None, "nope", streaming=True))
     assert "\n" not in str(error.value)
+
+
+def test_splits_of_a_data_set_are_chosen_by_name(tmp_path):
+    for split, texts in (("train_sft", "ab"), ("test_sft", "c")):
+        write(tmp_path, f"{split}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train_sft", "test_sft"))
+    write(tmp_path, "README.md", f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    named = {"dataset_name": str(tmp_path), "train_split_name": "train_sft"}
+    train, validation = open_sources(CorpusConfig(**named, validation_split_name="test_sft"), demo=DEMO)
+    assert [[record["text"] for _, record in source.read()] for source in (train, validation)] == [["a", "b"], ["c"]]
+    assert train.identity() != validation.identity()
+    assert open_sources(CorpusConfig(**named), demo=DEMO)[1] is None
+    with pytest.raises(ConfigError, match=r'\(split train\): Unknown split "train"'):
+        list(open_sources(CorpusConfig(dataset_name=str(tmp_path)), demo=DEMO)[0].read())
