@@ -26,7 +26,7 @@ from shared.options import BatchConfig
 # Heads -----------------------------------------------------------------------------------------------------------------
 
 
-HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "head_dist", "score", "fc")
+HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "dist_head", "head_dist", "score", "fc")
 
 
 def head(model: Any) -> list[nn.Module]:
@@ -141,28 +141,38 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
                 raise
             say(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
-    own_size, own_pct = 224, 0.875
+    own_size, own_pct, unusual = 224, 0.875, []
     if hasattr(own, "data_config"):  # timm
         timm = own.data_config
         mean, std, own_size, own_pct = list(timm["mean"]), list(timm["std"]), timm["input_size"][-1], timm["crop_pct"]
         resample = Image.Resampling[timm["interpolation"].upper()]
+        unusual += [f"input_size: {timm['input_size']}"] if timm["input_size"][-2] != own_size else []
+        unusual += [f"crop_mode: {timm['crop_mode']}"] if timm.get("crop_mode", "center") != "center" else []
     elif own is not None:
-        mean, std, resample = (
-            list(own.image_mean or mean),
-            list(own.image_std or std),
-            own.resample if own.resample is not None else resample,
-        )
-        edges = dict(own.size)
+        mean, std = _normalisation(own, mean, std)
+        resample = own.resample if own.resample is not None else resample
+        sizes = (own.size, getattr(own, "crop_size", None))
+        edges, crop = ({edge: pixels for edge, pixels in dict(given or {}).items() if pixels} for given in sizes)
         resized = edges.get("shortest_edge") or edges.get("height") or own_size
+        flags = ("do_flip_channel_order", "rescale_offset", "include_top", "do_pad", "do_color_quantize")
+        unusual += [flag for flag in flags if getattr(own, flag, None)]
+        unusual += ["do_resize: false"] if getattr(own, "do_resize", None) is False else []
+        if not {"shortest_edge", "height"} & set(edges) or edges.get("height") != edges.get("width"):
+            unusual.append(f"size: {edges}")
         if getattr(own, "do_center_crop", None):
-            own_size = dict(own.crop_size)["height"]
-            own_pct = own_size / resized
+            own_size = crop.get("height") or resized
+            if crop.get("height") != crop.get("width"):
+                unusual.append(f"crop_size: {crop}")
+            if type(own).__name__.startswith("Levit") and "shortest_edge" in edges:
+                resized = int(256 / 224 * resized)
+            own_pct = own_size / int(resized / (getattr(own, "crop_pct", None) or 1))
+            if own_pct > 1:  # black borders
+                unusual.append(f"a crop of {own_size} from {resized} pixels")
+                own_pct = 1.0
         else:
             own_size, own_pct = resized, getattr(own, "crop_pct", None) or own_pct
             if resized >= 384 and hasattr(own, "crop_pct"):  # ConvNeXt's, which then does not crop
                 own_pct = 1.0
-    unusual = [k for k in ("do_flip_channel_order", "rescale_offset", "include_top") if getattr(own, k, None)]
-    unusual += ["do_normalize: false"] if getattr(own, "do_normalize", None) is False else []
     if unusual:
         say(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
     size, share = image_size or own_size, crop_pct or own_pct
@@ -173,6 +183,24 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         image_mean=mean,
         image_std=std,
     )
+
+
+def _normalisation(own: Any, mean: list[float], std: list[float]) -> tuple[list[float], list[float]]:
+    """Mean and deviation of the channels, of pixels between 0 and 1, that do what a processor does.
+
+    Args:
+        mean, std: those where it says none.
+    """
+    # (f x - m) / s = (x / 255 - m / 255 f) / (s / 255 f)
+    factor = round(255 * (getattr(own, "rescale_factor", 1 / 255) if getattr(own, "do_rescale", True) else 1), 9)
+
+    def channels(value: Any, otherwise: list[float]) -> list[float]:
+        values = otherwise if value is None else [value] if isinstance(value, int | float) else list(value)
+        return [v / factor for v in (values * 3 if len(values) == 1 else values)]
+
+    if not getattr(own, "do_normalize", None):
+        return channels(0.0, mean), channels(1.0, std)
+    return channels(own.image_mean, mean), channels(own.image_std, std)
 
 
 class ToModel:

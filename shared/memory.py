@@ -1,8 +1,9 @@
 """Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
 
 What a strategy divides (weights, gradients, optimizer state) is counted. What it does not (activations, temporaries) is
-measured: a forward and backward of one and of two blocks run on fake tensors, which have shapes and no contents, while
-the bytes of living storages are counted, and more blocks follow a straight line.
+measured: a forward and backward of one and of two blocks (of as many as hold all that differs between blocks, and of one
+pattern more) run on fake tensors, which have shapes and no contents, while the bytes of living storages are counted, and
+more blocks follow a straight line.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shared import lm_loss
 from shared import model as models
+from shared.config import ConfigError
 
 CHECKPOINTING = ("none", "2", "full")
 UNCHECKED = ("deepspeed_zero2", "deepspeed_zero3")  # estimates that were never held against a measurement
+MOST_BLOCKS = 8  # that are measured at once, since each takes seconds
 ZERO_BUCKETS = 1e9  # numbers that DeepSpeed's reduction and gathering hold by default
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, and of those scales 32 bits a block of 256
 
@@ -61,46 +64,55 @@ class Peak:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of one block and of the rest (embeddings, head, last norm), and which of them are trained."""
+    """Parameters: all, those outside the blocks (embeddings, head, last norm), and those of the largest block."""
 
-    blocks: int
-    block: int
+    all: int
+    trained: int
     rest: int
-    block_matrices: int
-    trained_block: int
     trained_rest: int
-
-    @property
-    def all(self) -> int:
-        return self.blocks * self.block + self.rest
-
-    @property
-    def trained(self) -> int:
-        return self.blocks * self.trained_block + self.trained_rest
+    block: int
+    trained_block: int
+    matrices: int  # in all blocks, of what 4 bits quantise
+    block_matrices: int
 
 
-def _build(job: Job, depth: int, gathered: bool = False) -> nn.Module:
-    """The model with `depth` blocks, of tensors of the fake mode that this is called in.
+def _on_meta(job: Job, depth: int | None = None, gathered: bool = False) -> nn.Module:
+    """The model, with `depth` blocks if given, on the meta device.
 
     Args:
         gathered: weights as FSDP2 gathers them: all in the precision that is computed in.
+
+    Raises:
+        ConfigError: there is no such model.
     """
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(job.config)
-    config.get_text_config().num_hidden_layers = depth
-    if getattr(config.get_text_config(), "layer_types", None):
-        config.get_text_config().layer_types = config.get_text_config().layer_types[:depth]
-    low = torch.bfloat16 if job.mixed else torch.float32
-    dtype, trained_dtype = low if gathered or job.lora_r else torch.float32, low if gathered else torch.float32
+    if depth is not None:
+        config = text = config.get_text_config()  # what sees pictures takes no part
+        whole, text.num_hidden_layers = text.num_hidden_layers, depth
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == whole:  # something of each block
+                setattr(text, name, (value * depth)[:depth])
+    dtype = torch.bfloat16 if job.mixed and (gathered or job.lora_r) else torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        try:
+            model = models.from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="sdpa")
+        except ConfigError:  # which some architectures do not have
+            model = models.from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="eager")
         if job.lora_r:
             from peft import LoraConfig, get_peft_model
 
             lora = LoraConfig(task_type="CAUSAL_LM", r=job.lora_r, target_modules="all-linear")
             model = get_peft_model(model, lora, autocast_adapter_dtype=False)
             models.spare_input_casts(model)
+    return model
+
+
+def _build(job: Job, depth: int, gathered: bool) -> nn.Module:
+    """The model with `depth` blocks, of tensors of the fake mode that this is called in."""
+    trained_dtype = torch.bfloat16 if job.mixed and gathered else torch.float32
+    model: Any = _on_meta(job, depth, gathered)
     head = model.get_output_embeddings()
     if lm_loss.is_plain(head):
         lm_loss.attach(head)
@@ -118,29 +130,44 @@ def _build(job: Job, depth: int, gathered: bool = False) -> nn.Module:
 
 
 def count(job: Job) -> Counts:
-    """Count parameters, on fake tensors."""
-    with FakeTensorMode():
-        one, two = (_build(job, depth) for depth in (1, 2))
+    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or has no blocks."""
+    model = _on_meta(job)
+    chosen = models.blocks(model)
 
-    def numbers(model: nn.Module) -> tuple[int, int, int]:
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n and "lora_" not in n]
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return (
-            sum(p.numel() for p in model.parameters()),
-            sum(p.numel() for p in matrices),
-            sum(p.numel() for p in trained),
-        )
+    def number(modules: list[nn.Module], *, trained: bool = False, matrices: bool = False) -> int:
+        found = {p: n for module in modules for n, p in module.named_parameters() if p.requires_grad or not trained}
+        return sum(p.numel() for p, n in found.items() if not matrices or (p.ndim == 2 and "lora_" not in n))
 
-    (all1, _, trained1), (all2, _, trained2) = numbers(one), numbers(two)
-    block, trained_block = all2 - all1, trained2 - trained1
+    largest = [max(chosen, key=lambda block: number([block]))]
+    everything, trained = number([model]), number([model], trained=True)
     return Counts(
-        blocks=job.config.get_text_config().num_hidden_layers,
-        block=block,
-        rest=all1 - block,
-        block_matrices=numbers(two)[1] - numbers(one)[1],
-        trained_block=trained_block,
-        trained_rest=trained1 - trained_block,
+        all=everything,
+        trained=trained,
+        rest=everything - number(chosen),
+        trained_rest=trained - number(chosen, trained=True),
+        block=number(largest),
+        trained_block=number(largest, trained=True),
+        matrices=number(chosen, matrices=True),
+        block_matrices=number(largest, matrices=True),
     )
+
+
+@cache
+def _depths(job: Job) -> tuple[int, int]:
+    """The fewest blocks that begin as the model does and end with a whole pattern of blocks, and one pattern more.
+
+    (1, 2) where all blocks are alike, (4, 5) where the first three are unlike the rest, (4, 8) where each 4th is another.
+
+    Raises:
+        ConfigError: the blocks follow no pattern, or too long a one.
+    """
+    model = _on_meta(job)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in models.blocks(model)]
+    for most in range(2, min(max(len(sizes), 2), MOST_BLOCKS) + 1):
+        for period in range(1, most // 2 + 1):
+            if all(a == b for a, b in zip(sizes[most - 2 * period :], sizes[most - period :], strict=False)):
+                return most - period, most
+    raise ConfigError(f"{type(job.config).__name__}: its blocks are not alike, so that a few cannot stand for the rest")
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -204,12 +231,14 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
         around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
     """
     depth = job.config.get_text_config().num_hidden_layers
+    fewer, more_blocks = _depths(job)
     peaks: dict[str, list[float]] = {setting: [] for setting in CHECKPOINTING}
     for moment, more in ((0, around_loss), (1, in_blocks)):
         lines = {}
         for setting in ("none", "full"):
-            one, two = (_measure(job, d, setting, gathered)[moment] for d in (1, 2))
-            lines[setting] = (one - (two - one) + more, two - one)  # at no block, and for each
+            one, two = (_measure(job, d, setting, gathered)[moment] for d in (fewer, more_blocks))
+            slope = (two - one) / (more_blocks - fewer)
+            lines[setting] = (one - fewer * slope + more, slope)  # at no block, and for each
         (start, slope), (start_full, slope_full) = lines["none"], lines["full"]
         peaks["none"].append(start + slope * depth)
         peaks["2"].append(max(start, start_full) + (slope + slope_full) / 2 * depth)
@@ -260,7 +289,7 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     numbers = count(job)
     cast = 2 if job.mixed else 4
     frozen, trained = numbers.all - numbers.trained, numbers.trained
-    in_4bits = numbers.blocks * numbers.block_matrices if job.four_bits else 0
+    in_4bits = numbers.matrices if job.four_bits else 0
     weights = (frozen - in_4bits) * cast + in_4bits * NF4_BYTES + trained * 4
     gradients, optimizer = trained * 4, trained * 8
     whole = activations(job)
@@ -283,7 +312,8 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
         narrow = cut.get_text_config()
         narrow.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         narrow.num_attention_heads, narrow.num_key_value_heads = text.num_attention_heads // devices, heads // devices
-        narrow.intermediate_size = text.intermediate_size // devices
+        for width in {"intermediate_size", "moe_intermediate_size"} & set(vars(text)):
+            setattr(narrow, width, getattr(text, width) // devices)
         piece = Job(cut, job.batch, job.length, job.mixed, job.lora_r, packed=job.packed)
         local = count(piece)
         mine = (local.all - local.trained) * cast + local.trained * 4

@@ -43,11 +43,29 @@ def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step
     return rate
 
 
+# Ends of names of what is no matrix, whatever its shape: Levit's and Swin's position biases, Swin 2's temperatures, Mamba's.
+VECTORS = ("bias", "biases", "_bias_table", "logit_scale", "A_log")
+
+
+def _head_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of what turns features into scores, of tokens or classes; empty where it is not known."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        return set(head.parameters())
+    from shared import classifier
+
+    try:
+        return {p for module in classifier.head(model) for p in module.parameters()}
+    except ConfigError:
+        return set()
+
+
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """Trainable parameters as (hidden matrices, embeddings and output heads, norms, biases and other vectors).
 
-    Convolutions count as matrices; class tokens and position embeddings of vision models, which are added to every
-    sample alike ([1, positions, width]) or to attention scores, as vectors.
+    Convolutions count as matrices, and so do the heads of image models. Vectors are, too, what has one dimension above 1
+    at most, class tokens and position embeddings of vision models, which are added to every sample alike
+    ([1, positions, width]) or to attention scores, and what is named as one.
     """
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -55,7 +73,8 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     trainable = {p: name for name, p in model.named_parameters() if p.requires_grad}
 
     def is_vector(p: nn.Parameter) -> bool:
-        return p.ndim < 2 or (p.ndim == 3 and p.shape[0] == 1) or trainable[p].endswith("position_bias_table")
+        plain = sum(size > 1 for size in p.shape) < 2 or (p.ndim == 3 and p.shape[0] == 1)
+        return plain or trainable[p].endswith(VECTORS)
 
     return (
         [p for p in trainable if p not in embeddings and not is_vector(p)],
@@ -68,7 +87,8 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     """The factor on each parameter's learning rate: 1 for the head, `decay` for the last block, and so on down.
 
     Blocks are the entries of lists of equal modules, and of such lists inside those (stages of blocks); what stands
-    between two blocks goes with the one before it (BEiT, arXiv 2106.08254; ELECTRA, arXiv 2003.10555).
+    between two blocks, or between the last and the head, goes with the one before it (BEiT, arXiv 2106.08254; ELECTRA,
+    arXiv 2003.10555).
     """
     lists = {
         name: len({type(block) for block in module}) == 1
@@ -94,8 +114,9 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
             seen.append(block)
         depth[parameter] = len(seen)
     last = max((i for i, block in enumerate(inside.values()) if block is not None), default=-1)
+    head = _head_parameters(model)
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        if i > last and "norm" not in name:  # the head
+        if i > last and (parameter in head if head else "norm" not in name):  # tied embeddings come first
             depth[parameter] = len(seen) + 1
     return {parameter: decay ** (len(seen) + 1 - d) for parameter, d in depth.items()}
 
@@ -137,16 +158,18 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         return [AdamW8bit(everything, **adam)]
     if config.optim == "sgd":
         return [torch.optim.SGD(everything, lr=config.learning_rate, momentum=config.sgd_momentum, nesterov=True)]
-    if config.optim == "muon" and any(p.ndim == 2 for p in matrices):
+    head = _head_parameters(model)
+    orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
+    if config.optim == "muon" and orthogonal:
         # Matched to AdamW's update size (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
         muon = torch.optim.Muon(
-            groups([p for p in matrices if p.ndim == 2]),
+            groups(orthogonal),
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
             momentum=config.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        rest = groups([p for p in matrices if p.ndim > 2], plain)
+        rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
     return [torch.optim.AdamW(everything, fused=True, **adam)]
 

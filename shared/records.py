@@ -55,8 +55,8 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
             identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
             return Source(redact(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
 
-        held_out = config.validation_split_name
-        return from_hub(config.train_split_name), from_hub(held_out) if held_out else None
+        other = config.validation_split_name
+        return from_hub(config.train_split_name), from_hub(other) if other else None
     if config.is_demo:
         return demo, None
 

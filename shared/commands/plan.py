@@ -69,7 +69,7 @@ def main() -> None:
         config.load_in_4bit,
         packed=config.lora_r > 0,  # as lora_finetune.py does
     )
-    print("measuring one and two blocks on fake tensors ...", file=sys.stderr, flush=True)
+    print("measuring a few blocks on fake tensors ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         numbers = memory.count(job)
         rows = list(memory.plan(job, config.gpus))

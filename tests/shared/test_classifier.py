@@ -11,11 +11,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoImageProcessor,
     AutoModelForImageClassification,
     BitImageProcessor,
     ConvNextConfig,
     ConvNextImageProcessor,
     ResNetConfig,
+    SwiftFormerConfig,
     SwinConfig,
     ViTConfig,
     ViTImageProcessor,
@@ -69,6 +71,12 @@ def test_the_head_is_what_turns_features_into_scores(name):
     found = {key: tuple(p.shape) for key, p in model.named_parameters() if id(p) in own}
     prefix, width = {"resnet": ("classifier.1", 16), "timm": ("timm_model.fc", 512)}.get(name, ("classifier", 16))
     assert found == {f"{prefix}.weight": (3, width), f"{prefix}.bias": (3,)}
+
+
+def test_both_heads_of_a_swiftformer_are_found():
+    with torch.device("meta"):
+        model = AutoModelForImageClassification.from_config(SwiftFormerConfig(embed_dims=[8, 16, 24, 32], depths=[1] * 4))
+    assert classifier.head(model) == [model.head, model.dist_head]
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +307,81 @@ def test_a_processor_that_crops_keeps_its_share_at_any_size(tmp_path):
     BitImageProcessor(size={"shortest_edge": 300}, crop_size={"height": 240, "width": 240}).save_pretrained(tmp_path)
     assert settings_of(image_processor(str(tmp_path), None, None))[:2] == (300, (240, 240))
     assert settings_of(image_processor(str(tmp_path), 120, None))[:2] == (150, (120, 120))
+
+
+PLAIN = {"size": {"height": 32, "width": 32}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.5, 0.5], "resample": 2}
+
+
+def saved_processor(folder, kind, **changes):
+    """(what the processor itself makes of a picture, what ToModel makes of it after ours, ours)."""
+    (folder / "config.json").write_text(json.dumps(architecture("vit").to_dict()))
+    described = {"image_processor_type": kind, "do_resize": True, "do_rescale": True, "do_normalize": True} | PLAIN | changes
+    (folder / "preprocessor_config.json").write_text(json.dumps(described))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3)).astype(np.uint8))
+    ours = image_processor(str(folder), None, None)
+    pixels = ours(picture, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"]
+    theirs = AutoImageProcessor.from_pretrained(folder)(picture, return_tensors="pt")["pixel_values"]
+    return theirs.float(), ToModel(ours, torch.device("cpu"))(pixels), ours, picture
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rescale_factor": 1 / 127.5},
+        {"do_rescale": False},
+        {"do_normalize": False},
+        {"do_normalize": False, "do_rescale": False},
+        {"image_mean": 0.5, "image_std": 0.25},
+        {"image_mean": [0.5], "image_std": [0.25]},
+        {"image_mean": 0.0},
+    ],
+    ids=str,
+)
+def test_what_a_processor_does_to_numbers_is_taken_over(tmp_path, changes, capsys):
+    crop = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True}
+    theirs, ours, processor, picture = saved_processor(tmp_path, "BitImageProcessor", **crop, **changes)
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(processor(picture, return_tensors="pt")["pixel_values"], ours, atol=1e-3, rtol=1e-4)
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "resized"), [("PoolFormerImageProcessor", {"crop_pct": 0.9}, 248), ("LevitImageProcessor", {}, 256)]
+)
+def test_a_processor_that_enlarges_before_it_crops_is_taken_over(tmp_path, kind, share, resized, capsys):
+    crop = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True}
+    theirs, ours, processor, _ = saved_processor(tmp_path, kind, **crop, **share)
+    assert settings_of(processor)[:2] == (resized, (224, 224))
+    torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0)
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said", "size"),
+    [
+        ("ViTImageProcessor", {"size": {"height": 24, "width": 48}}, "size: {'height': 24, 'width': 48}", 24),
+        ("ViTImageProcessor", {"do_resize": False}, "do_resize: false", 32),
+        (
+            "BitImageProcessor",
+            {"size": {"shortest_edge": 24}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True},
+            "a crop of 32 from 24 pixels",
+            32,
+        ),
+        (
+            "BitImageProcessor",
+            {"size": {"shortest_edge": 48}, "crop_size": {"height": 32, "width": 40}, "do_center_crop": True},
+            "crop_size: {'height': 32, 'width': 40}",
+            32,
+        ),
+    ],
+)
+def test_what_a_processor_does_and_ours_does_not_is_a_warning(tmp_path, kind, changes, said, size, capsys):
+    _, _, processor, _ = saved_processor(tmp_path, kind, **changes)
+    short, crop, *_ = settings_of(processor)
+    assert crop == (size, size) and short >= size  # no borders
+    message = f"warning: {tmp_path} was trained with {said} in its image processor, which is not done here"
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_timm_models_own_settings_are_taken(tmp_path):

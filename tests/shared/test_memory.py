@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfig, JambaConfig, LlamaConfig
 
 from shared import memory
+from shared.config import ConfigError
 from tests.conftest import LAUNCHER, ROOT, free_port
 
 SCRIPT = ROOT / "tests" / "measure_memory.py"
@@ -64,11 +66,77 @@ def test_counts_are_those_of_the_real_model(measure_memory):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**measure_memory.SHAPE))
     numbers = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8))
     assert numbers.all == numbers.trained == sum(p.numel() for p in model.parameters())
-    assert numbers.blocks * numbers.block_matrices == sum(
-        p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n
-    )
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n)
+    assert numbers.matrices == matrices == measure_memory.SHAPE["num_hidden_layers"] * numbers.block_matrices
     lora = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8, lora_r=4))
     assert 0 < lora.trained < lora.all / 10
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
+EXPERTS = {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8}
+
+
+def deepseek(blocks, dense, **changes):
+    return DeepseekV3Config(
+        **(SMALL | EXPERTS | LATENT | {"num_hidden_layers": blocks, "first_k_dense_replace": dense} | changes)
+    )
+
+
+def test_blocks_that_differ_at_the_start_are_all_counted_and_measured():
+    from transformers import AutoModelForCausalLM
+
+    for dense, depths in ((0, (1, 2)), (2, (3, 4))):
+        job = memory.Job(deepseek(7, dense), 1, 8, mixed=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(job.config)
+        numbers = memory.count(job)
+        assert numbers.all == numbers.trained == sum(p.numel() for p in model.parameters())
+        blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+        assert (numbers.rest, numbers.block) == (numbers.all - sum(blocks), blocks[-1])
+        assert memory._depths(job) == depths
+    whole = memory._measure(job, 7, "none", False)
+    assert memory.activations(job)["none"] == pytest.approx(max(whole), rel=0.02)
+
+
+@pytest.mark.parametrize(("dense", "blocks"), [(8, 20), (1, 2)])
+def test_blocks_that_no_few_stand_for_are_refused_in_one_line(dense, blocks):
+    with pytest.raises(ConfigError, match="DeepseekV3Config: its blocks are not alike"):
+        list(memory.plan(memory.Job(deepseek(blocks, dense), 1, 8), 1))
+
+
+def test_a_model_whose_list_of_blocks_mixes_classes_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match="JambaForCausalLM has no list of equal blocks"):
+        memory.count(memory.Job(JambaConfig(**SMALL, num_hidden_layers=8, num_experts=2), 1, 8))
+
+
+def test_a_model_that_has_no_sdpa_attention_is_planned():
+    config = GptOssConfig(**SMALL, head_dim=8, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2)
+    ((_, _, peak),) = memory.plan(memory.Job(config, 1, 8), 1)
+    assert peak.weights > 0 and peak.activations["none"] > 0
+
+
+def test_what_sees_pictures_is_counted_but_not_measured():
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
+    text = SMALL | {"head_dim": 8, "num_hidden_layers": 12}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    ((_, _, peak),) = memory.plan(memory.Job(config, 1, 8), 1)
+    ((_, _, alone),) = memory.plan(memory.Job(config.get_text_config(), 1, 8), 1)
+    assert peak.activations == alone.activations and peak.weights > alone.weights
+
+
+def test_quantised_blocks_are_found_whatever_their_name():
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=2)
+    plain, packed = (memory.Job(config, 1, 8, lora_r=2, four_bits=four) for four in (False, True))
+    numbers = memory.count(packed)
+    assert numbers.matrices == 3 * 12 * 32 * 32
+    ((_, _, whole),), ((_, _, small),) = (memory.plan(job, 1) for job in (plain, packed))
+    assert whole.weights - small.weights == pytest.approx(numbers.matrices * (2 - memory.NF4_BYTES))
+
+
+def test_tensor_parallelism_cuts_experts():
+    plans = {name: peak for name, _, peak in memory.plan(memory.Job(deepseek(4, 0), 1, 8), 4)}
+    assert plans["tensor_parallel"].weights < 0.5 * plans["ddp"].weights
 
 
 def test_what_is_divided_is_divided(measure_memory):

@@ -1,6 +1,7 @@
 """shared/optim.py: which parameters decay, who optimises what, and learning rates as a function of the step."""
 
 import dataclasses
+import importlib.util
 import itertools
 import math
 
@@ -10,14 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     ConvNextConfig,
+    ConvNextV2Config,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    LevitConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MobileViTConfig,
     ResNetConfig,
     SwinConfig,
+    Swinv2Config,
     ViTConfig,
 )
 
@@ -393,6 +401,74 @@ def test_position_biases_of_swin_and_scales_of_convnext_do_not_decay_and_filters
     assert decay[0.3] == {name for name, p in model.named_parameters() if p.ndim > 1}
     assert "convnext.encoder.stages.0.layers.0.dwconv.weight" in decay[0.3]
     assert "convnext.encoder.stages.0.layers.0.layer_scale_parameter" in decay[0.0]
+
+
+def on_meta(auto_class, config):
+    with torch.device("meta"):
+        return auto_class.from_config(config)
+
+
+SPARED = {
+    "convnextv2": (
+        ConvNextV2Config(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1]),
+        ["grn.weight", "grn.bias"],
+    ),
+    "swinv2": (
+        Swinv2Config(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, patch_size=4, window_size=4),
+        ["logit_scale"],
+    ),
+    "levit": (
+        LevitConfig(
+            hidden_sizes=[16, 24, 32],
+            num_attention_heads=[2, 2, 2],
+            depths=[1, 1, 1],
+            key_dim=[8, 8, 8],
+            image_size=64,
+            architectures=["LevitForImageClassification"],
+        ),
+        ["attention_biases"],
+    ),
+    "mamba": (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4), ["A_log", ".D"]),
+    "gpt_oss": (
+        GptOssConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_local_experts=4),
+        ["proj_bias", "sinks"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARED)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
+    config, ends = SPARED[name]
+    auto_class = AutoModelForCausalLM if name in ("mamba", "gpt_oss") else AutoModelForImageClassification
+    model = on_meta(auto_class, config)
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3)))
+    for end in ends:
+        spared = {key for key, _ in model.named_parameters() if key.endswith(end)}
+        assert spared and spared <= decay[0.0], end
+    assert decay[0.3] and all(key.endswith(("weight", "_proj")) for key in decay[0.3])
+
+
+def test_muon_leaves_the_head_of_an_image_model_to_adamw():
+    model = tiny_vision("vit")
+    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3))
+    ours, others = (groups_by_decay(model, [optimizer]) for optimizer in (muon, adamw))
+    assert "classifier.weight" in others[0.3]
+    assert ours[0.3] and all(".layers." in key for key in ours[0.3])
+
+
+def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
+    config = MobileViTConfig(hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 16, 16, 16], image_size=64)
+    models = {"conv_1x1_exp": on_meta(AutoModelForImageClassification, config)}
+    if importlib.util.find_spec("timm"):
+        from transformers import TimmWrapperConfig
+
+        config = TimmWrapperConfig(architecture="efficientnet_b0", num_labels=3)
+        models["conv_head"] = on_meta(AutoModelForImageClassification, config)
+    for part, model in models.items():
+        scales = optim.layer_scales(model, 0.5)
+        assert {scales[p] for key, p in model.named_parameters() if f".{part}." in key} == {0.5}
+        assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}
 
 
 # SGD -----------------------------------------------------------------------------------------------------------------
