@@ -86,8 +86,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     model, info = loaded
     if getattr(model, "generation_config", None) is not None:
         try:  # here and not at the end of the training, when some versions find that they do not save such settings
-            with tempfile.TemporaryDirectory() as folder:
-                model.generation_config.save_pretrained(folder)
+            _try_to_save(model.generation_config)
         except ValueError as error:
             raise ConfigError(f"{name}: generation_config.json: {' '.join(str(error).split())}") from None
     if lost := sorted(info["missing_keys"]):
@@ -95,6 +94,11 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if left := sorted(info["unexpected_keys"]):  # other heads, mostly, which nobody misses
         say(f"warning: {name}: {len(left)} weights in its files have no place in this model, such as {left[0]}")
     return model
+
+
+def _try_to_save(generation_config: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        generation_config.save_pretrained(folder)
 
 
 def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any:
@@ -325,10 +329,17 @@ def identity_of_frozen(name: str, model: nn.Module) -> str:
 
 def end_generation_at(model: Any, end: int | None) -> None:
     """Let `generate` end at the token `end`, too: what ends a turn need not be what ends a base model's text."""
-    ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    if end is not None and end not in ends:
-        model.generation_config.eos_token_id = [*ends, end] if ends else end
+    settings = model.generation_config
+    before = settings.eos_token_id
+    ends = [] if before is None else [before] if isinstance(before, int) else list(before)
+    if end is None or end in ends:
+        return
+    settings.eos_token_id = [*ends, end] if ends else end
+    try:
+        _try_to_save(settings)
+    except ValueError:  # settings that contradict each other are saved only as they were
+        settings.eos_token_id = before
+        say(f"warning: the model's generation settings cannot be changed, so that they do not end a text at token {end}")
 
 
 @contextlib.contextmanager
