@@ -62,7 +62,9 @@ class Task:
         run = Path(options.run_dir)
         self.settings = settings = yaml.safe_load((run / "config.yaml").read_text())
         torch.manual_seed(settings["seed"])
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run / "final"), dtype=torch.float32)
+        architecture = AutoConfig.from_pretrained(run / "final")
+        architecture.pad_token_id = None  # as the template starts: no embedding stands still
+        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
         self.model: nn.Module = model.to(DEVICE).train()
         (meta,) = Path(options.folder, "cache", "corpus").glob("*/meta.json")
         split, _, _ = corpus.open_splits(meta.parent, settings["seq_length"], settings["validation_split_percentage"])
