@@ -4,6 +4,7 @@ python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 
 """
 
 import contextlib
+import importlib.metadata
 import os
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Literal
 
 from shared import config as configs
 from shared import demo
-from shared.config import ConfigError
+from shared.config import ConfigError, first_line
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ def main() -> None:
     print("measuring a few blocks on fake tensors ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         numbers = memory.count(job)
-        rows = list(memory.plan(job, config.gpus))
+        try:
+            rows = list(memory.plan(job, config.gpus))
+        except (AssertionError, RuntimeError) as error:  # of tensors without contents, on which older versions compute less
+            name, version = type(architecture).__name__, importlib.metadata.version("torch")
+            raise ConfigError(f"{name} cannot be measured with PyTorch {version}: {first_line(error)}") from None
     print(
         f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.2f} B parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfig, JambaConfig, LlamaConfig
 
 from shared import memory
+from shared.commands import plan
 from shared.config import ConfigError
 from tests.conftest import LAUNCHER, ROOT, free_port
 
@@ -199,3 +201,11 @@ def test_bad_input_is_one_line(arguments, message):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+
+
+def test_what_this_version_of_pytorch_cannot_measure_is_one_line(monkeypatch, tmp_path):
+    LlamaConfig(**SMALL, num_hidden_layers=2).save_pretrained(tmp_path)
+    monkeypatch.setattr(memory, "plan", mock.Mock(side_effect=RuntimeError("no kernel\nfor that")))
+    monkeypatch.setattr(sys, "argv", ["plan", "--model_name_or_path", str(tmp_path), "--seq_length", "64"])
+    with pytest.raises(ConfigError, match=r"^LlamaConfig cannot be measured with PyTorch [\d.]+.*: no kernel"):
+        plan.main()
