@@ -47,11 +47,16 @@ def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step
 VECTORS = ("bias", "biases", "_bias_table", "logit_scale", "A_log")
 
 
+def _token_head(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of what turns features into scores of tokens; empty for a model of something else."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return set() if head is None else set(head.parameters())
+
+
 def _head_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of what turns features into scores, of tokens or classes; empty where it is not known."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is not None:
-        return set(head.parameters())
+    if found := _token_head(model):
+        return found
     from shared import classifier
 
     try:
@@ -68,8 +73,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     ([1, positions, width]) or to attention scores, and what is named as one.
     """
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    embeddings |= set(head.parameters()) if head is not None else set()
+    embeddings |= _token_head(model)
     trainable = {p: name for name, p in model.named_parameters() if p.requires_grad}
 
     def is_vector(p: nn.Parameter) -> bool:
