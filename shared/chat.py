@@ -34,9 +34,18 @@ from shared.records import Source, kind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 4  # raised when the prepared files change meaning
+FORMAT = 5  # raised when the prepared files change meaning
 AT_ONCE = 128  # records that a process is handed at a time
 COPIED_AT_ONCE = 2**24  # bytes
+TODAY = {
+    "%d": "26",
+    "%-d": "26",
+    "%m": "07",
+    "%b": "Jul",
+    "%B": "July",
+    "%y": "24",
+    "%Y": "2024",
+}  # Llama 3's without a clock
 MINE, NEXT = "\ue000", "\ue001"  # characters that nobody writes
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 
@@ -127,14 +136,7 @@ def _tools(record: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
     tools = record.get("tools")
     if not tools or (isinstance(tools, str) and tools.strip() in ("", "null")):
         return None
-    return _without_nulls(_list(tools, "'tools'", where)) or None
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives each object the keys of all; to chat templates a key that is there means something."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    return _list(tools, "'tools'", where) or None
 
 
 def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
@@ -152,16 +154,16 @@ def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]
     """Checked, in the form that chat templates are written for: text, and calls whose arguments are an object."""
     read = []
     for number, given in enumerate(messages, 1):
-        message = {k: _without_nulls(v) for k, v in given.items() if v is not None or k == "content"}
-        parts, calls = message.get("content"), message.get("tool_calls")
+        message = {"content": None} | {key: value for key, value in given.items() if value is not None}
+        parts, calls = message["content"], message.get("tool_calls")
         if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
             message["content"] = "".join(part["text"] for part in parts)
         if message.get("role") == "developer":
             message["role"] = "system"
         if message.get("role") not in ROLES:
             raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) and not calls:
-            raise ConfigError(f"{where}: content of message {number} is {kind(given.get('content'))}, expected text")
+        if not isinstance(message["content"], str) and not calls:
+            raise ConfigError(f"{where}: content of message {number} is {kind(message['content'])}, expected text")
         if message.get("weight", 1) not in (0, 1):
             raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
         if isinstance(calls, list):
@@ -263,7 +265,8 @@ class Encoder:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        render: Any = partial(self.tokenizer.apply_chat_template, tools=tools)  # type: ignore[arg-type]
+        template = self._without_a_clock(tools)
+        render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template)  # type: ignore[arg-type]
         try:
             messages = self._as_the_template_takes_them(messages, render)
             if self.marks_turns:
@@ -284,6 +287,17 @@ class Encoder:
             )
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], [span for span in spans if span is not None])
+
+    def _without_a_clock(self, tools: list[dict[str, Any]] | None) -> str:
+        """The template for conversations with these `tools`; one that writes today's date always gets the same day.
+
+        Otherwise the same data prepared tomorrow, or on another machine, were other samples, and no run could be resumed.
+        """
+        template = self.tokenizer.get_chat_template(tools=tools)
+        if "strftime_now" not in template:
+            return template
+        written = "format" + "".join(f".replace({code!r}, {value!r})" for code, value in TODAY.items())
+        return f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
 
     @staticmethod
     def _as_the_template_takes_them(messages: list[dict[str, Any]], render: Callable[..., Any]) -> list[dict[str, Any]]:
@@ -481,8 +495,8 @@ def _encode_all(
 
     sizes, counts = [], Counter[str]()
     parts = tokenizer, config.loss_on, config.seq_length
-    processes = prepared.processes_for(source, config.preprocessing_num_workers)
-    results = prepared.in_order(_Encode, parts, _chunks(source, config.max_train_samples), processes)
+    chunks = _chunks(source, config.max_train_samples)
+    results = prepared.in_order(_Encode, parts, chunks, config.preprocessing_num_workers)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(file.open("wb")) for file in _files(place)]
         results = stack.enter_context(contextlib.closing(results))

@@ -98,10 +98,15 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     def build(folder: Path) -> None:
         used = tokenizer or train_tokenizer(texts(train, config.text_column), config.vocab_size)
         used.save_pretrained(folder / "tokenizer")
-        processes = prepared.processes_for(train, config.preprocessing_num_workers)
-        percent = config.validation_split_percentage
-        column = config.text_column
-        write_shards(folder, train, validation, used, column=column, validation_percent=percent, processes=processes)
+        write_shards(
+            folder,
+            train,
+            validation,
+            used,
+            column=config.text_column,
+            validation_percent=config.validation_split_percentage,
+            processes=config.preprocessing_num_workers,
+        )
 
     return prepared.build_once(cache_dir() / "corpus" / key, build)
 
@@ -253,7 +258,7 @@ def write_shards(
     *,
     column: str,
     validation_percent: float,
-    processes: int,
+    processes: int | None,
 ) -> None:
     """Tokenise everything into `folder`: shards, document ends, `meta.json`. Call on one rank.
 
@@ -456,14 +461,21 @@ class Stream:
         Raises:
             ConfigError: the stream holds less than one global batch.
         """
+        from tqdm import tqdm
+
         step = epoch = 0
+        quiet = None if start and self.rank == 0 else True  # None: unless there is a terminal
+        forward = tqdm(total=start, desc="reading what was learned before", unit=" steps", leave=False, disable=quiet)
         while step < stop:
             batch: list[np.ndarray] = []
             first_step_of_epoch = step
             for tokens in self.sequences(validation=False):
                 batch.append(tokens)
                 if len(batch) == self.global_batch_size:
-                    if step >= start:
+                    if step < start:
+                        forward.update()
+                    else:
+                        forward.close()
                         yield self._window(batch, epoch, (step - first_step_of_epoch) * self.global_batch_size)
                     step, batch = step + 1, []
                     if step == stop:

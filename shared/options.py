@@ -275,7 +275,7 @@ class TextConfig(DataConfig):
     FREE: ClassVar = DataConfig.FREE | {"preprocessing_num_workers"}
 
     preprocessing_num_workers: int | None = None
-    """Processes that tokenise; if not given, one for every 32 MB of files, up to the processors there are and 16."""
+    """Processes that tokenise; if not given, one for ten seconds, then one for each processor, at most 16."""
 
 
 @dataclass(frozen=True)

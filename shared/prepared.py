@@ -24,9 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from shared.config import STOP_SIGNALS, CleanExit, ConfigError, cores, first_line, is_main_rank, stop_signals_wait
-from shared.records import Source
 
 ABANDONED_AFTER = 24 * 3600  # seconds in which nothing was written
+ALONE_FOR = 10  # seconds, about as long as other processes take to start and to be worth it
 
 
 def fingerprint(**parts: Any) -> str:
@@ -120,18 +120,27 @@ _work: Any = None  # what this process does with each item
 
 
 def in_order(
-    make: Callable[..., Callable[[Any], Any]], parts: tuple, items: Iterable[Any], processes: int
+    make: Callable[..., Callable[[Any], Any]], parts: tuple, items: Iterable[Any], processes: int | None
 ) -> Generator[Any, None, None]:
     """`make(*parts)` called with each item, by so many processes; what it returns, in the order of the items.
 
-    One process is this one itself. All that goes between them is pickled, errors included; `make` is not of `__main__`.
+    One process is this one itself. None is this one for the first ALONE_FOR seconds, in which little data is done with,
+    and then as many as there are processors, at most 16, since each takes half a gigabyte. All that goes between them is
+    pickled, errors included; `make` is not of `__main__`.
 
     Raises:
         ConfigError: a process was killed.
     """
-    if processes <= 1:
-        yield from map(make(*parts), items)
-        return
+    items = iter(items)
+    if processes is None or processes <= 1:
+        started = time.monotonic()
+        for result in map(make(*parts), items):
+            yield result
+            if processes is None and time.monotonic() - started > ALONE_FOR:
+                break
+        else:
+            return
+        processes = min(cores(), 16)
     with tempfile.TemporaryDirectory() as folder:
         # Not as an argument of the processes: one that dies before it has read more than a pipe holds is waited for.
         told = Path(folder, "work")
@@ -188,11 +197,3 @@ def _end_with_parent() -> None:
 
 def _do(item: Any) -> Any:
     return _work(item)
-
-
-def processes_for(source: Source, asked: int | None) -> int:
-    """How many processes prepare a source: as many as are `asked` for, or one for every 32 MB of its files, at most 16."""
-    if asked is not None:
-        return asked
-    size = sum(path.stat().st_size for path in source.identity() if isinstance(path, Path))
-    return max(1, min(cores(), 16, size // 32_000_000))  # each takes half a gigabyte

@@ -323,9 +323,20 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for batch in file.iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
-                yield f"{path}: row {number}", record
+                yield f"{path}: row {number}", without_nulls(record)
     except pa.ArrowException as error:
         raise ConfigError(f"{path}: not valid Parquet ({str(error).splitlines()[0]})") from None
+
+
+def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of Arrow's without the nulls in its objects: there each object has the keys of all. Its own stay."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strip(inner) for key, inner in value.items() if inner is not None}
+        return [strip(inner) for inner in value] if isinstance(value, list) else value
+
+    return {column: strip(value) for column, value in record.items()}
 
 
 def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool = False) -> Iterator[tuple[str, dict]]:
@@ -341,7 +352,7 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
     try:
         dataset = datasets.load_dataset(name, config_name, split=split, streaming=streaming)
         for number, record in enumerate(dataset):  # a stream meets what is wrong with its files only here
-            yield f"{name}:{split}: row {number}", record  # type: ignore[misc]
+            yield f"{name}:{split}: row {number}", without_nulls(record)  # type: ignore[arg-type]
     except Exception as error:  # datasets raises a wide range of types for what the user typed
         kind_of = NotNow if is_of_the_network(error) else ConfigError
         raise kind_of(f"--dataset_name {name} (split {split}): {first_line(error)}") from None

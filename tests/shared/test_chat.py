@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from shared.chat import Encoder, Example
 from shared.config import ConfigError
 from shared.data import IGNORED, Loader, Order
 from shared.options import ChatConfig
+from shared.records import read_records
 from tests.conftest import put_a_token_before_texts
 
 CHATML = (
@@ -194,6 +197,21 @@ def test_turns_that_cannot_be_found_are_refused(chatml):
     assert mask.all()
 
 
+@pytest.mark.parametrize(
+    ("head", "written"),
+    [
+        ("\n{%- if strftime_now is defined %}{%- set d = strftime_now('%d %b %Y') %}{%- endif %}{{ d }}\n", "26 Jul 2024\n"),
+        ("\n  {% macro now() %}{{- 'On ' + strftime_now('%Y-%m-%d') }}{% endmacro %}{{ now() }}", "\nOn 2024-07-26"),
+        ("{{ strftime_now('%B %-d, %Y') }}", "July 26, 2024"),
+    ],
+)
+def test_a_template_that_writes_the_date_makes_the_same_samples_on_any_day(chatml, head, written):
+    chatml.chat_template = head + CHATML
+    ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
+    assert chatml.decode(ids).startswith(written + "<|im_start|>")
+    assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+
+
 def test_tools_are_shown_to_the_model_or_refused(chatml):
     record = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
     for tools in (record["tools"], json.dumps(record["tools"])):
@@ -208,19 +226,22 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
         assert chat.read_example(record | {"tools": nothing}, "chat messages", "here").tools is None
 
 
-def test_keys_that_parquet_adds_are_left_out():
-    messages = [{**turn, "tool_calls": None, "name": None} for turn in TURNS]
-    assert chat.read_example({"messages": messages}, "chat messages", "here").messages == TURNS
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"arguments": {"city": "Rome", "text": None}}}],
-    }
-    (read,) = chat.read_example({"messages": [call], "tools": [{"a": None, "b": 1}]}, "chat messages", "here").messages
-    assert read["tool_calls"] == [{"function": {"arguments": {"city": "Rome"}}}] and read["content"] is None
-    assert chat.read_example({"messages": [call], "tools": [{"a": None, "b": 1}]}, "chat messages", "here").tools == [
-        {"b": 1}
-    ]
+def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_not(tmp_path):
+    def calling(**arguments):
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        return {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}], "tools": [{"default": None}]}
+
+    written = [calling(city=None), calling(text="a", city="b"), {"messages": TURNS, "tools": None}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, written)))
+    pq.write_table(pa.Table.from_pylist(written), tmp_path / "a.parquet")
+    lines, table = (
+        [chat.read_example(record, "chat messages", "here") for _, record in read_records([tmp_path / name])]
+        for name in ("a.jsonl", "a.parquet")
+    )
+    assert [example.messages for example in lines] == [record["messages"] for record in written]
+    assert [example.tools for example in lines] == [[{"default": None}], [{"default": None}], None]
+    nulls = [calling(), written[1], written[2]]
+    assert [example.messages for example in table] == [record["messages"] for record in nulls]
 
 
 CALLING = (

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from shared import prepared
-from shared.config import ConfigError, cache_dir, cores
-from shared.records import Source
+from shared.config import ConfigError, cache_dir
 from tests.conftest import ROOT
 
 
@@ -228,11 +227,14 @@ def test_processes_do_not_outlive_a_run_that_is_killed():
     assert workers and not alive
 
 
-def test_large_files_are_prepared_by_more_processes_than_small_ones(tmp_path):
-    file = tmp_path / "large"
-    with file.open("wb") as sparse:
-        sparse.truncate(32_000_000 * 1000)
-    source = Source("x", lambda: [file, "a word"], lambda: iter(()))
-    assert prepared.processes_for(source, None) == min(cores(), 16)
-    assert prepared.processes_for(source, 3) == 3
-    assert prepared.processes_for(Source("demo", lambda: ["3.11"], lambda: iter(())), None) == 1
+@pytest.mark.parametrize("long", [True, False])
+def test_what_takes_long_is_prepared_by_more_processes(monkeypatch, long):
+    monkeypatch.setattr(prepared, "ALONE_FOR", 0.05 if long else 600)
+    monkeypatch.setattr(prepared, "cores", lambda: 2)
+    items = (f"{number}, __import__('os').getpid(), __import__('time').sleep(0.01)" for number in range(60))
+    found = list(prepared.in_order(partial, (eval,), items, None))
+    assert [number for number, _, _ in found] == list(range(60))
+    workers = [process for _, process, _ in found]
+    alone = workers.count(os.getpid())
+    assert workers[:alone] == [os.getpid()] * alone
+    assert (1 < alone < 20 and len(set(workers)) <= 3) if long else alone == 60
