@@ -285,6 +285,19 @@ def outside_of_text(model: Any) -> str | None:
     return rf"({'|'.join(names)})(\..*)?" if names else None
 
 
+def freeze_outside_of_text(model: Any) -> None:
+    """Leave what text does not pass through as it is: no gradient reaches it, and DDP would wait for one."""
+    inside = {model.get_decoder(), model.get_output_embeddings()}
+    if model in inside or model.config.get_text_config() is model.config:
+        return
+    used = {parameter for module in inside if module is not None for parameter in module.parameters()}
+    unused = [parameter for parameter in model.parameters() if parameter not in used]
+    for parameter in unused:
+        parameter.requires_grad_(False)
+    if unused:
+        say(f"{sum(map(_numel, unused)):,} parameters, which text does not pass through, stay as they are")
+
+
 def require_own_embeddings(model: Any, why: str) -> None:
     """Refuse adapters on an embedding that input and output share: added to it, they change both.
 
@@ -306,9 +319,9 @@ def identity_of_frozen(name: str, model: nn.Module) -> str:
     The commit of a model from the Hub, a digest of some of what the files of one in a folder hold.
 
     Args:
-        name: where the model was loaded from.
+        name: where the model was loaded from; empty for random weights, which the seed makes again.
     """
-    if all(parameter.requires_grad for parameter in model.parameters()):
+    if not name or all(parameter.requires_grad for parameter in model.parameters()):
         return ""
     if not Path(name).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None))

@@ -81,6 +81,11 @@ def prepare(
         layout = accelerator.parallelism_config
         if mesh is not None:
             layout.tp_size = 1  # done above; Accelerate would do it again
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+            # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
+            named = set(getattr(model, "_no_split_modules", None) or ())
+            plugin.transformer_cls_names_to_wrap = sorted(named & {type(module).__name__ for module in model.modules()})
         prepared = list(accelerator.prepare(model, *optimizers))
         if mesh is not None:
             layout.tp_size = mesh.size()

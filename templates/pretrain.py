@@ -177,6 +177,7 @@ def build_model(config: Config, tokenizer) -> nn.Module:
         model = models.from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
         model.config.pad_token_id = tokenizer.pad_token_id
     models.require_fit(model, tokenizer, config.seq_length)
+    models.freeze_outside_of_text(model)
     models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:
         models.compile_blocks(model)
@@ -229,7 +230,8 @@ def main(config: Config) -> None:
     )
 
     # Resume ------------------------------------------------------------------------------------------------------
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
+    base = models.identity_of_frozen(config.model_name_or_path or "", accelerator.unwrap_model(model))
+    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, base=base)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
         launch.say_finished(run_dir, state.step)

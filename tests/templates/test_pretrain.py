@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config
 
 from shared import corpus
 from shared.config import ConfigError
@@ -326,3 +326,28 @@ def test_a_resumed_run_trains_a_loaded_model_with_its_dropout(text_file, tiny_mo
     run_here("pretrain", *flags, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", start)
     whole, resumed = ([row["loss"] for row in _rows(tmp_path / name) if "loss" in row] for name in ("whole", "resumed"))
     assert resumed == whole[2:]
+
+
+def test_the_eyes_of_a_model_stay_as_they_are(text_file, tiny_model, tmp_path):
+    """No gradient reaches them through text, which DDP would wait for."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    text = sizes | {"vocab_size": len(tokenizer), "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None}
+    eyes = sizes | {"image_size": 16, "patch_size": 8}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=eyes))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    flags = ("--train_file", text_file, "--model_name_or_path", tmp_path / "model", "--seq_length", 32)
+    flags += ("--global_batch_size", 8, "--eval_steps", 9, "--learning_rate", 1e-3, "--optim", "adamw", "--max_steps", 4)
+    flags += ("--save_steps", 2)
+    sharded = run("pretrain", tmp_path / "sharded", *flags, processes=2, config="fsdp2")
+    resume = ("--resume_from_checkpoint", tmp_path / "sharded/checkpoint-000002")
+    ddp = run("pretrain", tmp_path / "ddp", *flags, *resume, processes=2, config="ddp")
+    assert ddp.losses == pytest.approx({step: sharded.losses[step] for step in (3, 4)}, rel=1e-4)
+    for two, strategy in ((ddp, "DDP x 2 on cpu, fp32"), (sharded, "FSDP2 x 2 on cpu, fp32")):
+        assert strategy in two.output and "parameters, which text does not pass through, stay as they are" in two.output
+        before, after = model.state_dict(), AutoModelForCausalLM.from_pretrained(two.folder / "final").state_dict()
+        assert after.keys() == before.keys()
+        kept = {name for name in before if torch.equal(before[name], after[name])}
+        assert kept == {name for name in before if "vision" in name or "multi_modal_projector" in name}
