@@ -75,6 +75,8 @@ class Config:
             raise ConfigError("--pipeline_ranks must be at least 2 and --stages_per_rank at least 1")
         if self.text.streaming or self.batch.find_batch_size or self.speed.ddp_comm_hook != "none":
             raise ConfigError("--streaming, --find_batch_size and --ddp_comm_hook do not work with a pipeline")
+        if self.batch.per_device_eval_batch_size != BatchConfig.per_device_eval_batch_size:
+            raise ConfigError("--per_device_eval_batch_size does not work with a pipeline: it has one size")
         if self.checkpoint.dress_rehearsal:
             raise ConfigError("--dress_rehearsal does not work with a pipeline")
         if self.optim.layer_decay < 1 or self.optim.optim == "adamw_8bit":

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import run
+from shared import config as configs
+from shared.config import ConfigError
+from tests.conftest import load_template, run
 
 SHAPE = "hidden_size=64,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 STEPS, SAVED = 10, 4
@@ -155,3 +157,16 @@ def test_what_cannot_be_spread_is_one_line(flags, tmp_path, processes, extra, me
         "pretrain_pipeline", tmp_path, *flags, "--per_device_train_batch_size", 4, *extra, processes=processes, check=False
     )
     assert done.returncode != 0 and done.output.count(f"error: {message}") == 1
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *(("--streaming",), ("--find_batch_size",), ("--dress_rehearsal",), ("--per_device_eval_batch_size", 4)),
+        *(("--ddp_comm_hook", "bf16"), ("--layer_decay", 0.9), ("--optim", "adamw_8bit")),
+    ],
+    ids=lambda flag: flag[0],
+)
+def test_what_a_pipeline_would_leave_out_is_refused(flag):
+    with pytest.raises(ConfigError, match=f"{flag[0]}.* not work with a pipeline"):
+        configs.parse(load_template("pretrain_pipeline").Config, [str(part) for part in flag])
