@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,8 +126,6 @@ def template(name: str) -> Any:
 def start_accelerator() -> Any:
     from shared import launch
 
-    if device().type == "cpu" and "FSDP_VERSION" in os.environ:  # as a rehearsal on several processes does by itself
-        launch._rehearse_on_cpu(timedelta(seconds=60))
     return launch.start(0)
 
 
@@ -259,6 +256,14 @@ def token_batch(size: str, rows: int, length: int, *, documents: bool = False, f
     return {key: value.to(device()) for key, value in batch.items()}
 
 
+def seen(batch: dict[str, torch.Tensor], length: int) -> float:
+    """Tokens that a token of the batch shares its document with, in the mean."""
+    if "cu_seqlens" not in batch:
+        return length
+    lengths = batch["cu_seqlens"].diff().double()
+    return float((lengths**2).sum() / lengths.sum())
+
+
 def language_model(size: str, length: int, *, compiled: bool = False, checkpointing: str = "none", attention: str = "sdpa"):
     """What templates/pretrain.py builds for these settings, made on the device."""
     from shared.options import SpeedConfig
@@ -289,16 +294,16 @@ def pretraining(
     length, rows = (64, 2) if toy else (length, rows)
     accelerator = start_accelerator()
     model = language_model(size, rows * length if flat else length, **settings)
-    flops = models.flops_per_token(model, length)
     batch = token_batch(size, rows, length, documents=documents, flat=flat)
+    flops = models.flops_per_token(model, seen(batch, length))
     sharded = "FSDP_VERSION" in os.environ
     plain = language_model(size, length, **settings) if sharded else model
     compiled = settings.get("compiled", False)
     loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked, compiled=compiled)
     if sharded:
         said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
-    if documents:  # of whose attention only a part is computed, so that MFU would flatter
-        return said | pace(loop.step, rows * length, 0.0)
+    if documents:
+        return said | pace(loop.step, rows * length, flops)
     bare = bare_step(plain, batch, None if sharded else loop.optimizers[0].optimizer)
     return said | pace(loop.step, rows * length, flops, bare)
 
@@ -355,10 +360,10 @@ def lora(
     models.set_gradient_checkpointing(base, checkpointing)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = models.trained_in_fp32(get_peft_model(base, adapters))
-    flops = models.flops_per_token(model, length)
     if compiled:
         models.compile_blocks(model)
     batch = token_batch(size, rows, length, documents=True)
+    flops = models.flops_per_token(model, seen(batch, length))
     how: dict[str, Any] = {"fused": fused, "masked": masked, "compiled": compiled}
     loop, said = language_loop(accelerator, model, size, [batch], **how, weight_decay=0.0)
     return said | pace(loop.step, rows * length, flops)

@@ -432,6 +432,8 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
             splits = {"train": ("all", sizes, kept), "validation": ("others", others, np.ones(len(others), bool))}
         if not kept.any():
             raise ConfigError(f"{train.name}: a single record cannot be split; give --validation_file")
+        lengths = sizes[kept, 0] - 1.0
+        facts["context"] = float((lengths**2).sum() / lengths.sum())  # tokens of a token's sample, in the mean over tokens
         digest = hashlib.sha256()
         for split, (source, sizes_of, chosen) in splits.items():
             _select(folder / source, sizes_of, chosen, folder / split, digest)

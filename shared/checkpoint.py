@@ -348,7 +348,10 @@ class Checkpointer:
         problem = ""
         try:
             alone = not dist.is_initialized()
-            writer = dcp.FileSystemWriter(temporary)
+            # What is on its way to the CPU is written meanwhile. A copy that was made there before waits for nothing: that
+            # loader would wait for the training's stream at every 10 MB.
+            ahead = 0 if self.options.async_save else 10_000_000
+            writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=ahead)
             dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
             faults.point("save.shard")
             files = {p.name: digest(p) for p in temporary.glob(f"__{rank}_*")}

@@ -225,6 +225,10 @@ def data_parallel_size() -> int:
     if world_size() != math.prod(sizes.values()):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(f"{world_size()} processes were launched, but the launch config's sizes are {product}")
+    if sizes["cp_size"] * sizes["sp_size"] > 1:
+        raise ConfigError("cp_size and sp_size are to be 1 in the launch config: no template cuts sequences over processes")
+    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not flag("ACCELERATE_USE_FSDP"):
+        raise ConfigError("dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or fsdp2_tensor_parallel.yaml")
     return sizes["dp_replicate_size"] * sizes["dp_shard_size"]
 
 

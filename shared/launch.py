@@ -51,20 +51,17 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
     Raises:
         ConfigError: the launch would train something else than it seems to: processes that each believe they are
             alone, or a second answer to a question that the template's config already answers.
-        NotNow: processes for GPUs, of which none is visible.
+        NotNow: processes for GPUs, of which none is visible, or GPUs that PyTorch cannot use.
     """
     exits.stop_at_once()
     configs.end_with_the_launcher()
     faults.point("setup")
-    _quieten_libraries()
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation not in ("1", "auto"):
-        raise ConfigError(
-            f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation follows from "
-            "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
-        )
-    world_size = configs.world_size()
     on_cpu = configs.flag("ACCELERATE_USE_CPU")
+    if not on_cpu:
+        _refuse_to_leave_gpus_idle()
+    _quieten_libraries()
+    _refuse_second_answers()
+    world_size = configs.world_size()
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
         raise NotNow(
             f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
@@ -72,7 +69,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         )
     _use_all_cores(world_size)
     wait = datetime.timedelta(seconds=timeout)
-    rehearsal = on_cpu and world_size > 1 and _rehearse_on_cpu(wait)
+    rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
     accelerator = Accelerator(
         log_with=log_with,
         # Trackers that write files insist on a folder; `metrics.Logger` names the run's.
@@ -107,8 +104,8 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
                 "warning: training in fp32 on a GPU that has bf16, which is several times faster: "
                 "add `--mixed_precision bf16` after `accelerate launch`"
             )
-    if on_cpu and world_size > 1:
-        say(f"rehearsal: {strategy(accelerator)}: {world_size} CPU processes in place of GPUs")
+    if on_cpu and (world_size > 1 or rehearsal):
+        say(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process(es) in place of GPUs")
     set_seed(seed)
     return accelerator
 
@@ -207,7 +204,6 @@ def strategy(accelerator: Accelerator) -> str:
             "HSDP": f"{sizes.dp_replicate_size} x {sizes.dp_shard_size}" if sizes.dp_replicate_size > 1 else "",
             "FSDP2": str(sizes.dp_shard_size) if sizes.dp_replicate_size == 1 and sizes.dp_shard_size > 1 else "",
             "TP": str(sizes.tp_size) if sizes.tp_size > 1 else "",
-            "CP": str(sizes.cp_size) if sizes.cp_size > 1 else "",
         }
         spread = " x ".join(f"{name} {size}" for name, size in parts.items() if size)
     else:
@@ -227,6 +223,45 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 def _has_accelerator_device() -> bool:
     return torch.accelerator.is_available()
+
+
+def _refuse_second_answers() -> None:
+    """Raise ConfigError where the launch config answers what the template's config answers, or a way that is not offered.
+
+    Wrappers that the launch config asks for would also give weights other names, in final/ and in checkpoints.
+    """
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto"):
+        raise ConfigError(
+            f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation follows from "
+            "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
+        )
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo.lower() not in ("", "no"):
+        raise ConfigError(f"dynamo_backend is {dynamo} in the launch config: remove it there, and give --torch_compile")
+    if configs.flag("ACCELERATE_USE_FSDP"):
+        if configs.flag("FSDP_ACTIVATION_CHECKPOINTING"):
+            raise ConfigError(
+                "fsdp_activation_checkpointing is set in the launch config: remove it there, and give "
+                "--gradient_checkpointing full"
+            )
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise ConfigError("fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2")
+
+
+def _refuse_to_leave_gpus_idle() -> None:
+    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use: a CPU would train, a hundred times slower."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if not hidden and _nvidia_gpus() and not _has_accelerator_device():
+        built = f"for CUDA {torch.version.cuda}, which needs a newer driver" if torch.version.cuda else "without CUDA"
+        raise NotNow(
+            f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built {built}, or the driver "
+            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the command to train on the CPU"
+        )
+
+
+def _nvidia_gpus() -> list[Path]:
+    return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _use_all_cores(world_size: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import resource
 import secrets
 import statistics
@@ -39,11 +40,14 @@ UNREAD = 1000  # steps whose losses may lie on the device: more would fill memor
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets; found in the device's name, first match.
 PEAK_FLOPS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10G": 70e12,
     "A10": 125e12,
@@ -373,7 +377,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:

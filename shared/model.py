@@ -465,6 +465,8 @@ def compile_blocks(model: nn.Module) -> None:
     Regional: the compile time does not grow with depth, since equal blocks share the code; and the attention mask is
     chosen outside, so that SDPA keeps `is_causal` and the kernels for it, which compiling the whole model loses.
     """
+    # DDP would cut each into graphs of its buckets, to reduce one while the next is computed; between blocks it does anyway.
+    torch._dynamo.config.optimize_ddp = False
     for block in blocks(model):
         block.compile()
 
@@ -506,13 +508,16 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     return float(counter.get_total_flops())
 
 
-def flops_per_token(model: nn.Module, seq_length: int) -> float | None:
+def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
 
     6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x layers x width x length for
     attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing; the head counts for
     each token, also where only the targets' logits are computed. Of experts those count that a token is sent to; None where
     the config does not say how many of how many.
+
+    Args:
+        seq_length: tokens that see each other; of documents of several lengths the mean over their tokens.
     """
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

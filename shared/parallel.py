@@ -70,6 +70,8 @@ def prepare(
             raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
         if any(type(optimizer).__module__.startswith("bitsandbytes") for optimizer in optimizers):
             raise ConfigError("--optim adamw_8bit cannot work on weights that are cut over ranks: use adamw")
+        if accelerator.mixed_precision == "fp8":
+            raise ConfigError("tensor parallelism does not work with fp8: use bf16, or fsdp2.yaml")
         names = {p: name for name, p in model.named_parameters()}
         tensor_parallel(model, mesh)
         _replace_parameters(optimizers, names, dict(model.named_parameters()))
@@ -81,6 +83,8 @@ def prepare(
         layout = accelerator.parallelism_config
         if mesh is not None:
             layout.tp_size = 1  # done above; Accelerate would do it again
+        if accelerator.distributed_type == DistributedType.FSDP:
+            _own_what_is_left(model)
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
             # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
@@ -124,9 +128,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     if not plan or not set(plan.values()) <= set(kinds):
         foreign = ", ".join(sorted(set(plan.values()) - set(kinds))) or "none"
         raise ConfigError(f"{name_of_model} cannot be tensor parallel here (its plan: {foreign}): use fsdp2.yaml")
-    heads = getattr(whole.config, "num_key_value_heads", None)  # type: ignore[union-attr]
-    if heads is not None and heads % mesh.size():
-        raise ConfigError(f"{name_of_model} has {heads} key-value heads, which tp_size {mesh.size()} does not divide")
+    for which in ("key_value", "attention"):
+        heads = getattr(whole.config, f"num_{which}_heads", None) or mesh.size()
+        if heads % mesh.size():
+            what = which.replace("_", "-")
+            raise ConfigError(f"{name_of_model} has {heads} {what} heads, which tp_size {mesh.size()} does not divide")
+    for name, module in decoder.named_modules():
+        if re.search(r"\b(q|k|query|key)_(layer_?)?norm$", name) and any(True for _ in module.parameters()):
+            raise ConfigError(f"{name_of_model} cannot be tensor parallel here ({name} sees all heads): use fsdp2.yaml")
     if any(getattr(p, "quant_state", None) is not None or not p.is_floating_point() for p in model.parameters()):
         raise ConfigError("tensor parallelism cannot cut quantised weights: use ddp.yaml or fsdp2.yaml")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): kind for name, kind in plan.items()}
@@ -134,11 +143,24 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
         if kind is None:
             continue
+        size: Any = module.out_features if kind == "colwise" else module.in_features
+        if size % mesh.size():
+            raise ConfigError(f"{name_of_model}: tp_size {mesh.size()} does not divide the {size} features of {name}")
         if getattr(module, "lora_magnitude_vector", None):
             raise ConfigError("tensor parallelism does not work with --use_dora")
         adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
         for matrix in (getattr(module, "base_layer", module), *adapters.values()):
             parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())  # one by one: whole, they may not fit
+
+
+def _own_what_is_left(model: nn.Module) -> None:
+    """Give the modules that `modules_to_save` replaced weights of their own: FSDP cannot cut a tied one in two places."""
+    for module in list(model.modules()):
+        if hasattr(module, "modules_to_save") and isinstance(old := getattr(module, "original_module", None), nn.Module):
+            for part in old.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None:
+                        part._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
 
 
 def _replace_parameters(optimizers: Iterable[Any], names: dict[nn.Parameter, str], new: dict[str, nn.Parameter]) -> None:

@@ -97,6 +97,8 @@ class Pipeline:
             raise ConfigError("the first and the last stage cannot share embeddings: the model has tie_word_embeddings")
         if accelerator.scaler is not None:
             raise ConfigError("a pipeline does not work with fp16's loss scaling: use bf16")
+        if accelerator.mixed_precision == "fp8":
+            raise ConfigError("a pipeline does not work with fp8: use bf16")
         if blocks < stages:
             raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
         if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):

@@ -39,6 +39,10 @@ def configure(accelerator: Accelerator, optimizers: tuple[Any, ...], max_grad_no
         raise ConfigError("under DeepSpeed only --optim adamw works: choose it, or fsdp2.yaml")
     if accelerator.mixed_precision == "fp16":
         raise ConfigError("under DeepSpeed fp16's loss scale would not be in checkpoints: use bf16")
+    if accelerator.mixed_precision == "fp8":
+        raise ConfigError("fp8 works with ddp.yaml and fsdp2.yaml, not with DeepSpeed")
+    if accelerator.state.deepspeed_plugin.zero_stage == 0:
+        raise ConfigError("zero_stage is 0 in the launch config, which cuts nothing: use ddp.yaml")
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     answers = {"gradient_clipping": ("--max_grad_norm", max_grad_norm), "gradient_accumulation_steps": (None, 1)}
     for key, (flag, value) in answers.items():

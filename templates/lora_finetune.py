@@ -55,7 +55,7 @@ class Config:
     load_in_4bit: bool = False
     """Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA."""
     load_in_8bit: bool = False
-    """Quantise the frozen base to 8 bits."""
+    """Quantise the frozen base to 8 bits; 4 are faster, since every layer here makes the host wait for the GPU."""
     merge_adapter: bool = False
     """Also write merged/, the base (dequantised, if it was quantised) with the adapter added in."""
     eval_steps: int = 50
@@ -257,7 +257,7 @@ def main(config: Config) -> None:
     model = build_model(config, tokenizer, accelerator)
     initial = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
     trainable, total = models.count_parameters(model)
-    flops_per_token = models.flops_per_token(model, config.chat.seq_length)
+    flops_per_token = models.flops_per_token(model, held_out.meta["context"])
     if config.speed.torch_compile:
         models.compile_blocks(model)
     optimizers = optim.build(model, config.optim)
