@@ -225,6 +225,8 @@ def data_parallel_size() -> int:
     if world_size() != math.prod(sizes.values()):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(f"{world_size()} processes were launched, but the launch config's sizes are {product}")
+    if flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] == 1:
+        raise ConfigError("dp_shard_size is 1 in the launch config, so FSDP has nothing to cut: use ddp.yaml")
     if sizes["cp_size"] * sizes["sp_size"] > 1:
         raise ConfigError("cp_size and sp_size are to be 1 in the launch config: no template cuts sequences over processes")
     if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not flag("ACCELERATE_USE_FSDP"):
@@ -375,12 +377,13 @@ def end_with_the_launcher() -> None:
 def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], description: str | None) -> T:
     wants_help = "--help" in tokens or "-h" in tokens
     report = io.StringIO()
+    config: T
     try:
         # tyro draws its errors as boxes, once per rank; they are kept back and become one line instead.
         with contextlib.nullcontext() if wants_help else contextlib.redirect_stderr(report):
-            return tyro.cli(
+            config = tyro.cli(
                 config_class,
-                args=tokens,
+                args=_with_home(tokens),
                 description=description,
                 use_underscores=True,
                 console_outputs=is_main_rank(),
@@ -389,10 +392,29 @@ def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], desc
     except SystemExit as exit:
         if exit.code in (0, None):
             raise
+    else:
+        for name, value in flatten(config).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"--{name} is {value}, with which nothing can be computed")
+        return config
     text = " ".join(line.strip(" │╭╮╰╯─") for line in report.getvalue().splitlines())
     text = re.split(r" Argument helptext:| ─{3,}| For full helptext", " ".join(text.split()))[0]
     text = re.sub(r"^(Parsing error|Value error|Invalid choice|Unrecognized options|Missing value)s? (?=\S)", "", text)
     raise ConfigError(text or f"the command line could not be read: {' '.join(tokens)}")
+
+
+def _with_home(tokens: list[str]) -> list[str]:
+    """Tokens with ~ in paths expanded, which shells do not do in YAML and after =. Raises ConfigError for an empty path."""
+    result, key = [], ""
+    for token in tokens:
+        flag, equals, value = token.partition("=") if token.startswith("--") else ("", "", token)
+        key = _key(flag) or key
+        if (equals or not flag) and re.search(r"(dir|file|path|checkpoint|config_name|tokenizer_name|dataset_name)$", key):
+            if not value:
+                raise ConfigError(f"--{key} is given, but empty")
+            value = os.path.expanduser(value)
+        result.append(flag + equals + value)
+    return result
 
 
 def _key(token: str) -> str:
@@ -400,6 +422,8 @@ def _key(token: str) -> str:
 
 
 def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
+    if sum(token.partition("=")[0] == "--config" for token in tokens) > 1:
+        raise ConfigError("--config is given twice: put all into one file")
     for i, token in enumerate(tokens):
         if token == "--config":
             if i + 1 == len(tokens):
@@ -413,6 +437,7 @@ def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
 def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
     """Refuse unknown flags with the near one named; accept `--packing false` beside `--packing` and `--no-packing`."""
     result: list[str] = []
+    lists: set[str] = set()  # flags of several values that were given
     rest = iter(range(len(tokens)))
     for i in rest:
         token = tokens[i]
@@ -424,14 +449,20 @@ def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
         negated = key.startswith("no_") and kinds.get(key[3:]) is bool
         if key not in kinds and not negated:
             raise ConfigError(f"unknown flag {name}{_suggest(key, kinds, '--')}; --help lists all")
-        if kinds.get(key) is bool:
-            following = tokens[i + 1].lower() if i + 1 < len(tokens) else ""
-            if not value and following in ("true", "false"):
+        if get_origin(kinds.get(key)) is tuple:
+            if f"--{key}" in lists:
+                raise ConfigError(f"{name} is given twice: give all of its values after one")
+            lists.add(f"--{key}")
+        if kinds.get(key) is bool or negated:
+            following = tokens[i + 1] if i + 1 < len(tokens) and not tokens[i + 1].startswith("-") else ""
+            if not value and following.lower() in ("true", "false") and not negated:
                 value = following
                 next(rest)
+            elif not value and following:
+                raise ConfigError(f"{name} {following}: {'takes no value' if negated else 'it is true or false'}")
             if value and value.lower() not in ("true", "false"):
                 raise ConfigError(f"{name} is true or false, not {value!r}")
-            result += _as_tokens(key, value.lower() != "false")
+            result += [token] if negated else _as_tokens(key, value.lower() != "false")
         else:
             result.append(f"--{key}={value}" if "=" in token else f"--{key}")
     return result
@@ -475,6 +506,12 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{path}: {raw}: expected text, a number, true or false, or a list of them")
         if kinds[key] is bool and not isinstance(value, bool):
             raise ConfigError(f"{path}: {raw} is true or false, not {reprlib.repr(value)}")
+        if kinds[key] is not bool and any(isinstance(v, bool) for v in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"{path}: {raw}: YAML reads yes, no, on and off as true or false: put such a word into quotes")
+        if value is None and type(None) not in get_args(kinds[key]):
+            raise ConfigError(f"{path}: {raw} is empty")
+        if isinstance(value, list) and any(str(v).startswith("--") for v in value):
+            raise ConfigError(f"{path}: {raw}: a value that begins with -- would be a flag")
         yield key, value
 
 

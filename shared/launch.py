@@ -105,7 +105,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
                 "add `--mixed_precision bf16` after `accelerate launch`"
             )
     if on_cpu and (world_size > 1 or rehearsal):
-        say(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process(es) in place of GPUs")
+        say(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
     set_seed(seed)
     return accelerator
 

@@ -311,12 +311,17 @@ class Logger:
         import wandb
 
         self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
+        patience, mode = os.environ.get("WANDB_INIT_TIMEOUT", "30"), os.environ.get("WANDB_MODE", "")
+        if not patience.isdecimal():
+            raise ConfigError(f"WANDB_INIT_TIMEOUT is {patience!r}, not a number of seconds")
+        if mode not in ("", "online", "offline", "disabled", "dryrun", "run", "shared"):
+            raise ConfigError(f"WANDB_MODE is {mode!r}, not online, offline or disabled")
         options: dict[str, Any] = {
             "id": self.state.tracker_run_id,
             "name": redact(self.config.run_name or self.run_dir.name),
             "dir": str(self.run_dir),
             "resume": "allow",
-            "mode": os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline"),
+            "mode": mode or ("online" if _wandb_login() else "offline"),
             # Its metadata are the command line, where secrets may stand, and machine, user and repository.
             "settings": wandb.Settings(
                 quiet=True,
@@ -324,7 +329,7 @@ class Logger:
                 console="off",
                 save_code=False,
                 x_disable_meta=True,
-                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
+                init_timeout=float(patience),
             ),
         }
         try:
@@ -334,7 +339,10 @@ class Logger:
             self.accelerator.trackers.clear()
             wandb.teardown()  # its service still holds the run's id
             options["mode"] = "offline"
-            self.accelerator.init_trackers(project, settings, {"wandb": options})
+            try:
+                self.accelerator.init_trackers(project, settings, {"wandb": options})
+            except wandb.errors.Error as error:  # nor without a network: it is what was asked for
+                raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
         if options["mode"] == "offline":
             say(f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {self.run_dir}/wandb/offline-*")
         run = self.accelerator.get_tracker("wandb", unwrap=True)

@@ -49,8 +49,8 @@ class BatchConfig:
         sizes = ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
         configs.require_at_least_one(self, *sizes)
         for name in ("seed", "dataloader_num_workers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name} must not be negative, but is {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < 2**32:
+                raise ConfigError(f"--{name} must be between 0 and 2**32 - 1, but is {getattr(self, name)}")
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
         for name in ("max_steps", "num_train_epochs"):
@@ -136,9 +136,12 @@ class OptimConfig:
                 raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
         if self.optim == "sgd" and not 0 < self.sgd_momentum < 1:
             raise ConfigError(f"--sgd_momentum is between 0 and 1, not {self.sgd_momentum}")
-        for name in ("weight_decay", "max_grad_norm", "max_skipped_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name} must not be negative")
+        for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"--{name} is at least 0 and below 1, not {getattr(self, name)}")
+        for name in ("weight_decay", "max_grad_norm", "max_skipped_steps", "adam_epsilon"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--{name} must not be negative, but is {getattr(self, name)}")
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(f"--layer_decay is a factor above 0 and at most 1, not {self.layer_decay}")
 

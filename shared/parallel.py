@@ -139,15 +139,19 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     if any(getattr(p, "quant_state", None) is not None or not p.is_floating_point() for p in model.parameters()):
         raise ConfigError("tensor parallelism cannot cut quantised weights: use ddp.yaml or fsdp2.yaml")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): kind for name, kind in plan.items()}
-    for name, module in list(decoder.named_modules()):
-        kind = next((kind for pattern, kind in patterns.items() if pattern.fullmatch(name)), None)
-        if kind is None:
-            continue
+    matches = [
+        (name, module, kind)
+        for name, module in decoder.named_modules()
+        for pattern, kind in patterns.items()
+        if pattern.fullmatch(name)
+    ]
+    for name, module, kind in matches:
         size: Any = module.out_features if kind == "colwise" else module.in_features
         if size % mesh.size():
             raise ConfigError(f"{name_of_model}: tp_size {mesh.size()} does not divide the {size} features of {name}")
         if getattr(module, "lora_magnitude_vector", None):
             raise ConfigError("tensor parallelism does not work with --use_dora")
+    for _, module, kind in matches:
         adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
         for matrix in (getattr(module, "base_layer", module), *adapters.values()):
             parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())  # one by one: whole, they may not fit

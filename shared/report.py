@@ -13,8 +13,10 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
+from shared.config import first_line
 from shared.data import IGNORED
 from shared.images import Images
+from shared.launch import say
 
 MATRIX_CLASSES = 40  # in the picture, at most: those with the most mistakes
 MISTAKES = 32  # on the page, at most
@@ -119,10 +121,13 @@ class Predictions:
         }
         (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         matrix, page = run_dir / "confusion_matrix.png", run_dir / "mistakes.png"
-        self._draw_confusion(matrix)
         page.unlink(missing_ok=True)
-        if len(self.mistakes()):
-            self._draw_mistakes(page, images)
+        try:
+            self._draw_confusion(matrix)
+            if len(self.mistakes()):
+                self._draw_mistakes(page, images)
+        except Exception as error:  # of a font or a picture, which must not cost the model
+            say(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
         return [path for path in (matrix, page) if path.exists()]
 
     def _draw_confusion(self, file: Path) -> None:
@@ -171,5 +176,6 @@ class Predictions:
 
 
 def _short(name: str) -> str:
-    """At most 18 characters, and no $, which would begin a formula in a picture."""
+    """At most 18 characters, and no $, which would begin a formula in a picture; what is not Unicode as its bytes."""
+    name = name.encode("utf-8", "backslashreplace").decode()
     return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

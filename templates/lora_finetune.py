@@ -79,6 +79,8 @@ class Config:
         if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
             raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
         self.batch.micro_batch()  # refuses what does not divide
+        if not 0 <= self.lora_dropout < 1 or not self.lora_alpha > 0:
+            raise ConfigError("--lora_dropout must be at least 0 and below 1, and --lora_alpha positive")
         if self.init_lora_weights != "default" and self.adapter_name_or_path:
             raise ConfigError("--adapter_name_or_path continues from that adapter: drop --init_lora_weights")
         configs.require_at_least_one(self, "lora_r", "eval_steps", "eval_samples")

@@ -628,6 +628,21 @@ def test_wandb_that_cannot_be_reached_or_knows_no_such_key(small, tmp_path, monk
     assert list((tmp_path / "run/wandb").glob("offline-run-*")) and (tmp_path / "run/final").exists()
 
 
+@pytest.mark.parametrize(
+    ("project", "variables", "message"),
+    [
+        ("team/project", {}, "W&B does not take this run .*team/project"),
+        ("project", {"WANDB_INIT_TIMEOUT": "soon"}, "WANDB_INIT_TIMEOUT is 'soon', not a number of seconds"),
+        ("project", {"WANDB_MODE": "sometimes"}, "WANDB_MODE is 'sometimes', not online, offline or disabled"),
+    ],
+)
+def test_what_wandb_refuses_is_one_line(small, tmp_path, monkeypatch, project, variables, message):
+    for name, value in ({"WANDB_MODE": "offline"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        run_here("pretrain", *small, "--project_name", project, "--output_dir", tmp_path / "run")
+
+
 def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     update = steps.update
@@ -708,6 +723,16 @@ def test_an_audit_finds_what_is_wrong(straight, tmp_path):
 def verify_resume(*arguments) -> subprocess.CompletedProcess:
     argv = [sys.executable, "-m", "shared", "verify-resume", *map(str, arguments)]
     return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=600)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_verify_resume_says_why_a_command_fails(flags, tmp_path, processes):
+    missing = ("--config", tmp_path / "missing.yaml")  # which is read to leave out what verify-resume decides
+    argv = command("pretrain", tmp_path / "unused", *flags["pretrain"], *missing, processes=processes)
+    done = verify_resume("--steps", 6, "--", *ACCELERATE, *argv)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    cause = f"--config {tmp_path}/missing.yaml: no such file"
+    assert f"error: the command failed with exit code 1: {cause}" in done.stderr
 
 
 def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wrong(flags, tmp_path):

@@ -118,6 +118,29 @@ def test_several_templates_in_one(tmp_path):
     assert "COPY pretrain.py lora_finetune.py smoke_test.py ./" in (tmp_path / "both/Dockerfile").read_text()
 
 
+def test_a_project_in_a_repository_becomes_a_part_of_it(tmp_path):
+    for command in (["init", "--quiet"], ["add", "-A"]):
+        if command[0] == "add":
+            shared("new", "image_classification", tmp_path / "training")
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "training/.git").exists()
+    added = subprocess.run(["git", "ls-files"], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "training/train.py" in added.splitlines()
+
+
+def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
+    folder = tmp_path / "my pipes"
+    said = shared("new", "pretrain_pipeline", folder).stdout.splitlines()[-1].strip()
+    assert said.startswith(f"cd '{folder}' && pip install -r requirements.txt && ACCELERATE_USE_CPU=true accelerate launch")
+    assert said.endswith("--num_processes 2 train.py")
+    readme = (folder / "README.md").read_text()
+    assert "\nACCELERATE_USE_CPU=true python -m shared verify-resume -- accelerate launch --config_file" in readme
+    assert "\nname: my-pipes #" in (folder / "jobs/compose.yaml").read_text()
+    assert "image: my-pipes\n" in (folder / "jobs/compose.yaml").read_text()
+    plan = ("plan", "--gpus", 2, "--lora_r", 8, "--load_in_4bit", "--seq_length", 64)
+    assert " train.py --lora_r 8 --load_in_4bit --per_device" in shared(*plan, cwd=folder).stdout
+
+
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "mine").write_text("dear to me")
     done = shared("new", "pretrain", tmp_path, check=False)

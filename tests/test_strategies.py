@@ -6,10 +6,14 @@ them, and every config resumes one that was cut in two dimensions, some also one
 resumes any other's.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from shared.checkpoint import read_tensors
+from shared.config import ConfigError
+from shared.parallel import tensor_parallel
 from tests.conftest import ROOT, make_model, run
 
 # config: processes, as the manifest names it, share of the weights and of the optimizer state that each process holds
@@ -155,6 +159,46 @@ def test_two_answers_in_a_deepspeed_config_are_refused(flags, tmp_path, monkeypa
     env = {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}
     done = run("pretrain", tmp_path, *flags["pretrain"], processes=2, config="deepspeed_zero2", env=env, check=False)
     assert "error: gradient_clipping is 1.0 in the DeepSpeed config, but --max_grad_norm is 0.5" in done.output
+
+
+def test_fp8_that_would_be_left_out_is_refused(flags, tmp_path):
+    how = {"processes": 2, "config": "tensor_parallel", "precision": "fp8", "check": False}
+    done = run("pretrain", tmp_path, *flags["pretrain"], **how)
+    assert "error: tensor parallelism does not work with fp8" in done.output and done.returncode != 0
+
+
+@pytest.mark.parametrize("config", ["fsdp2_offload", "deepspeed_zero3"])
+def test_one_process_rehearses_what_it_is_launched_as(flags, reference, tmp_path, config):
+    given = (*flags["pretrain"], "--per_device_train_batch_size", 4)
+    done = run("pretrain", tmp_path, *given, config=config)
+    assert done.manifest(STEPS)["strategy"] == f"{'FSDP2' if config[0] == 'f' else 'ZeRO-3'} x 1 on cpu, fp32"
+    assert done.losses == pytest.approx(reference["pretrain"].losses, rel=1e-5)
+
+
+def test_what_replaces_tied_embeddings_is_learned_sharded(flags, tmp_path):
+    given = (*flags["lora_finetune"], "--per_device_train_batch_size", 4, "--modules_to_save", "lm_head", "embed_tokens")
+    one = run("lora_finetune", tmp_path / "one", *given)
+    two = run("lora_finetune", tmp_path / "two", *given, processes=2, config="fsdp2")
+    assert two.manifest(STEPS)["world_size"] == 2 and "FSDP2 x 2" in two.manifest(STEPS)["strategy"]
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert two.weights().keys() == one.weights().keys() and any("lm_head" in name for name in one.weights())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "ranks", "message"),
+    [
+        ("Llama", {"intermediate_size": 65}, 2, "tp_size 2 does not divide the 65 features of layers.0.mlp.gate_proj"),
+        ("GPTNeoX", {"num_attention_heads": 3, "hidden_size": 48}, 2, "3 attention heads, which tp_size 2 does not divide"),
+        ("Phi", {"qk_layernorm": True}, 2, "q_layernorm sees all heads"),
+    ],
+)
+def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(kind, shape, ranks, message):
+    import transformers
+
+    usual = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**usual | shape))
+    with pytest.raises(ConfigError, match=message):
+        tensor_parallel(model, SimpleNamespace(size=lambda: ranks, device_type="cpu"))
 
 
 def test_sizes_that_do_not_make_up_the_processes_are_refused(flags, tmp_path):

@@ -12,10 +12,12 @@ import hashlib
 import importlib.metadata
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,8 @@ def build(names: tuple[str, ...]) -> Project:
     paths = {*modules, main, *serving, SOURCE / "shared/__init__.py", SOURCE / "shared/commands/__init__.py"}
     if SOURCE / "shared/demo/__init__.py" in paths and "lora_finetune" in names:
         paths |= {path for path in (SOURCE / "shared/demo").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    elif "plan" in commands:
+        paths.add(SOURCE / "shared/demo/tiny-llama/config.json")  # its default
     configs = (SOURCE / "accelerate_configs").glob("*.yaml")
     paths |= {path for path in configs if any(path.stem not in UNFIT.get(name, ()) for name in names)}
     files |= {str(path.relative_to(SOURCE)): path.read_bytes() for path in sorted(paths)}
@@ -158,11 +162,19 @@ def _renamed(content: bytes, name: str, names: tuple[str, ...]) -> bytes:
     return content.replace(f"templates/{name}.py".encode(), script(name, names).encode())
 
 
+def _launches(names: tuple[str, ...]) -> tuple[str, str, str]:
+    """(what goes before a first command, that command, one for two processes) of a project, on a CPU too."""
+    first = script(names[0], names)
+    two = f"accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no --num_processes 2 {first}"
+    if names[0] == "pretrain_pipeline":
+        return "ACCELERATE_USE_CPU=true ", two, two
+    return "", f"accelerate launch {first}", two
+
+
 def _readme(names: tuple[str, ...]) -> str:
     scripts = [script(name, names) for name in names]
     first = scripts[0]
-    two = f"accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no --num_processes 2 {first}"
-    run = f"ACCELERATE_USE_CPU=true {two}" if names == ("pretrain_pipeline",) else f"accelerate launch {first}"
+    before, run, two = _launches(names)
     places = "`Config`, `build_datasets` (or `build_loaders`), `build_model`, `evaluate`, then the loop in `main`"
     edits = "\n".join(f"- `{s}`: {places}" for s in scripts)
     return f"""# Training
@@ -173,7 +185,7 @@ Run it, with no argument, on a laptop too:
 
 ```bash
 pip install -r requirements.txt
-{run}
+{before}{run}
 ```
 
 On GPUs, say where it runs with a launch config, and what is learned with flags (`python {first} --help`):
@@ -198,7 +210,7 @@ ACCELERATE_USE_CPU=true {two} --max_steps 3
 
 ```bash
 python smoke_test.py
-python -m shared verify-resume -- {run.removeprefix("ACCELERATE_USE_CPU=true ")}
+{before}python -m shared verify-resume -- {run}
 ```
 
 The first trains some steps, is killed and resumes. The second does so with your own command, and says what is not as it
@@ -285,9 +297,9 @@ def main() -> None:
     made = build(tuple(dict.fromkeys(options.templates)))
     create(options.folder, made)
     size = sum(map(len, made.files.values()))
-    first = script(made.names[0], made.names)
+    before, run, _ = _launches(made.names)
     print(f"{options.folder}: {len(made.files)} files, {size / 1e6:.1f} MB. Next:")
-    print(f"  cd {options.folder} && pip install -r requirements.txt && accelerate launch {first}")
+    print(f"  cd {shlex.quote(str(options.folder))} && pip install -r requirements.txt && {before}{run}")
 
 
 def create(folder: Path, made: Project) -> None:
@@ -302,7 +314,13 @@ def create(folder: Path, made: Project) -> None:
         for name, content in made.files.items():
             put(folder / name, content)
         write_origin(folder, made)
+        compose = folder / "jobs/compose.yaml"  # on one machine, projects share neither image nor volumes
+        own = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
+        text = compose.read_text(encoding="utf-8").replace("name: accelerate-templates", f"name: {own}")
+        compose.write_text(text.replace("image: templates", f"image: {own}"), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     if shutil.which("git"):
-        subprocess.run(["git", "-C", str(folder), "init", "--quiet"], check=False, capture_output=True)
+        git = partial(subprocess.run, check=False, capture_output=True)
+        if git(["git", "-C", str(folder), "rev-parse", "--is-inside-work-tree"]).returncode:  # a repository in one breaks it
+            git(["git", "-C", str(folder), "init", "--quiet"])

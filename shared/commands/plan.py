@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shared import config as configs
@@ -119,10 +120,14 @@ def main() -> None:
         "tensor_parallel": f" --parallelism_config_tp_size {gpus}",
     }.get(name, "")
     print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
-    template = "lora_finetune" if config.lora_r else "pretrain"
+    script = f"templates/{'lora_finetune' if config.lora_r else 'pretrain'}.py"
+    if not (Path(__file__).parents[2] / script).exists():  # a project's own
+        script = "train.py"
+    if config.lora_r:
+        flags += f" --lora_r {config.lora_r}" + (" --load_in_4bit" if config.load_in_4bit else "")
     at_once = config.per_device_train_batch_size * (1 if name == "tensor_parallel" else gpus)
     print(
         f"  accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus}{spread} \\\n"
-        f"    templates/{template}.py{flags} --per_device_train_batch_size {config.per_device_train_batch_size} "
+        f"    {script}{flags} --per_device_train_batch_size {config.per_device_train_batch_size} "
         f"--global_batch_size {-(-16 // at_once) * at_once} ..."
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,9 +70,14 @@ def prepared(command: Sequence[str], folder: Path) -> list[str]:
     for i, token in enumerate(kept[script:], script):
         path = kept[i + 1] if token == "--config" and i + 1 < len(kept) else token.removeprefix("--config=")
         if token == "--config" or token.startswith("--config="):
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            try:
+                content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+            except (OSError, ValueError, yaml.YAMLError):
+                break  # which the command itself will say
+            if not isinstance(content, dict):
+                break
             copy = folder / "config.yaml"
-            copy.write_text(yaml.safe_dump({k: v for k, v in content.items() if k.replace("-", "_") not in OURS}))
+            copy.write_text(yaml.safe_dump({k: v for k, v in content.items() if str(k).replace("-", "_") not in OURS}))
             kept[i : i + (2 if token == "--config" else 1)] = ["--config", str(copy)]
             break
     return kept
@@ -96,9 +102,12 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
                 return
             time.sleep(0.02)
     if process.returncode or kill_after is not None:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        said = log.read_text(errors="replace")
         what = f"failed with exit code {process.returncode}" if process.returncode else "ended before it could be killed"
-        raise ConfigError(f"the command {what}; its last words:\n{tail}")
+        cause = re.search(r"^error: (.*)", said.replace("\r", "\n"), re.M)
+        if cause is None:  # unforeseen, so there is a traceback
+            print(said[-4000:], file=sys.stderr)
+        raise ConfigError(f"the command {what}" + (f": {cause[1]}" if cause else "; its output ends as above"))
 
 
 def logged(run_dir: Path) -> int:

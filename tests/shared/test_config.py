@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -215,6 +216,55 @@ def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
         from_yaml(tmp_path, "ruffle: true\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rate", "nan"], "--rate is nan, with which nothing can be computed"),
+        (["--rate=inf"], "--rate is inf"),
+        (["--words", "a", "--words", "b"], "--words is given twice"),
+        (["--words=a", "--words=b"], "--words is given twice"),
+        (["--config", "a", "--config", "b"], "--config is given twice"),
+        (["--config", "a", "--config=b"], "--config is given twice"),
+        (["--shuffle", "yes"], "--shuffle yes: it is true or false"),
+        (["--shuffle", "1", "--rate", "1"], "--shuffle 1: it is true or false"),
+        (["--no_shuffle", "false"], "--no_shuffle false: takes no value"),
+    ],
+)
+def test_what_could_be_taken_for_something_else_is_refused(argv, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        configs.parse(Config, argv)
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("label: off", "label: YAML reads yes, no, on and off as true or false"),
+        ("words: [yes]", "words: YAML reads"),
+        ("count:", "count is empty"),
+        ("words: [--rate, '3']", "words: a value that begins with -- would be a flag"),
+        ("rate: .nan", "--rate is nan"),
+    ],
+)
+def test_what_yaml_means_otherwise_is_refused(tmp_path, line, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        from_yaml(tmp_path, line)
+    one_line(error)
+
+
+def test_a_path_may_begin_at_home_and_may_not_be_empty(templates, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parse = partial(configs.parse, templates.pretrain.Config)
+    for argv in (["--output_dir=~/run"], ["--output_dir", "~/run"]):
+        assert parse(argv).checkpoint.output_dir == Path("/home/me/run")
+    assert parse(["--sample_prompt=~/run"]).sample_prompt == "~/run"
+    assert parse(["--model_name_or_path", "~/a~b"]).model_name_or_path == "/home/me/a~b"
+    for flag in ("output_dir", "resume_from_checkpoint", "tokenizer_name", "train_file"):
+        for argv in ([f"--{flag}="], [f"--{flag}", ""]):
+            with pytest.raises(ConfigError, match=f"--{flag} is given, but empty"):
+                parse(argv)
+
+
 def test_only_switches_can_be_negated():
     with pytest.raises(ConfigError, match="unknown flag --no_label"):
         configs.parse(Config, ["--no_label"])
@@ -375,6 +425,7 @@ def test_any_command_line_gives_a_config_or_a_config_error(argv):
 LINE_BREAKS = "\x85\u2028\u2029"  # of Unicode, to which YAML has its own rules: a test of their own
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_BREAKS), max_size=12)
 OPTIONAL_TEXT = st.none() | TEXT.filter(lambda text: text != "None")  # the flag's own spelling of null
+PLACE = OPTIONAL_TEXT.filter(lambda text: text is None or text[:1] not in ("", "~"))  # of a file, on the Hub perhaps
 WORDS = st.lists(TEXT.filter(lambda text: not text.startswith("-")), max_size=3).map(tuple)  # no flag can give a dash
 SHARE = st.floats(0, 1)
 POSITIVE = st.floats(1e-12, 1e6)
@@ -390,7 +441,7 @@ def shared_values(draw):
         "global_batch_size": per_device * accumulation,
         "max_steps": steps,
         "num_train_epochs": None if steps else draw(st.none() | POSITIVE),
-        "seed": draw(st.integers(0, 2**63)),
+        "seed": draw(st.integers(0, 2**32 - 1)),
         "optim": draw(st.sampled_from(["adamw", "muon", "adamw_8bit"])),
         "learning_rate": draw(POSITIVE),
         "weight_decay": draw(st.floats(0, 10)),
@@ -400,11 +451,11 @@ def shared_values(draw):
         "gradient_checkpointing": draw(st.sampled_from(["none", "full", "2"])),
         "torch_compile": draw(st.booleans()),
         "attn_implementation": draw(st.sampled_from(["eager", "sdpa", "flex_attention"])),
-        "output_dir": draw(st.none() | TEXT.filter(lambda text: text != "None").map(Path)),
+        "output_dir": draw(PLACE.map(lambda text: text and Path(text))),
         "save_steps": draw(COUNT),
         "report_to": draw(TEXT),
         "run_name": draw(OPTIONAL_TEXT),
-        "dataset_name": draw(OPTIONAL_TEXT),
+        "dataset_name": draw(PLACE),
         "validation_split_percentage": draw(st.floats(0.01, 99)),
     }
 
@@ -413,7 +464,7 @@ def shared_values(draw):
 def pretrain_values(draw):
     return draw(shared_values()) | {
         "seq_length": draw(COUNT),
-        "config_name": draw(OPTIONAL_TEXT),
+        "config_name": draw(PLACE),
         "config_overrides": draw(OPTIONAL_TEXT),
         "final_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
         "sample_prompt": draw(TEXT),
@@ -426,12 +477,12 @@ def pretrain_values(draw):
 @st.composite
 def lora_values(draw):
     return draw(shared_values()) | {
-        "model_name_or_path": draw(TEXT),
-        "lora_alpha": draw(st.integers(-(10**9), 10**9)),
+        "model_name_or_path": draw(PLACE.filter(lambda text: text is not None)),
+        "lora_alpha": draw(COUNT),
         "lora_target_modules": draw(WORDS),
         "modules_to_save": draw(WORDS),
         "use_rslora": draw(st.booleans()),
-        "adapter_name_or_path": draw(OPTIONAL_TEXT),
+        "adapter_name_or_path": draw(PLACE),
         "packing": draw(st.booleans()),
         "loss_on": draw(st.sampled_from(["assistant", "completion", "all"])),
         "max_train_samples": draw(st.none() | COUNT),
@@ -524,8 +575,8 @@ def test_replace_changes_fields_that_are_checked_together():
         (BatchConfig, {"per_device_eval_batch_size": -1}, "--per_device_eval_batch_size must be at least 1"),
         (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
         (BatchConfig, {"max_steps": 0}, "--max_steps must be positive"),
-        (BatchConfig, {"seed": -1}, "--seed must not be negative, but is -1"),
-        (BatchConfig, {"dataloader_num_workers": -1}, "--dataloader_num_workers must not be negative, but is -1"),
+        (BatchConfig, {"seed": -1}, "--seed must be between 0 and 2**32 - 1, but is -1"),
+        (BatchConfig, {"dataloader_num_workers": -1}, "--dataloader_num_workers must be between 0 and 2**32 - 1, but is -1"),
         (BatchConfig, {"num_train_epochs": -0.5}, "--num_train_epochs must be positive"),
         (BatchConfig, {"num_train_epochs": math.nan}, "--num_train_epochs"),
         (BatchConfig, {"num_train_epochs": math.inf}, "--num_train_epochs"),
@@ -595,6 +646,7 @@ def test_processes_that_share_a_model_read_the_same(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert configs.data_parallel_size() == 8
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for name, size in {"DP_REPLICATE": 2, "DP_SHARD": 2, "TP": 2, "CP": 1, "SP": 1}.items():
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
     assert configs.data_parallel_size() == 4

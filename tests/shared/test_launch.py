@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from shared import launch
-from shared.config import ConfigError, flag
+from shared.config import ConfigError, NotNow, data_parallel_size, flag
 from tests.conftest import LAUNCHER, ROOT, Run, command, run
 
 
@@ -33,6 +33,60 @@ def test_accumulation_has_one_owner(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(ConfigError, match="gradient_accumulation_steps is 4 in the launch config"):
         launch.start(0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend is INDUCTOR .* give --torch_compile"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version is 1 .*: use fsdp2.yaml"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version is 1"),  # what Accelerate takes it for
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            "fsdp_activation_checkpointing is set .* give --gradient_checkpointing full",
+        ),
+    ],
+)
+def test_compiling_and_recomputing_have_one_owner(monkeypatch, variables, message):
+    """Accelerate's wrappers would give weights names that neither final/ nor a checkpoint may have."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        launch.start(0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharded", "message"),
+    [
+        ({"tp_size": 2, "dp_shard_size": 2}, False, "dp_shard_size need FSDP"),
+        ({"tp_size": 2, "dp_replicate_size": 2}, False, "dp_shard_size need FSDP"),
+        ({"dp_replicate_size": 4}, True, "FSDP has nothing to cut"),
+        ({"dp_shard_size": 2, "cp_size": 2}, True, "no template cuts sequences"),
+        ({"dp_shard_size": 2, "sp_size": 2}, True, "no template cuts sequences"),
+    ],
+)
+def test_sizes_that_would_train_something_else_are_refused(monkeypatch, sizes, sharded, message):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(sharded).lower())
+    for name, value in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", str(value))
+    with pytest.raises(ConfigError, match=message):
+        data_parallel_size()
+
+
+@pytest.mark.parametrize("hidden", [None, "", "-1"])
+def test_a_gpu_that_pytorch_cannot_use_is_not_left_idle_in_silence(monkeypatch, hidden):
+    monkeypatch.setattr(launch, "_nvidia_gpus", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr(launch, "_has_accelerator_device", lambda: False)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is None:
+        with pytest.raises(NotNow, match=r"this machine has a GPU, but PyTorch .* cannot use it"):
+            launch.start(0)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        launch._refuse_to_leave_gpus_idle()
 
 
 @pytest.mark.parametrize(("config", "name"), [("ddp", "DDP x 2"), ("fsdp2", "FSDP2 x 2"), ("deepspeed_zero2", "ZeRO-2 x 2")])

@@ -12,7 +12,6 @@ from PIL import Image
 from sklearn import metrics
 
 from shared import report
-from shared.config import ConfigError
 from shared.data import IGNORED
 from shared.images import Images
 from shared.report import Predictions, scores
@@ -252,7 +251,13 @@ def test_names_with_signs_of_mathematics_are_drawn_as_they_are(run_dir, pictures
     assert len(predictions.write(run_dir, pictures(2))) == 2
 
 
-def test_a_picture_that_has_become_unreadable_names_its_path(run_dir, tmp_path):
+def test_names_that_are_not_unicode_are_drawn_as_their_bytes(run_dir, monkeypatch):
+    """As a folder's name in another encoding is."""
+    names, _, _ = shown(monkeypatch, made([0, 1], [1, 0], ["caf\udce9", "thé"]), run_dir / "x.png")
+    assert names == [r"caf\udce9", "thé"]
+
+
+def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, capsys):
     class Gone:
         def __getitem__(self, index):
             return tmp_path / "none.png"
@@ -261,6 +266,8 @@ def test_a_picture_that_has_become_unreadable_names_its_path(run_dir, tmp_path):
             return "none.png"
 
     images = Images(Gone(), np.array([[0, 0], [1, 0]]))
-    with pytest.raises(ConfigError, match=r"none.png: no such file"):
-        made([0, 1], [1, 0], "ab").write(run_dir, images)
+    assert made([0, 1], [1, 0], "ab").write(run_dir, images) == [run_dir / "confusion_matrix.png"]
+    said = capsys.readouterr().err
+    assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
+    assert (run_dir / "evaluation.json").exists()
     assert report.MISTAKES == 32
