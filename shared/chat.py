@@ -37,15 +37,8 @@ if TYPE_CHECKING:
 FORMAT = 5  # raised when the prepared files change meaning
 AT_ONCE = 128  # records that a process is handed at a time
 COPIED_AT_ONCE = 2**24  # bytes
-TODAY = {
-    "%d": "26",
-    "%-d": "26",
-    "%m": "07",
-    "%b": "Jul",
-    "%B": "July",
-    "%y": "24",
-    "%Y": "2024",
-}  # Llama 3's without a clock
+# What Llama 3's templates take for today without a clock.
+TODAY = {"%d": "26", "%-d": "26", "%m": "07", "%b": "Jul", "%B": "July", "%y": "24", "%Y": "2024"}
 MINE, NEXT = "\ue000", "\ue001"  # characters that nobody writes
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 

@@ -428,9 +428,9 @@ def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
         if token == "--config":
             if i + 1 == len(tokens):
                 raise ConfigError("--config needs the path of a YAML file")
-            return tokens[:i] + tokens[i + 2 :], Path(tokens[i + 1])
+            return tokens[:i] + tokens[i + 2 :], Path(tokens[i + 1]).expanduser()
         if token.startswith("--config="):
-            return tokens[:i] + tokens[i + 1 :], Path(token.split("=", 1)[1])
+            return tokens[:i] + tokens[i + 1 :], Path(token.split("=", 1)[1]).expanduser()
     return tokens, None
 
 

@@ -287,9 +287,9 @@ def outside_of_text(model: Any) -> str | None:
 
 def freeze_outside_of_text(model: Any) -> None:
     """Leave what text does not pass through as it is: no gradient reaches it, and DDP would wait for one."""
-    inside = {model.get_decoder(), model.get_output_embeddings()}
-    if model in inside or model.config.get_text_config() is model.config:
+    if model.config.get_text_config() is model.config:
         return
+    inside = {model.get_decoder(), model.get_output_embeddings()}
     used = {parameter for module in inside if module is not None for parameter in module.parameters()}
     unused = [parameter for parameter in model.parameters() if parameter not in used]
     for parameter in unused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -159,11 +160,12 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _own_what_is_left(model: nn.Module) -> None:
     """Give the modules that `modules_to_save` replaced weights of their own: FSDP cannot cut a tied one in two places."""
+    places = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
     for module in list(model.modules()):
         if hasattr(module, "modules_to_save") and isinstance(old := getattr(module, "original_module", None), nn.Module):
             for part in old.modules():
                 for name, parameter in part._parameters.items():
-                    if parameter is not None:
+                    if parameter is not None and places[parameter] > 1:
                         part._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
 
 

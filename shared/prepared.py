@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -133,10 +134,10 @@ def in_order(
     """
     items = iter(items)
     if processes is None or processes <= 1:
-        started = time.monotonic()
+        until = time.monotonic() + ALONE_FOR if processes is None and cores() > 1 else math.inf
         for result in map(make(*parts), items):
             yield result
-            if processes is None and time.monotonic() - started > ALONE_FOR:
+            if time.monotonic() > until:
                 break
         else:
             return
