@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 FORMAT = 5  # raised when the prepared files change meaning
 AT_ONCE = 128  # records that a process is handed at a time
 COPIED_AT_ONCE = 2**24  # bytes
-# What Llama 3's templates take for today without a clock.
-TODAY = {"%d": "26", "%-d": "26", "%m": "07", "%b": "Jul", "%B": "July", "%y": "24", "%Y": "2024"}
+TODAY = datetime(2024, 7, 26)  # what Llama 3's templates take for it without a clock
 MINE, NEXT = "\ue000", "\ue001"  # characters that nobody writes
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 
@@ -147,16 +147,16 @@ def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]
     """Checked, in the form that chat templates are written for: text, and calls whose arguments are an object."""
     read = []
     for number, given in enumerate(messages, 1):
-        message = {"content": None} | {key: value for key, value in given.items() if value is not None}
-        parts, calls = message["content"], message.get("tool_calls")
+        message = {key: value for key, value in given.items() if value is not None or key == "content"}
+        parts, calls = message.get("content"), message.get("tool_calls")
         if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
             message["content"] = "".join(part["text"] for part in parts)
         if message.get("role") == "developer":
             message["role"] = "system"
         if message.get("role") not in ROLES:
             raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
-        if not isinstance(message["content"], str) and not calls:
-            raise ConfigError(f"{where}: content of message {number} is {kind(message['content'])}, expected text")
+        if not isinstance(message.get("content"), str) and not calls:
+            raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
         if message.get("weight", 1) not in (0, 1):
             raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
         if isinstance(calls, list):
@@ -258,9 +258,9 @@ class Encoder:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        template = self._without_a_clock(tools)
-        render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template)  # type: ignore[arg-type]
         try:
+            template = self._without_a_clock(tools)
+            render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template)  # type: ignore[arg-type]
             messages = self._as_the_template_takes_them(messages, render)
             if self.marks_turns:
                 encoded: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -289,7 +289,8 @@ class Encoder:
         template = self.tokenizer.get_chat_template(tools=tools)
         if "strftime_now" not in template:
             return template
-        written = "format" + "".join(f".replace({code!r}, {value!r})" for code, value in TODAY.items())
+        codes = [f"%{letter}" for letter in ("-d", "-m", "-H", "-I", *"aAbBdeFHIjmMpSTyY")]
+        written = "format" + "".join(f".replace({code!r}, {TODAY.strftime(code)!r})" for code in codes)
         return f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
 
     @staticmethod

@@ -394,7 +394,8 @@ def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], desc
             raise
     else:
         for name, value in flatten(config).items():
-            if isinstance(value, float) and not math.isfinite(value):
+            endless = name == "max_grad_norm" and value == math.inf  # as good a word for no clipping as 0
+            if isinstance(value, float) and not math.isfinite(value) and not endless:
                 raise ConfigError(f"--{name} is {value}, with which nothing can be computed")
         return config
     text = " ".join(line.strip(" │╭╮╰╯─") for line in report.getvalue().splitlines())
@@ -410,7 +411,7 @@ def _with_home(tokens: list[str]) -> list[str]:
         flag, equals, value = token.partition("=") if token.startswith("--") else ("", "", token)
         key = _key(flag) or key
         if (equals or not flag) and re.search(r"(dir|file|path|checkpoint|config_name|tokenizer_name|dataset_name)$", key):
-            if not value:
+            if not value and not key.endswith(("path", "name")):
                 raise ConfigError(f"--{key} is given, but empty")
             value = os.path.expanduser(value)
         result.append(flag + equals + value)

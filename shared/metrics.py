@@ -39,7 +39,9 @@ UNREAD = 1000  # steps whose losses may lie on the device: more would fill memor
 
 # Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets; found in the device's name, first match.
 PEAK_FLOPS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -312,7 +314,7 @@ class Logger:
 
         self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
         patience, mode = os.environ.get("WANDB_INIT_TIMEOUT", "30"), os.environ.get("WANDB_MODE", "")
-        if not patience.isdecimal():
+        if not re.fullmatch(r"\d+(\.\d*)?", patience):
             raise ConfigError(f"WANDB_INIT_TIMEOUT is {patience!r}, not a number of seconds")
         if mode not in ("", "online", "offline", "disabled", "dryrun", "run", "shared"):
             raise ConfigError(f"WANDB_MODE is {mode!r}, not online, offline or disabled")

@@ -329,11 +329,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of Arrow's without the nulls in its objects: there each object has the keys of all. Its own stay."""
+    """A record of Arrow's without the nulls in its objects: there each object has the keys of all.
+
+    Its own stay, and a message's content, of which null says that there is none.
+    """
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: strip(inner) for key, inner in value.items() if inner is not None}
+            return {key: strip(inner) for key, inner in value.items() if inner is not None or key == "content"}
         return [strip(inner) for inner in value] if isinstance(value, list) else value
 
     return {column: strip(value) for column, value in record.items()}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from shared.commands.new import closure, templates
 from shared.commands.selftest import FLAGS
@@ -135,8 +136,9 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     assert said.endswith("--num_processes 2 train.py")
     readme = (folder / "README.md").read_text()
     assert "\nACCELERATE_USE_CPU=true python -m shared verify-resume -- accelerate launch --config_file" in readme
-    assert "\nname: my-pipes #" in (folder / "jobs/compose.yaml").read_text()
-    assert "image: my-pipes\n" in (folder / "jobs/compose.yaml").read_text()
+    compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
+    assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
+    assert "jobs/compose.yaml" not in shared("upgrade", "--check", cwd=folder).stdout
     plan = ("plan", "--gpus", 2, "--lora_r", 8, "--load_in_4bit", "--seq_length", 64)
     assert " train.py --lora_r 8 --load_in_4bit --per_device" in shared(*plan, cwd=folder).stdout
 

@@ -101,8 +101,8 @@ def script(name: str, names: tuple[str, ...]) -> str:
     return "train.py" if len(names) == 1 else f"{name}.py"
 
 
-def build(names: tuple[str, ...]) -> Project:
-    """All files of a project of these templates, in memory.
+def build(names: tuple[str, ...], called: str) -> Project:
+    """All files of a project of these templates, in memory; its containers are `called` so.
 
     Raises:
         ConfigError: there is no such template, or this copy of the package has none.
@@ -128,6 +128,10 @@ def build(names: tuple[str, ...]) -> Project:
     files |= {str(path.relative_to(SOURCE)): path.read_bytes() for path in sorted(paths)}
     for path in sorted((SOURCE / "jobs").iterdir()):
         files[f"jobs/{path.name}"] = _named(path.read_text(encoding="utf-8"), names).encode()
+    compose = files["jobs/compose.yaml"].decode()  # on one machine, projects share neither image nor volumes
+    for of, common in (("name", "accelerate-templates"), ("image", "templates")):
+        compose = compose.replace(f"{of}: {common}", f'{of}: "{called}"')
+    files["jobs/compose.yaml"] = compose.encode()
     own = {"requirements.txt": requirements(packages), "README.md": _readme(names), "smoke_test.py": _smoke_test(names)}
     own |= {"Dockerfile": _dockerfile(names), ".dockerignore": _dockerignore(names), ".gitignore": GITIGNORE}
     files |= {name: text.encode() for name, text in own.items()}
@@ -294,7 +298,8 @@ def main() -> None:
     parser.add_argument("templates", nargs="+", help=f"one or more of {', '.join(templates())}")
     parser.add_argument("folder", type=Path, help="of the new project; it must not hold anything yet")
     options = parser.parse_args()
-    made = build(tuple(dict.fromkeys(options.templates)))
+    called = re.sub(r"[^a-z0-9]+", "-", options.folder.resolve().name.lower()).strip("-") or "training"
+    made = build(tuple(dict.fromkeys(options.templates)), called)
     create(options.folder, made)
     size = sum(map(len, made.files.values()))
     before, run, _ = _launches(made.names)
@@ -314,10 +319,6 @@ def create(folder: Path, made: Project) -> None:
         for name, content in made.files.items():
             put(folder / name, content)
         write_origin(folder, made)
-        compose = folder / "jobs/compose.yaml"  # on one machine, projects share neither image nor volumes
-        own = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
-        text = compose.read_text(encoding="utf-8").replace("name: accelerate-templates", f"name: {own}")
-        compose.write_text(text.replace("image: templates", f"image: {own}"), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     if shutil.which("git"):

@@ -138,7 +138,7 @@ def main() -> None:
     if not shutil.which("git"):
         raise ConfigError("upgrade merges with git, which is not installed")
     with tempfile.TemporaryDirectory() as temporary:
-        new = Path(temporary) / "new"
+        new = Path(temporary) / (folder.name or "new")
         latest(options.source or Path(origin["source"]), origin["templates"], new)
         made = plan(folder, new, origin)
         later = json.loads((new / ORIGIN).read_text())

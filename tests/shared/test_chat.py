@@ -203,6 +203,7 @@ def test_turns_that_cannot_be_found_are_refused(chatml):
         ("\n{%- if strftime_now is defined %}{%- set d = strftime_now('%d %b %Y') %}{%- endif %}{{ d }}\n", "26 Jul 2024\n"),
         ("\n  {% macro now() %}{{- 'On ' + strftime_now('%Y-%m-%d') }}{% endmacro %}{{ now() }}", "\nOn 2024-07-26"),
         ("{{ strftime_now('%B %-d, %Y') }}", "July 26, 2024"),
+        ("{{ strftime_now('%A %e %b %y %H:%M, %j') }}", "Friday 26 Jul 24 00:00, 208"),
     ],
 )
 def test_a_template_that_writes_the_date_makes_the_same_samples_on_any_day(chatml, head, written):
@@ -224,6 +225,19 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
     for nothing in (None, [], "[]", "null", ""):
         assert chat.read_example(record | {"tools": nothing}, "chat messages", "here").tools is None
+
+
+def test_a_call_without_content_has_none(chatml):
+    """What a template would write for it differs with the version of transformers."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    (read,) = chat.read_example({"messages": [call]}, "chat messages", "here").messages
+    assert read == call
+
+
+def test_several_templates_of_which_none_is_the_default_are_one_line(chatml):
+    chatml.chat_template = {"one": CHATML, "other": CHATML}
+    with pytest.raises(ConfigError, match="here: the chat template refuses this conversation"):
+        Encoder(chatml, "assistant")(Example(TURNS), "here")
 
 
 def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_not(tmp_path):

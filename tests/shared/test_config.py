@@ -221,6 +221,7 @@ def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
     [
         (["--rate", "nan"], "--rate is nan, with which nothing can be computed"),
         (["--rate=inf"], "--rate is inf"),
+        (["--rate=-inf"], "--rate is -inf"),
         (["--words", "a", "--words", "b"], "--words is given twice"),
         (["--words=a", "--words=b"], "--words is given twice"),
         (["--config", "a", "--config", "b"], "--config is given twice"),
@@ -259,7 +260,8 @@ def test_a_path_may_begin_at_home_and_may_not_be_empty(templates, monkeypatch):
         assert parse(argv).checkpoint.output_dir == Path("/home/me/run")
     assert parse(["--sample_prompt=~/run"]).sample_prompt == "~/run"
     assert parse(["--model_name_or_path", "~/a~b"]).model_name_or_path == "/home/me/a~b"
-    for flag in ("output_dir", "resume_from_checkpoint", "tokenizer_name", "train_file"):
+    assert parse(["--model_name_or_path", ""]).model_name_or_path == ""
+    for flag in ("output_dir", "resume_from_checkpoint", "train_file"):
         for argv in ([f"--{flag}="], [f"--{flag}", ""]):
             with pytest.raises(ConfigError, match=f"--{flag} is given, but empty"):
                 parse(argv)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared import profiling
+from shared import metrics, profiling
 from tests.conftest import run
 
 
@@ -75,3 +75,26 @@ def test_a_run_that_is_shorter_than_the_profile(text_file, tiny_model, tmp_path)
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 3)
     short = run("pretrain", tmp_path / "run", *flags, "--eval_samples", 2, "--profile")
     assert short.returncode == 0 and not (tmp_path / "run" / profiling.TRACE).exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10G", 70),
+        ("Tesla T4", 65),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA T400 4GB", None),
+    ],
+)
+def test_peaks_are_those_of_the_device_and_of_no_other(monkeypatch, device, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    assert metrics.peak_flops(torch.device("cuda")) == (peak and peak * 1e12)
