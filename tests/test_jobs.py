@@ -110,7 +110,7 @@ def test_the_exit_code_of_a_command(command, code):
 def test_wrong_input_has_its_exit_code_however_many_processes(flags, tmp_path, processes):
     launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
     launch += ["--num_processes", processes, "--main_process_port", free_port()]
-    wrong = ["templates/pretrain.py", *flags, "--output_dir", tmp_path / "run", "--train_file", "/nowhere"]
+    wrong = ["templates/pretrain.py", *flags, "--output_dir", tmp_path / "run", "--validation_file", "/nowhere"]
     process = under_run("accelerate", "launch", *launch, *wrong, stderr=subprocess.PIPE)
     _, said = process.communicate(timeout=200)
     assert process.returncode == 2 and "/nowhere" in said

@@ -353,7 +353,8 @@ def test_tensorboard_gets_the_scalars_in_the_runs_folder(base, tmp_path):
 def test_bad_data_is_one_config_error(base, tmp_path, content, message):
     path = tmp_path / "data.jsonl"
     path.write_text(content)
-    flags = (*base, "--per_device_train_batch_size", 4, "--train_file", path, "--output_dir", tmp_path / "run")
+    given = [path if before == "--train_file" else flag for before, flag in zip((None, *base), base, strict=False)]
+    flags = (*given, "--per_device_train_batch_size", 4, "--output_dir", tmp_path / "run")
     with pytest.raises(ConfigError) as caught:
         run_here("lora_finetune", *flags)
     assert message in str(caught.value) and "\n" not in str(caught.value)
