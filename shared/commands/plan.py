@@ -120,8 +120,8 @@ def main() -> None:
         "tensor_parallel": f" --parallelism_config_tp_size {gpus}",
     }.get(name, "")
     print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
-    name = "lora_finetune" if config.lora_r else "pretrain"
-    places = (f"templates/{name}.py", f"{name}.py")  # here and in a project of several templates
+    template = "lora_finetune" if config.lora_r else "pretrain"
+    places = (f"templates/{template}.py", f"{template}.py")  # here and in a project of several templates
     script = next((place for place in places if (Path(__file__).parents[2] / place).exists()), "train.py")
     if config.lora_r:
         flags += f" --lora_r {config.lora_r}" + (" --load_in_4bit" if config.load_in_4bit else "")
