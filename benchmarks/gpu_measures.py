@@ -142,7 +142,7 @@ class Loop:
 
         self.config = OptimConfig(**settings)
         optimizers, norm = optim.build(model, self.config), self.config.max_grad_norm
-        self.model, *self.optimizers = parallel.prepare(accelerator, model, *optimizers, max_grad_norm=norm)
+        self.model, self.optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=norm)
         self.accelerator, self.loss, self.state = accelerator, loss, TrainState()
         targets = [(batch, int((batch["labels"] != -100).sum()), len(batch["labels"])) for batch in batches]
         self.windows = [Window([batch], n, rows, 0, None, np.arange(rows)[None]) for batch, n, rows in targets]

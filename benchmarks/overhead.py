@@ -184,7 +184,7 @@ def project_loop(options: argparse.Namespace) -> Row:
         per_device=ROWS,
         **parallel.share(accelerator),
     )
-    model, *optimizers = parallel.prepare(accelerator, model, *optim.build(model, config), max_grad_norm=1.0)
+    model, optimizers = parallel.prepare(accelerator, model, optim.build(model, config), max_grad_norm=1.0)
     state, watch = TrainState(), Stopwatch(parts=options.parts)
     never = options.steps + 1  # evaluated, saved and logged
     log = LogConfig(report_to="none", logging_steps=never)

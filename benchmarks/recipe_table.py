@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     whole = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
     model.set_gradient_checkpointing(whole, checkpointing)
     built = optim.build(whole, OptimConfig())
-    prepared, *optimizers = parallel.prepare(accelerator, whole.train(), *built, max_grad_norm=1.0)
+    prepared, optimizers = parallel.prepare(accelerator, whole.train(), built, max_grad_norm=1.0)
     lm_loss.fuse_head(accelerator, prepared, args.vocab)
     rows = args.rows // accumulation
     tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)

@@ -735,14 +735,13 @@ def describe(samples: Conversations, config: ChatConfig) -> str:
     )
 
 
-def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0, *, colour: bool = False) -> str:
-    """A sample as text, with the learned tokens between marks (or in green)."""
+def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
+    """A sample as text, with the learned tokens between ⟦ and ⟧."""
     ids = np.asarray(samples.ids[samples.starts[index] : samples.ends[index]])
     learned = np.asarray(samples.learned[samples.starts[index] : samples.ends[index]]).copy()
     learned[0] = False
-    first, last = ("\033[32m", "\033[0m") if colour else ("⟦", "⟧")
     parts = []
     for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1):
         text = str(tokenizer.decode(ids[run].tolist()))
-        parts.append(f"{first}{text}{last}" if learned[run[0]] else text)
+        parts.append(f"⟦{text}⟧" if learned[run[0]] else text)
     return "".join(parts)

@@ -213,7 +213,7 @@ class Checkpointer:
 
     Args:
         accelerator: of the run.
-        model, optimizers: as `accelerator.prepare` returned them.
+        model, optimizers: as `parallel.prepare` returned them.
         run_dir: where `checkpoint-000120/` and its siblings go.
         config: the template's, whose `checkpoint` group says how many stay, and which is compared on resume.
         data: fingerprint of the samples; resuming with others is refused.
@@ -239,7 +239,7 @@ class Checkpointer:
         self.settings = configs.redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
         self.model = accelerator.unwrap_model(model)
-        self.optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+        self.optimizers = optimizers
         reshard(self.model)  # a forward before may have left weights gathered, which are other parameters
         # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -557,8 +557,9 @@ class Checkpointer:
         if zero.is_used(self.accelerator) or configs.pipeline_ranks() > 1:
             return  # whose ranks do not know the whole
         step = _step_of(folder) if folder and NAME.fullmatch(folder.name) else 0
-        left = self.options.save_total_limit if total_steps is None else total_steps - step
-        to_come = math.ceil(max(0, left) / self.options.save_steps)
+        to_come = self.options.save_total_limit
+        if total_steps is not None:
+            to_come = math.ceil(max(0, total_steps - step) / self.options.save_steps)
         # A new one is there before the oldest goes.
         more, one = min(to_come, self.options.save_total_limit + 1 - len(checkpoints(self.run_dir))), self.size()
         if more > 0:

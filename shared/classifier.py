@@ -26,20 +26,6 @@ from shared.options import BatchConfig
 # Heads -----------------------------------------------------------------------------------------------------------------
 
 
-HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "dist_head", "head_dist", "score", "fc")
-
-
-def head(model: Any) -> list[nn.Module]:
-    """The modules that turn features into scores. Raises ConfigError where they have none of the usual names."""
-    if hasattr(model, "timm_model"):
-        found = model.timm_model.get_classifier()
-        return list(found) if isinstance(found, tuple) else [found]
-    heads = [module for name, module in model.named_children() if name in HEADS]
-    if not heads:
-        raise ConfigError(f"{type(model).__name__} has no head named {', '.join(HEADS[:-1])} or {HEADS[-1]}")
-    return heads
-
-
 def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """A classifier of these classes with the weights of `name`, and the order in which it scores them.
 
@@ -65,13 +51,13 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
         dtype=torch.float32,
         **options,
     )
-    own = {id(p) for module in head(model) for p in module.parameters()}
+    own = {id(p) for module in models.heads(model) for p in module.parameters()}
     of_head = {key for key, p in model.named_parameters() if id(p) in own}
     lost = {key if isinstance(key, str) else key[0] for key in [*info["missing_keys"], *info["mismatched_keys"]]} - of_head
     if lost:
         raise ConfigError(f"{name}: {len(lost)} weights of the backbone are missing or of another shape: {min(lost)}")
     if not keeps_head:
-        for module in head(model):
+        for module in models.heads(model):
             for part in module.modules():
                 if isinstance(part, nn.Linear | nn.Conv2d):
                     nn.init.trunc_normal_(part.weight, std=0.02)
@@ -104,7 +90,7 @@ def _alike(modules: Any) -> bool:
 
 def freeze_backbone(model: nn.Module) -> None:
     """Leave only the head to be trained: linear probing. Raises ConfigError if it has no parameters."""
-    trained = [p for module in head(model) for p in module.parameters()]
+    trained = [p for module in models.heads(model) for p in module.parameters()]
     if not trained:
         raise ConfigError(f"{type(model).__name__} has no head that could be trained alone: drop --freeze_backbone")
     model.requires_grad_(False)

@@ -188,10 +188,10 @@ def flag(name: str) -> bool:
 
 
 def require_at_least_one(config: Any, *names: str) -> None:
-    """Raise a ConfigError that names the flag where one of these fields is below 1."""
+    """Raise a ConfigError that names the flag where one of these fields is below 1; None is not given."""
     for name in names:
-        if getattr(config, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {getattr(config, name)}")
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {value}")
 
 
 _pipeline_ranks = 1

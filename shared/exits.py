@@ -62,30 +62,37 @@ class OutOfMemory(CleanExit):
         rows, checkpointing = config.batch.micro_batch()[0], config.speed.gradient_checkpointing
         sharded, deepspeed = configs.flag("ACCELERATE_USE_FSDP"), configs.flag("ACCELERATE_USE_DEEPSPEED")
         pipeline, cut = configs.pipeline_ranks() > 1, configs.flag("ACCELERATE_USE_PARALLELISM_CONFIG")
-        find = "" if deepspeed or pipeline else " (or --find_batch_size)"
+        images, streamed = hasattr(config, "images"), getattr(getattr(config, "text", None), "streaming", False)
+        find = "" if deepspeed or pipeline or streamed else " (or --find_batch_size)"
         whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
         levers = [
-            (rows > 1, f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same"),
+            (
+                rows > 1 and not config.batch.find_batch_size,
+                f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same",
+            ),
             (
                 os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
                 "--mixed_precision bf16 after `accelerate launch`: activations in half the size",
             ),
-            (checkpointing != "full", "--gradient_checkpointing full: recomputes activations, a third slower"),
+            (
+                checkpointing != "full",
+                f"--gradient_checkpointing full{' (without BatchNorm)' * images}: recomputes activations, a third slower",
+            ),
             (whole and config.optim.optim == "adamw", "--optim adamw_8bit: a quarter of the optimizer's state"),
             (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
             (pipeline, "more --pipeline_ranks"),
             (
-                not (pipeline or configs.flag("FSDP_OFFLOAD_PARAMS")),
+                not (pipeline or images or configs.flag("FSDP_OFFLOAD_PARAMS")),
                 "accelerate_configs/fsdp2_offload.yaml: weights in the machine's memory",
             ),
-            (True, "shorter rows, or a smaller model"),
+            (True, "smaller images, or a smaller model" if images else "shorter rows, or a smaller model"),
         ]
         if torch.cuda.is_available():
             print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
         advice = [text for applies, text in levers if applies]
         super().__init__(
-            f"out of memory: {configs.first_line(error)}\n  next: {advice[0]}\n  then: {'; '.join(advice[1:])}\n"
-            "  `python -m shared plan --help` predicts what fits"
+            f"out of memory: {configs.first_line(error)}\n  next: {advice[0]}\n  then: {'; '.join(advice[1:])}"
+            + ("" if images else "\n  `python -m shared plan --help` predicts what fits")
         )
 
 
@@ -175,7 +182,7 @@ def report_end_in(folder: Path) -> None:
 
 
 def at_step(step: int) -> None:
-    """Note how many optimizer steps are done, for the message of a rank that waits for another in vain."""
+    """Note how many optimizer steps are done, for exit.json and for the last message."""
     global _step
     _step = step
 

@@ -26,18 +26,15 @@ def point(place: str) -> None:
     faults = os.environ.get("TEMPLATES_FAULT")
     if not faults:
         return
+    own = os.environ.get("RANK", "0")
     _seen[place] += 1
     for fault in faults.split(","):
         match = re.fullmatch(r"([a-z_.]+):([a-z]+)(?:@(\d+))?(?:#(\d+))?", fault)
         if match is None:
             raise ValueError(f"TEMPLATES_FAULT: {fault!r} is not PLACE:ACTION[@TIMES][#RANK]")
         where, action, count, rank = match.groups()
-        if where == place and _seen[place] == int(count or 1) and os.environ.get("RANK", "0") == (rank or _rank()):
+        if where == place and _seen[place] == int(count or 1) and os.environ.get("RANK", "0") == (rank or own):
             _act(action)
-
-
-def _rank() -> str:
-    return os.environ.get("RANK", "0")
 
 
 def _act(action: str) -> None:

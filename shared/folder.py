@@ -132,7 +132,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def commit(temporary: Path, folder: Path) -> None:
     """Give a folder that is completely written its name, so that it is there whole or not at all. Call on one rank."""
-    os.umask(umask := os.umask(0))
+    os.umask(umask := os.umask(0o077))  # the only way to read it; files made meanwhile are not open to all
     for path in temporary.rglob("*"):
         if path.is_file():
             with contextlib.suppress(OSError):  # where a mount decides on owners and permissions, nobody may change them

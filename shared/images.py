@@ -19,8 +19,8 @@ from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from shared import data, demo, prepared, records
-from shared.config import ConfigError, cache_dir, cores, first_line, is_main_rank, redact
+from shared import data, prepared, records
+from shared.config import ConfigError, NotNow, cache_dir, cores, first_line, is_main_rank, is_of_the_network, redact
 from shared.data import Row
 from shared.launch import on_main, say
 from shared.options import ImageConfig
@@ -200,12 +200,27 @@ class _Found:
     version: str = ""  # of a table's contents
 
 
+def _write_digits(folder: Path) -> None:
+    """Write scikit-learn's 1,797 handwritten digits as `folder/<digit>/<number>.png`, 8 x 8 pixels, 16 shades of grey.
+
+    E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    for number, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
+        file = folder / str(label) / f"{number:04d}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray((pixels * 255 / 16).astype(np.uint8)).save(file)
+
+
 def prepare(config: ImageConfig) -> ImageData:
     """Find the images, look at each once (later runs remember what was seen), split. Every rank calls this.
 
     Raises:
         ConfigError: no images, an image that cannot be read (without --skip_bad_images), an empty class, a label that
             training does not know; with the path.
+        NotNow: the Hub does not answer.
     """
     table = None
     if config.dataset_name is not None:
@@ -218,7 +233,7 @@ def prepare(config: ImageConfig) -> ImageData:
 
     is_demo = config.is_demo
     if is_demo:
-        folder = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", demo.digits)
+        folder = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", _write_digits)
         config = ImageConfig(train_dir=folder, validation_split_percentage=config.validation_split_percentage)
     key = on_main(look)
     folder = cache_dir() / "images" / key
@@ -490,7 +505,8 @@ def _open_table(config: ImageConfig) -> _Table:
         try:
             return datasets.load_dataset(name, config.dataset_config_name)
         except Exception as error:  # datasets raises a wide range of types for what the user typed
-            raise ConfigError(f"--dataset_name {name}: {first_line(error)}") from None
+            kind_of = NotNow if is_of_the_network(error) else ConfigError
+            raise kind_of(f"--dataset_name {name}: {first_line(error)}") from None
 
     splits = load()  # on every rank: the library lets one download and the others wait, however long that takes
     first = config.train_split_name

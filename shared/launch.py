@@ -59,7 +59,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
     on_cpu = configs.flag("ACCELERATE_USE_CPU")
     if not on_cpu:
         _refuse_to_leave_gpus_idle()
-    _quieten_libraries()
+    quieten_libraries()
     _refuse_second_answers()
     world_size = configs.world_size()
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
@@ -157,14 +157,11 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
-def say_evaluation(step: int, values: dict[str, float]) -> None:
-    """Print an evaluation's figures, one line, on the main rank."""
-    say(f"step {step}: validation " + ", ".join(f"{k.removeprefix('eval_')} {v:.4f}" for k, v in values.items()))
-
-
-def say_finished(run_dir: Path, steps: int) -> None:
+def say_finished(run_dir: Path, steps: int, config: Any) -> None:
     """Print, on the main rank, that the run's budget is used up, and what to do if more is wanted."""
-    more = "Train longer with a larger --max_steps and --allow_changed max_steps"
+    given = configs.flatten(config)
+    budget = next((name for name in ("max_tokens", "num_train_epochs") if given.get(name)), "max_steps")
+    more = f"Train longer with a larger --{budget} and --allow_changed {budget}"
     say(f"{run_dir} is finished: {steps} steps. {more}, or choose another --output_dir")
 
 
@@ -312,7 +309,7 @@ def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
     return True
 
 
-def _quieten_libraries() -> None:
+def quieten_libraries() -> None:
     """Keep from the console what a user cannot act on. Errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -37,16 +37,13 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, and o
 class Job:
     """What is trained, apart from where."""
 
-    config: Any  # of transformers
+    config: Any = field(hash=False)  # of transformers
     batch: int  # rows of one micro-batch
     length: int  # tokens of a row
     mixed: bool = True  # bf16 over fp32 weights, else fp32
     lora_r: int = 0  # 0: all weights are trained
     four_bits: bool = False  # of the frozen base
     packed: bool = False  # several documents in a row, which takes a mask
-
-    def __hash__(self) -> int:
-        return hash((id(self.config), self.batch, self.length, self.mixed, self.lora_r, self.four_bits, self.packed))
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,13 @@ class Logger:
         with self._tracking():
             self.accelerator.log({**values, "step": self.state.step}, step=self._tracker_step)
 
+    def log_evaluation(self, values: dict[str, float]) -> None:
+        """Log and print an evaluation's values, and note in the state that it is made. Every rank calls this."""
+        self.log(values)
+        self.state.evaluated = self.state.step
+        figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in values.items())
+        say(f"step {self.state.step}: validation {figures}")
+
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
         """What goes wrong in a tracker is said once, and the run goes on without it."""

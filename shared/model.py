@@ -17,6 +17,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast, extract_model_from_parallel
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -71,8 +72,11 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         if is_out_of_memory(error):
             raise
         if is_of_the_network(error):
-            raise NotNow(f"{name}: {first_line(error)}") from error
-        if "trust_remote_code" in text:
+            here = "" if os.path.isdir(name) else "no such folder here, and "
+            raise NotNow(f"{name}: {here}{first_line(error)}") from error
+        if any(isinstance(e, HFValidationError) for e in (error, error.__cause__)):
+            reason = "no such folder, and no name of a model on the Hub, which is OWNER/MODEL"
+        elif "trust_remote_code" in text:
             reason = "it needs code of its own, which is never run here: take an architecture that transformers has"
         elif options.get("use_safetensors") and "safetensors" in text and not os.path.isdir(name):
             convert = _CONVERT_MODEL.format(loader=auto_class.__name__, folder=str(name))
@@ -274,7 +278,7 @@ def card(title: str, data: str, results: dict[str, float], settings: dict[str, A
 
 
 def outside_of_text(model: Any) -> str | None:
-    """A pattern of the names of modules that text does not pass through: the eyes of a model that takes images, too."""
+    """A pattern of the names of modules that text does not pass through: the vision tower of a multimodal model."""
     inside = {model.get_decoder(), model.get_output_embeddings()}
 
     def outer(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -430,6 +434,20 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of equal blocks to checkpoint or compile")
     return max(([*modules] for modules in lists), key=lambda found: sum(p.numel() for b in found for p in b.parameters()))
+
+
+HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "dist_head", "head_dist", "score", "fc")
+
+
+def heads(model: Any) -> list[nn.Module]:
+    """The modules that turn an image's features into scores. Raises ConfigError where they have none of the usual names."""
+    if hasattr(model, "timm_model"):
+        found = model.timm_model.get_classifier()
+        return list(found) if isinstance(found, tuple) else [found]
+    found = [module for name, module in model.named_children() if name in HEADS]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no head named {', '.join(HEADS[:-1])} or {HEADS[-1]}")
+    return found
 
 
 def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shared import config as configs
+from shared import model as models
 from shared.config import ConfigError
 from shared.options import OptimConfig
 
@@ -43,7 +44,8 @@ def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step
     return rate
 
 
-# Ends of names of what is no matrix, whatever its shape: Levit's and Swin's position biases, Swin 2's temperatures, Mamba's.
+# Parameters whose names end so are no weight matrices, whatever their shape: Levit's and Swin's position biases, Swin 2's
+# temperatures, Mamba's decay rates.
 VECTORS = ("bias", "biases", "_bias_table", "logit_scale", "A_log")
 
 
@@ -57,10 +59,8 @@ def _head_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of what turns features into scores, of tokens or classes; empty where it is not known."""
     if found := _token_head(model):
         return found
-    from shared import classifier
-
     try:
-        return {p for module in classifier.head(model) for p in module.parameters()}
+        return {p for module in models.heads(model) for p in module.parameters()}
     except ConfigError:
         return set()
 
@@ -128,7 +128,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """The optimizers of a model's trainable parameters: one, or two for Muon with AdamW.
 
-    Weight decay applies to hidden matrices alone. Hand all of them to `accelerator.prepare` together with the model.
+    Weight decay applies to hidden matrices alone. Hand all of them to `parallel.prepare` together with the model.
 
     Raises:
         ConfigError: bitsandbytes is asked for and not installed, or nothing is trainable.
@@ -153,7 +153,7 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         "eps": config.adam_epsilon,
     }
     if config.optim == "adamw_8bit":
-        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        if configs.flag("ACCELERATE_USE_FSDP"):
             raise ConfigError("--optim adamw_8bit cannot work on weights that FSDP shards: use adamw")
         try:
             from bitsandbytes.optim import AdamW8bit

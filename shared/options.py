@@ -326,8 +326,7 @@ class ChatConfig(TextConfig):
         super().__post_init__()
         if self.seq_length < 8:
             raise ConfigError(f"--seq_length must be at least 8, not {self.seq_length}")
-        if self.max_train_samples is not None and self.max_train_samples < 1:
-            raise ConfigError(f"--max_train_samples must be at least 1, not {self.max_train_samples}")
+        configs.require_at_least_one(self, "max_train_samples")
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,18 @@ def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, *optimizers: Any, max_grad_norm: float, comm_hook: str = "none"
-) -> tuple[Any, ...]:
-    """(model, *optimizers) as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Any], *, max_grad_norm: float, comm_hook: str = "none"
+) -> tuple[Any, list[Any]]:
+    """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
 
     Args:
         model: whole, on every rank, the same weights.
         optimizers: of its parameters, without state.
         max_grad_norm: DeepSpeed clips inside its own step, so it must know.
         comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
+
+    Returns:
+        The model; the optimizers without Accelerate's wrappers, which `steps.update` has no use for.
 
     Raises:
         ConfigError: the model or the optimizers cannot be spread that way, or the launch config has an answer of its own
@@ -91,17 +94,19 @@ def prepare(
             # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
             named = set(getattr(model, "_no_split_modules", None) or ())
             plugin.transformer_cls_names_to_wrap = sorted(named & {type(module).__name__ for module in model.modules()})
-        prepared = list(accelerator.prepare(model, *optimizers))
+        prepared = accelerator.prepare(model, *optimizers)
         if mesh is not None:
             layout.tp_size = mesh.size()
+    model, *wrapped = prepared
+    optimizers = [wrapper.optimizer for wrapper in wrapped]
     if comm_hook != "none":
-        if not isinstance(prepared[0], DistributedDataParallel):
+        if not isinstance(model, DistributedDataParallel):
             raise ConfigError("--ddp_comm_hook needs the processes of ddp.yaml")
-        prepared[0].register_comm_hook(None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook])
+        model.register_comm_hook(None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook])
     if mesh is not None:
-        for optimizer in prepared[1:]:
-            _one_mesh_a_group(optimizer.optimizer)
-    return tuple(prepared)
+        for optimizer in optimizers:
+            _one_mesh_a_group(optimizer)
+    return model, optimizers
 
 
 def tensor_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
@@ -187,7 +192,7 @@ def _one_mesh_a_group(optimizer: Any) -> None:
 
 
 def keeps_gradients(accelerator: Accelerator) -> bool:
-    """Whether gradients are views of DDP's buckets: set to zero they stay so; dropped, accumulation would hold both."""
+    """Whether to zero gradients in place: DDP's are views of its buckets; new ones would take their memory once more."""
     ddp = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     sizes = accelerator.parallelism_config
     return ddp and not (sizes is not None and sizes.tp_enabled)

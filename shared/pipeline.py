@@ -162,12 +162,9 @@ class Pipeline:
         self.scale = scale
         loss = self._pass(self.schedule.step, batches)
         if self.readers > 1:
-            gradients = [p.grad for part in self.parts for p in part.parameters() if p.grad is not None]
-            flat = torch._utils._flatten_dense_tensors(gradients)
-            dist.all_reduce(flat, group=self.data_group)
-            flat /= self.readers
-            for gradient, reduced in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
-                gradient.copy_(reduced)
+            for gradient in [p.grad for part in self.parts for p in part.parameters() if p.grad is not None]:
+                dist.all_reduce(gradient, group=self.data_group)
+                gradient /= self.readers
         return loss
 
     @torch.no_grad()

@@ -85,7 +85,7 @@ def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None
         loss: scalar, summed over the micro-batch's targets.
         scale: see `loss_scale`.
     """
-    if zero.is_used(accelerator) or accelerator.scaler is not None:  # who take the loss alone
+    if zero.is_used(accelerator) or accelerator.scaler is not None:  # which take a loss, no gradient
         accelerator.backward(loss * scale)
     else:  # equal to that bit for bit, and spares the device some small kernels
         loss.backward(torch.full_like(loss, scale))
@@ -117,8 +117,7 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
     own gradients are, and lowers its scale.
 
     Fused AdamW's kernel looks at it itself and leaves weights and state as they were, so nothing waits for the device;
-    for others, offloaded weights and fp16 the answer is fetched. The inner optimizers are driven directly: with fp16,
-    Accelerate's wrappers would each update the loss scale, so that a second optimizer's gradients were unscaled twice.
+    for others, offloaded weights and fp16 the answer is fetched.
     """
     faults.point("update")
     if zero.is_used(accelerator):
@@ -127,15 +126,14 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
     if scaler is not None:
         finite = finite & norm.isfinite()
     for optimizer in optimizers:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if scaler is None and _skips_by_itself(inner, finite.device):
-            inner.found_inf = (~finite).float()
-            inner.step()
-            del inner.found_inf
+        if scaler is None and _skips_by_itself(optimizer, finite.device):
+            optimizer.found_inf = (~finite).float()
+            optimizer.step()
+            del optimizer.found_inf
         elif finite:
-            inner.step() if scaler is None else scaler.step(inner)
-        inner.zero_grad(set_to_none=not keeps_gradients(accelerator))
-    if scaler is not None:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=not keeps_gradients(accelerator))
+    if scaler is not None:  # once: Accelerate's wrappers would each do it, and unscale a second one's gradients twice
         scaler.update()
 
 
@@ -189,7 +187,7 @@ class Guard:
         if not self.received and is_main_rank() and sys.stderr.isatty():
             with contextlib.suppress(OSError):
                 os.write(2, b"\nstopping after this step, with a checkpoint\n")  # safe in a handler, as print is not
-        if self.received != signal.SIGINT:  # which ends the launcher, too, and that brings a SIGTERM
+        if self.received != signal.SIGINT:  # Ctrl-C ends the launcher, too, whose SIGTERM follows
             self.received = number
 
     def _agree(self, good: torch.Tensor, *, slow: bool = False) -> tuple[torch.Tensor, Callable[[], bool]]:
@@ -344,23 +342,17 @@ def largest_that_fits(
     """
     if zero.is_used(accelerator):
         raise ConfigError("--find_batch_size does not work under DeepSpeed: `python -m shared plan` predicts what fits")
-    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-    fresh = [optimizer for optimizer in inner if not optimizer.state]
-    for optimizer in fresh:
-        fill_state(optimizer)
-    buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
     asked = rows = loader.per_device
-    while not _fits(accelerator, model, inner, loss, loader.longest(rows)):
-        fewer = [n for n in range(multiple, rows // 2 + 1, multiple) if rows % n == 0]
-        if not fewer:
-            raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
-        smaller = max(fewer)
-        say(f"out of memory with {rows} at once; trying {smaller} at once, accumulated {asked // smaller} times as often")
-        rows = smaller
-    for optimizer in fresh:
-        optimizer.state.clear()
-    for buffer, value in buffers.items():  # BatchNorm has counted the tries
-        buffer.copy_(value)
+    with _trial(accelerator, model, optimizers):
+        while not _fits(accelerator, model, optimizers, loss, loader.longest(rows)):
+            fewer = [n for n in range(multiple, rows // 2 + 1, multiple) if rows % n == 0]
+            if not fewer:
+                raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
+            smaller = max(fewer)
+            say(
+                f"out of memory with {rows} at once; trying {smaller} at once, accumulated {asked // smaller} times as often"
+            )
+            rows = smaller
     loader.per_device = rows
     return rows
 
@@ -379,14 +371,12 @@ def warm_up(
     """
     if accelerator.num_processes < 3 or not isinstance(model, DistributedDataParallel):
         return
-    buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
     batch = loader.longest(loader.per_device)
-    for _ in range(2):  # the second forward moves the gradients into their new buckets
-        backward(accelerator, loss(batch), 0.0)
+    with _trial(accelerator, model):
+        for _ in range(2):  # the second forward moves the gradients into their new buckets
+            backward(accelerator, loss(batch), 0.0)
     for optimizer in optimizers:
-        getattr(optimizer, "optimizer", optimizer).zero_grad(set_to_none=not keeps_gradients(accelerator))
-    for buffer, value in buffers.items():
-        buffer.copy_(value)
+        optimizer.zero_grad(set_to_none=not keeps_gradients(accelerator))
 
 
 def dress_rehearsal(
@@ -408,25 +398,34 @@ def dress_rehearsal(
         CheckpointError: a checkpoint cannot be written, or not be read back.
     """
     start = time.perf_counter()
-    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     if zero.is_used(accelerator):
         raise ConfigError("--dress_rehearsal does not work under DeepSpeed, whose engine cannot take a step back")
-    for optimizer in inner:
-        fill_state(optimizer)
-    buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
-    if not _fits(accelerator, model, inner, loss, loader.longest(loader.per_device)):
-        raise torch.OutOfMemoryError("the longest batch does not fit")
-    trained = time.perf_counter()
-    saver.save_and_load(state)
-    for optimizer in inner:
-        optimizer.state.clear()
-    for buffer, value in buffers.items():
-        buffer.copy_(value)
+    with _trial(accelerator, model, optimizers):
+        if not _fits(accelerator, model, optimizers, loss, loader.longest(loader.per_device)):
+            raise torch.OutOfMemoryError("the longest batch does not fit")
+        trained = time.perf_counter()
+        saver.save_and_load(state)
     saved = time.perf_counter()
     say(
         f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of {saver.size() / 1e9:.2f} GB "
         f"saved and read back: {saved - trained:.1f} s"
     )
+
+
+@contextlib.contextmanager
+def _trial(accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Any] = ()) -> Iterator[None]:
+    """Give optimizers that have none a state, and take back in the end what trying changes: that, and BatchNorm's counts."""
+    buffers = {b: b.clone() for b in persistent_buffers(accelerator.unwrap_model(model)).values()}
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    for optimizer in fresh:
+        fill_state(optimizer)
+    try:
+        yield
+    finally:
+        for optimizer in fresh:
+            optimizer.state.clear()
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
 
 
 def _fits(

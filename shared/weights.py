@@ -75,7 +75,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class WeightCopy:
     """A second set of a model's trainable weights and buffers, sharded as the model's own are.
 
-    Made after `accelerator.prepare`, as a copy of the present ones; it goes into checkpoints through `Checkpointer`.
+    Made after `parallel.prepare`, as a copy of the present ones; it goes into checkpoints through `Checkpointer`.
     Used for the moving average of the weights, and for those of the best evaluation.
     """
 

@@ -29,8 +29,8 @@ def make_whole_models() -> None:
     unset_hf_deepspeed_config()
 
 
-def configure(accelerator: Accelerator, optimizers: tuple[Any, ...], max_grad_norm: float) -> None:
-    """Give DeepSpeed the template's answers before `accelerator.prepare`.
+def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: float) -> None:
+    """Give DeepSpeed the template's answers before `accelerator.prepare`, which `parallel.prepare` calls.
 
     Raises:
         ConfigError: the launch config has other answers, or DeepSpeed cannot work with these optimizers.

@@ -23,7 +23,7 @@ from shared.config import ConfigError
 from shared.options import BatchConfig, CheckpointConfig, ImageConfig, LogConfig, OptimConfig, RecipeConfig, SpeedConfig
 
 DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
-# What is None in the config: for the demo's digits, which fill their pictures and have a right way round; for others.
+# For options that are left at None: DEMO for the digits, which fill their pictures and must not be mirrored, else USUAL.
 DEMO = {"image_size": 32, "crop_pct": 1.0, "crop_min_scale": 0.6, "horizontal_flip": 0.0}
 USUAL = {"crop_min_scale": 0.35, "horizontal_flip": 0.5}
 
@@ -90,8 +90,9 @@ class Config:
             raise ConfigError(f"--image_size is between 8 and 4096 pixels, not {self.image_size}")
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise ConfigError(f"--crop_pct is a share of at most 1, not {self.crop_pct}")
-        if self.early_stopping_patience < 0 or (self.eval_steps is not None and self.eval_steps < 1):
-            raise ConfigError("--early_stopping_patience must not be negative, and --eval_steps at least 1")
+        configs.require_at_least_one(self, "eval_steps")
+        if self.early_stopping_patience < 0:
+            raise ConfigError(f"--early_stopping_patience must not be negative, not {self.early_stopping_patience}")
         if self.early_stopping_patience and self.metric_for_best_model == "none":
             raise ConfigError("--early_stopping_patience needs a --metric_for_best_model")
         if self.export_onnx and not importlib.util.find_spec("onnxscript"):
@@ -177,7 +178,8 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     if config.recipe.auto_augment == "none":  # decoding and cropping are faster on tensors, the others on PIL images
         data.train.decode = decode_pixels
     assert config.recipe.crop_min_scale is not None
-    data.train.at_least = math.ceil(size / math.sqrt(0.75 * config.recipe.crop_min_scale))  # no crop is smaller than `size`
+    narrowest = 3 / 4  # width to height of a crop by RandomResizedCrop
+    data.train.at_least = math.ceil(size / math.sqrt(narrowest * config.recipe.crop_min_scale))  # no crop is below `size`
     batch = config.batch
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size: choose a smaller one")
@@ -271,8 +273,8 @@ def main(config: Config) -> None:
     elif config.speed.torch_compile:
         model.compile()
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = parallel.prepare(
-        *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
+    model, optimizers = parallel.prepare(
+        *(accelerator, model, optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
     classifier.training_mode(model)
     class_weights = data.class_weights().to(accelerator.device) if config.recipe.class_weights == "balanced" else None
@@ -303,7 +305,7 @@ def main(config: Config) -> None:
     if state.notes.pop("stopped_early", None) == limits:  # and not with other limits now
         state.notes["stopped_early"], total_steps = limits, state.step
     if state.step >= total_steps and (run_dir / "final").exists():
-        launch.say_finished(run_dir, state.step)
+        launch.say_finished(run_dir, state.step, config)
         return
     if config.batch.find_batch_size:
         pairs = 2 if config.recipe.mixes else 1
@@ -339,6 +341,7 @@ def main(config: Config) -> None:
         unit="images",
         flops=flops,
     )
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log() -> None:
         with ema.swapped_in() if ema else contextlib.nullcontext():
@@ -356,11 +359,8 @@ def main(config: Config) -> None:
         if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
             state.notes["stopped_early"] = limits
             launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
-        logger.log(values)
-        state.evaluated = state.step
-        launch.say_evaluation(state.step, values)
+        logger.log_evaluation(values)
 
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
     steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
         steps.dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)

@@ -83,7 +83,9 @@ class Config:
             raise ConfigError("--lora_dropout must be at least 0 and below 1, and --lora_alpha positive")
         if self.init_lora_weights != "default" and self.adapter_name_or_path:
             raise ConfigError("--adapter_name_or_path continues from that adapter: drop --init_lora_weights")
-        configs.require_at_least_one(self, "lora_r", "eval_steps", "eval_samples")
+        configs.require_at_least_one(self, "lora_r", "eval_steps", "eval_samples", "max_new_tokens")
+        if self.num_generations < 0:
+            raise ConfigError(f"--num_generations must not be negative, not {self.num_generations}")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
@@ -116,6 +118,7 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     launch.say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     size, seed = config.batch.global_batch_size, config.batch.seed
     samples: Samples = train
+    # Few different lengths: kernels are chosen, and compiled, for each.
     collate = partial(chat.collate_padded, multiple_of=16, at_most=options.seq_length)
     order: Order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
     if options.packing:
@@ -257,14 +260,16 @@ def main(config: Config) -> None:
 
     # Model and optimizer -----------------------------------------------------------------------------------------
     model = build_model(config, tokenizer, accelerator)
-    initial = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
+    initial = {}
+    if config.init_lora_weights == "pissa":  # whose adapters begin elsewhere than at zero: see save_final
+        initial = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
     trainable, total = models.count_parameters(model)
     flops_per_token = models.flops_per_token(model, held_out.meta["context"])
     if config.speed.torch_compile:
         models.compile_blocks(model)
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = parallel.prepare(
-        *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
+    model, optimizers = parallel.prepare(
+        *(accelerator, model, optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
     packing = "off"
     if config.chat.packing:
@@ -277,12 +282,12 @@ def main(config: Config) -> None:
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     last_made = run_dir / ("merged" if config.merge_adapter else "final")
     if state.step >= total_steps and last_made.exists():
-        launch.say_finished(run_dir, state.step)
+        launch.say_finished(run_dir, state.step, config)
         return
-    loss_by = fuse_head(accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    loss_of = partial(causal_lm_loss, model)
+    loss_note = fuse_head(accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    batch_loss = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
-        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, loss_of)
+        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
@@ -296,7 +301,7 @@ def main(config: Config) -> None:
             "batch": launch.batch_line(config.batch, accelerator, "rows"),
             "budget": f"{total_steps:,} steps, {total_steps / steps_per_epoch:.2f} epochs",
             "packing": packing,
-            "loss": loss_by,
+            "loss": loss_note,
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
         },
@@ -314,16 +319,13 @@ def main(config: Config) -> None:
         template="lora_finetune",
         flops=flops_per_token,
     )
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log(*, generate: bool = False) -> dict[str, float]:
         values = evaluate(accelerator, model, eval_loader, guard)
-        logger.log(values)
-        state.evaluated = state.step
+        logger.log_evaluation(values)
         if state.step == 0:
             state.notes["before"] = values
-        launch.say(
-            f"step {state.step}: validation loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}"
-        )
         prompts = [held_out.prompt(i) for i in range(min(config.num_generations, len(held_out)) if generate else 0)]
         outputs = models.continuations(
             model, tokenizer, [p for p, _ in prompts], max_new_tokens=config.max_new_tokens, end=end
@@ -339,10 +341,9 @@ def main(config: Config) -> None:
             logger.log_table("generations", ["step", "prompt", "reference", "output"], [[str(state.step), *r] for r in rows])
         return values
 
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
-    steps.warm_up(accelerator, model, optimizers, train_loader, loss_of)
+    steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
-        steps.dress_rehearsal(accelerator, model, optimizers, train_loader, loss_of, saver, state)
+        steps.dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
     try:
         if state.step < total_steps and state.owes_evaluation(config.eval_steps):
             with logger.pause():
@@ -353,7 +354,7 @@ def main(config: Config) -> None:
             scale = steps.loss_scale(window.num_targets)
             losses = []
             for batch in steps.accumulate(accelerator, model, window.micro_batches):
-                loss = causal_lm_loss(model, batch)
+                loss = batch_loss(batch)
                 steps.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)

@@ -68,7 +68,7 @@ class Config:
             raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
         if self.config_name and self.model_name_or_path:
             raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
-        configs.require_at_least_one(self, "seq_length", "eval_steps", "eval_samples")
+        configs.require_at_least_one(self, "seq_length", "max_tokens", "eval_steps", "eval_samples")
         self.batch.micro_batch()  # refuses what does not divide
         if self.text.streaming and self.batch.find_batch_size:
             raise ConfigError("--find_batch_size does not work with --streaming")
@@ -225,8 +225,8 @@ def main(config: Config) -> None:
     flops_per_token = models.flops_per_token(model, config.seq_length)
     _, num_parameters = models.count_parameters(model)
     optimizers = optim.build(model, config.optim)
-    model, *optimizers = parallel.prepare(
-        *(accelerator, model, *optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
+    model, optimizers = parallel.prepare(
+        *(accelerator, model, optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
 
     # Resume ------------------------------------------------------------------------------------------------------
@@ -234,13 +234,13 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, base=base)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
-        launch.say_finished(run_dir, state.step)
+        launch.say_finished(run_dir, state.step, config)
         return
-    loss_by = fuse_head(accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
-    loss_of = partial(causal_lm_loss, model)
+    loss_note = fuse_head(accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
+    batch_loss = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
         assert isinstance(data.train, Loader)
-        rows = steps.largest_that_fits(accelerator, model, optimizers, data.train, loss_of)
+        rows = steps.largest_that_fits(accelerator, model, optimizers, data.train, batch_loss)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
@@ -252,7 +252,7 @@ def main(config: Config) -> None:
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
             "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
-            "loss": loss_by,
+            "loss": loss_note,
             "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
@@ -264,22 +264,20 @@ def main(config: Config) -> None:
     logger = metrics.Logger(
         accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain", flops=flops_per_token
     )
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log() -> dict[str, float]:
         values = evaluate(accelerator, model, data.validation, guard, data.bytes_per_token)
         prompt = data.tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"] or [data.tokenizer.eos_token_id]
         (text,) = models.continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
-        logger.log(values)
-        state.evaluated = state.step
+        logger.log_evaluation(values)
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
-        launch.say_evaluation(state.step, values)
         launch.say("  " + repr(config.sample_prompt + text))
         return values
 
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
-    steps.warm_up(accelerator, model, optimizers, data.train, loss_of)
+    steps.warm_up(accelerator, model, optimizers, data.train, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
-        steps.dress_rehearsal(accelerator, model, optimizers, data.train, loss_of, saver, state)
+        steps.dress_rehearsal(accelerator, model, optimizers, data.train, batch_loss, saver, state)
     try:
         if state.step < total_steps and state.owes_evaluation(config.eval_steps):
             with logger.pause():
@@ -290,7 +288,7 @@ def main(config: Config) -> None:
             scale = steps.loss_scale(window.num_targets)
             losses = []
             for batch in steps.accumulate(accelerator, model, window.micro_batches):
-                loss = causal_lm_loss(model, batch)
+                loss = batch_loss(batch)
                 steps.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
             grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)

@@ -82,7 +82,7 @@ class Config:
         if self.optim.layer_decay < 1 or self.optim.optim == "adamw_8bit":
             raise ConfigError("--layer_decay and --optim adamw_8bit do not work with a pipeline")
         configs.set_pipeline_ranks(self.pipeline_ranks)
-        configs.require_at_least_one(self, "seq_length", "eval_steps", "eval_samples")
+        configs.require_at_least_one(self, "seq_length", "max_tokens", "eval_steps", "eval_samples")
         self.batch.micro_batch()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
             raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
@@ -220,7 +220,7 @@ def main(config: Config) -> None:
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
-        launch.say_finished(run_dir, state.step)
+        launch.say_finished(run_dir, state.step, config)
         return
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
@@ -243,15 +243,13 @@ def main(config: Config) -> None:
     logger = metrics.Logger(
         accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain_pipeline", flops=flops_per_token
     )
+    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log() -> dict[str, float]:
         values = evaluate(accelerator, pipeline, data.validation, guard, data.bytes_per_token)
-        logger.log(values)
-        state.evaluated = state.step
-        launch.say_evaluation(state.step, values)
+        logger.log_evaluation(values)
         return values
 
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
     try:
         if state.step < total_steps and state.owes_evaluation(config.eval_steps):
             with logger.pause():
@@ -293,6 +291,7 @@ def main(config: Config) -> None:
         with whole_folder(run_dir / "final") as folder:
             with torch.device("meta"):
                 whole = AutoModelForCausalLM.from_config(model.config)
+            whole.generation_config = model.generation_config
             whole.save_pretrained(folder, state_dict=weights)
             whole.config.dtype = config.final_dtype
             whole.config.save_pretrained(folder)

@@ -44,7 +44,7 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
         whole = model.trained_in_fp32(whole)
     whole.train()
     config = OptimConfig()
-    prepared, *optimizers = parallel.prepare(accelerator, whole, *optim.build(whole, config), max_grad_norm=1.0)
+    prepared, optimizers = parallel.prepare(accelerator, whole, optim.build(whole, config), max_grad_norm=1.0)
     lm_loss.fuse_head(accelerator, prepared, SHAPE["vocab_size"])
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}

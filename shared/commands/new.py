@@ -28,7 +28,7 @@ from shared.config import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[2]
 COMMANDS = ("run", "verify_resume", "audit", "upgrade", "selftest")  # that serve a project; and plan, for language models
-# Launch configs that a template refuses.
+# Launch configs that a template does not support.
 UNFIT = {
     "image_classification": {"tensor_parallel", "fsdp2_tensor_parallel", "fsdp2_offload"}
     | {"deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"},

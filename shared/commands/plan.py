@@ -54,12 +54,11 @@ def main() -> None:
     config = configs.parse(PlanConfig, description=__doc__)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers import AutoConfig
-    from transformers.utils import logging as transformers_logging
 
-    from shared import memory
+    from shared import launch, memory
     from shared import model as models
 
-    transformers_logging.set_verbosity_error()
+    launch.quieten_libraries()
     architecture = models.from_hub(AutoConfig, config.model_name_or_path)
     models.override(architecture, config.config_overrides)
     job = memory.Job(

@@ -44,22 +44,6 @@ def sources() -> Iterator[tuple[str, dict[str, Any]]]:
             continue
 
 
-def digits(folder: Path) -> None:
-    """Write scikit-learn's 1,797 handwritten digits as `folder/<digit>/<number>.png`, 8 x 8 pixels, 16 shades of grey.
-
-    E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
-    """
-    import numpy as np
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    for number, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
-        file = folder / str(label) / f"{number:04d}.png"
-        file.parent.mkdir(exist_ok=True)
-        Image.fromarray((pixels * 255 / 16).astype(np.uint8)).save(file)
-
-
 def docstring_chats() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, {"messages": [...]}) that ask for the docstring of each documented function.
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint
 from accelerate import Accelerator
 from torch import nn
 
-from shared import checkpoint, folder, optim
+from shared import checkpoint, folder, optim, parallel
 from shared import config as configs
 from shared.checkpoint import Checkpointer, CheckpointError, TrainState
 from shared.config import ConfigError, NotNow
@@ -28,7 +28,7 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     model[0].bias.requires_grad_(False)
     accelerator = Accelerator(cpu=True)
     optimizers = optim.build(model, OptimConfig(optim=optim_name))
-    model, *optimizers = accelerator.prepare(model, *optimizers)
+    model, optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
     return (
@@ -143,7 +143,7 @@ def test_another_model_is_an_error_not_a_traceback(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 3)
     optimizers = optim.build(model, OptimConfig())
-    model, *optimizers = accelerator.prepare(model, *optimizers)
+    model, optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     other = Checkpointer(accelerator, model, optimizers, tmp_path / "run", SmallConfig(), data="abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()

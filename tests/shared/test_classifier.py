@@ -25,6 +25,7 @@ from transformers import (
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from shared import classifier
+from shared import model as models
 from shared.classifier import ToModel, draw_mix, image_processor, load_pretrained, mix
 from shared.config import ConfigError
 from shared.data import IGNORED
@@ -67,7 +68,7 @@ NAMES = ("resnet", "vit", "convnext", "swin", "timm")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_head_is_what_turns_features_into_scores(name):
     model = make(name)
-    own = {id(p) for module in classifier.head(model) for p in module.parameters()}
+    own = {id(p) for module in models.heads(model) for p in module.parameters()}
     found = {key: tuple(p.shape) for key, p in model.named_parameters() if id(p) in own}
     prefix, width = {"resnet": ("classifier.1", 16), "timm": ("timm_model.fc", 512)}.get(name, ("classifier", 16))
     assert found == {f"{prefix}.weight": (3, width), f"{prefix}.bias": (3,)}
@@ -76,7 +77,7 @@ def test_the_head_is_what_turns_features_into_scores(name):
 def test_both_heads_of_a_swiftformer_are_found():
     with torch.device("meta"):
         model = AutoModelForImageClassification.from_config(SwiftFormerConfig(embed_dims=[8, 16, 24, 32], depths=[1] * 4))
-    assert classifier.head(model) == [model.head, model.dist_head]
+    assert models.heads(model) == [model.head, model.dist_head]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def saved(tmp_path_factory):
 
 
 def head_names(model):
-    own = {id(p) for module in classifier.head(model) for p in module.parameters()}
+    own = {id(p) for module in models.heads(model) for p in module.parameters()}
     return {key for key, p in model.named_parameters() if id(p) in own}
 
 
@@ -179,7 +180,7 @@ def test_a_frozen_backbone_rests_and_its_statistics_do_not_move(name):
     model(pixel_values=torch.randn(4, 3, 32, 32)).logits.sum().backward()
     assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
     assert model.training
-    assert all(module.training for module in classifier.head(model))
+    assert all(module.training for module in models.heads(model))
     backbone = getattr(model, model.base_model_prefix)
     resting = [module for module in backbone.modules() if not module.training]
     assert len(resting) > 5

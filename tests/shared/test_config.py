@@ -623,6 +623,11 @@ def test_each_template_refuses_what_cannot_work(templates):
         (templates.lora_finetune, {"eval_steps": 0}, "--eval_steps must be at least 1, not 0"),
         (templates.pretrain, {"eval_samples": 0}, "--eval_samples must be at least 1, not 0"),
         (templates.pretrain, {"seq_length": 0}, "--seq_length must be at least 1, not 0"),
+        (templates.pretrain, {"max_tokens": -5}, "--max_tokens must be at least 1, not -5"),
+        (templates.lora_finetune, {"max_new_tokens": 0}, "--max_new_tokens must be at least 1, not 0"),
+        (templates.lora_finetune, {"num_generations": -1}, "--num_generations must not be negative, not -1"),
+        (templates.image_classification, {"eval_steps": 0}, "--eval_steps must be at least 1, not 0"),
+        (templates.image_classification, {"early_stopping_patience": -1}, "--early_stopping_patience must not be negative"),
     ]
     for template, values, message in cases:
         with pytest.raises(ConfigError, match=re.escape(message)):

@@ -8,11 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
-from shared import launch
+from shared import config as configs
+from shared import exits, launch
 from shared.config import ConfigError, NotNow, data_parallel_size, flag
-from tests.conftest import LAUNCHER, ROOT, Run, command, run
+from tests.conftest import LAUNCHER, ROOT, Run, command, load_template, run
 
 
 def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
@@ -158,3 +160,25 @@ def test_out_of_memory_names_the_next_lever(small, tmp_path):
     flags = (*small, "--per_device_train_batch_size", 4, "--find_batch_size", "--gradient_checkpointing", "full")
     none = short_of_memory(tmp_path / "none", 0, "backward", "pretrain", *flags)
     assert none.returncode != 0 and "accelerate_configs/fsdp2.yaml" in none.output
+
+
+def test_levers_that_would_be_refused_are_not_offered():
+    def advice(config, **settings):
+        return str(exits.OutOfMemory(torch.OutOfMemoryError("no room"), configs.replace(config, **settings)))
+
+    images, text = load_template("image_classification").Config(), load_template("pretrain").Config()
+    assert "--per_device_train_batch_size 16 (or --find_batch_size)" in advice(images, per_device_train_batch_size=32)
+    for word in ("fsdp2_offload", "shared plan", "shorter rows"):
+        assert word in advice(text) and word not in advice(images)
+    assert "--gradient_checkpointing full (without BatchNorm)" in advice(images)
+    assert "find_batch_size" not in advice(text, streaming=True, max_steps=1)
+    assert "per_device_train_batch_size" not in advice(text, find_batch_size=True)
+
+
+@pytest.mark.parametrize("flag", ["max_steps", "max_tokens", "num_train_epochs", None])
+def test_what_is_finished_says_how_to_train_longer(tmp_path, capsys, flag):
+    PartialState(cpu=True)
+    config = configs.replace(load_template("pretrain").Config(), **({flag: 4} if flag else {}))
+    launch.say_finished(tmp_path, 3, config)
+    named = flag or "max_steps"
+    assert f"Train longer with a larger --{named} and --allow_changed {named}" in capsys.readouterr().err

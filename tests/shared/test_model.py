@@ -13,7 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
+    AutoTokenizer,
     BartConfig,
     BertConfig,
     DeepseekV3Config,
@@ -384,6 +387,14 @@ def test_a_folder_without_a_model_is_one_line(tmp_path):
         model.from_hub(AutoModelForCausalLM, tmp_path)
     assert str(error.value).startswith(f"{tmp_path}: ")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("auto_class", [AutoConfig, AutoTokenizer, AutoModelForCausalLM, AutoImageProcessor])
+@pytest.mark.parametrize("name", ["/no/such", "./no/such/folder", "no such"])
+def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
+    with pytest.raises(ConfigError) as error:
+        model.from_hub(auto_class, name)
+    assert str(error.value) == f"{name}: no such folder, and no name of a model on the Hub, which is OWNER/MODEL"
 
 
 def test_pickled_weights_are_not_loaded(tmp_path):

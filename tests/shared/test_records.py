@@ -15,10 +15,10 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared import images, records
 from shared import model as models
-from shared import records
 from shared.config import CleanExit, ConfigError
-from shared.options import CorpusConfig, DataConfig
+from shared.options import CorpusConfig, DataConfig, ImageConfig
 from shared.records import Source, find_files, open_sources, read_records
 
 
@@ -436,6 +436,9 @@ def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error
     assert raised.value.exit_code == (1 if expected else 2)
     with pytest.raises(CleanExit) as raised:
         models.from_hub(SimpleNamespace(__name__="AutoModel", from_pretrained=fail), "org/name")
+    assert raised.value.exit_code == (1 if expected else 2)
+    with pytest.raises(CleanExit) as raised:
+        images.prepare(ImageConfig(dataset_name="org/name"))
     assert raised.value.exit_code == (1 if expected else 2)
 
 

@@ -5,7 +5,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from shared import optim
+from shared import optim, parallel
 from shared.checkpoint import Checkpointer, CheckpointError, TrainState
 from shared.options import OptimConfig
 from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
@@ -182,7 +182,7 @@ def run(folder):
     accelerator = Accelerator(cpu=True)
     model = Subject()
     optimizers = optim.build(model, OptimConfig())
-    model, *optimizers = accelerator.prepare(model, *optimizers)
+    model, optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     copies = {"ema": WeightCopy(accelerator, model), "best": WeightCopy(accelerator, model)}
     folder.mkdir(exist_ok=True)
     saver = Checkpointer(accelerator, model, optimizers, folder, SmallConfig(), data="abc", copies=copies)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shared import config as configs
 from shared.config import ConfigError
@@ -94,6 +94,16 @@ def test_the_same_command_again_continues_bit_for_bit(pipeline, flags, tmp_path)
 def test_final_loads_with_from_pretrained(pipeline):
     model, loading = AutoModelForCausalLM.from_pretrained(pipeline.folder / "final", output_loading_info=True)
     assert not loading["missing_keys"] and model.config.num_hidden_layers == 4
+
+
+def test_keeps_the_generation_settings_of_a_model_that_it_continues(flags, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    GenerationConfig(eos_token_id=[1, 2], max_new_tokens=7).save_pretrained(tmp_path / "model")
+    given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
+    given += ["--model_name_or_path", tmp_path / "model", "--per_device_train_batch_size", 4, "--max_steps", 1]
+    done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2)
+    kept = GenerationConfig.from_pretrained(done.folder / "final")
+    assert (kept.eos_token_id, kept.max_new_tokens) == ([1, 2], 7)
 
 
 def test_is_launched_by_what_leaves_the_model_whole(flags, tmp_path):
