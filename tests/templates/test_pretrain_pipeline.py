@@ -96,8 +96,8 @@ def test_final_loads_with_from_pretrained(pipeline):
     assert not loading["missing_keys"] and model.config.num_hidden_layers == 4
 
 
-def test_keeps_the_generation_settings_of_a_model_that_it_continues(flags, tmp_path, tiny_model):
-    shutil.copytree(tiny_model, tmp_path / "model")
+def test_keeps_the_generation_settings_of_a_model_that_it_continues(pipeline, flags, tmp_path):
+    shutil.copytree(pipeline.folder / "final", tmp_path / "model")
     GenerationConfig(eos_token_id=[1, 2], max_new_tokens=7).save_pretrained(tmp_path / "model")
     given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
     given += ["--model_name_or_path", tmp_path / "model", "--per_device_train_batch_size", 4, "--max_steps", 1]
