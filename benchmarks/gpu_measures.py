@@ -304,7 +304,7 @@ def pretraining(
         said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
     if documents:
         return said | pace(loop.step, rows * length, flops)
-    bare = bare_step(plain, batch, None if sharded else loop.optimizers[0].optimizer)
+    bare = bare_step(plain, batch, None if sharded else loop.optimizers[0])
     return said | pace(loop.step, rows * length, flops, bare)
 
 
