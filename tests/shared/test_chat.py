@@ -555,6 +555,14 @@ def test_grouped_order_covers_each_epoch_once(size, batch, seed):
         assert sorted(np.concatenate([order.indices(s) for s in steps]).tolist()) == list(range(size))
 
 
+def test_grouped_batches_come_in_an_order_that_changes():
+    lengths = np.random.default_rng(0).integers(1, 500, 64)
+    order = chat.GroupedOrder(64, 8, 0, lengths=lengths)
+    longest = [[int(lengths[order.indices(8 * epoch + step)].max()) for step in range(8)] for epoch in range(3)]
+    orders = {tuple(np.argsort(np.argsort(epoch)).tolist()) for epoch in longest}
+    assert len(orders) == 3 and tuple(range(7, -1, -1)) not in orders
+
+
 def test_grouped_order_pads_less():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
 
@@ -563,6 +571,17 @@ def test_grouped_order_pads_less():
         return sum(int((b.max() - b).sum()) for b in batches)
 
     assert padding(chat.GroupedOrder(1000, 8, 0, lengths=lengths)) < 0.2 * padding(Order(1000, 8, 0))
+
+
+def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
+    config = {"train_file": (str(chat_file),), "seq_length": 96}
+    kinds = ({}, {"seq_length": 64}, {"loss_on": "all"}, {"max_train_samples": 9}, {"validation_split_percentage": 30.0})
+    folders = [chat.prepare(ChatConfig(**config | kind), tokenizer) for kind in kinds]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    folders.append(chat.prepare(ChatConfig(**config), tokenizer))
+    assert len(set(folders)) == 6
+    assert chat.prepare(ChatConfig(**config), tokenizer) == folders[-1]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -163,10 +163,30 @@ def test_a_tokenizer_is_trained_on_as_much_of_a_single_long_text_as_is_wanted(do
     assert corpus.train_tokenizer([text[:at], text[at:]], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
 
 
-def make_stream(text_file, tokenizer, rank, world):
+def test_another_column_or_tokenizer_is_prepared_anew(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "the model reads", "body": "a line of text"}\n' * 3)
+    first = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) == first
+    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch, text_column="body") != first
+    tokenizer.add_tokens(["reads"])
+    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) != first
+
+
+def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monkeypatch):
+    tokenizer.add_tokens([f"<{number}>" for number in range(2**16)])
+    path = tmp_path / "text.txt"
+    path.write_text("<0><65535>" * 20)
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    row = corpus.Tokens(folder, "train", 16)[0]
+    assert tokenizer.decode(row["input_ids"]) == "<0><65535>" * 8
+
+
+def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", percent=5):
     source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
     loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
-    return corpus.Stream(source, tokenizer, 16, column="text", global_batch_size=4, validation_percent=5, **loading)
+    batch = {"global_batch_size": 4, "validation_percent": percent}
+    return corpus.Stream(source, tokenizer, length, column=column, **batch, **loading)
 
 
 def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer):
@@ -181,6 +201,21 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tok
     assert later == whole[30:]
     held_out = {tuple(r["input_ids"].tolist()) for r in make_stream(text_file, tokenizer, 0, 1).held_out(5)}
     assert not held_out & {row for window in whole for row in window}
+
+
+def test_a_stream_that_ends_begins_anew(text_file, tokenizer):
+    stream = make_stream(text_file, tokenizer, 0, 1)
+    each = sum(1 for _ in stream.sequences(validation=False)) // 4  # steps
+    windows = list(stream.windows(0, each + 2))
+    assert [window.epoch for window in windows] == [0] * each + [1] * 2
+    assert torch.equal(windows[each + 1].micro_batches[0]["labels"], windows[1].micro_batches[0]["labels"])
+    samples = [int(i) for window in windows for i in window.indices.flatten()]
+    assert samples == [*range(4 * each), *range(8)]  # which an audit compares
+
+
+def test_a_stream_s_identity_changes_with_its_samples(text_file, tokenizer):
+    kinds = ({}, {"length": 32}, {"column": "body"}, {"percent": 9})
+    assert len({make_stream(text_file, tokenizer, 0, 1, **kind).identity() for kind in kinds}) == 4
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,16 @@ def test_readers_stay_for_all_passes_over_one_range():
     assert list(subject._readers) == [(0, 1)]  # those of the range before are let go
 
 
+def test_windows_know_their_epoch():
+    assert [(w.epoch, w.epoch_samples) for w in loader().windows(1, 7)] == [(0, 22)] * 2 + [(1, 22)] * 3 + [(2, 22)]
+
+
+def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
+    spread = data.Spread(Numbers(22), 5)
+    assert [int(spread[i]["input_ids"][0]) for i in range(len(spread))] == [0, 5, 10, 16, 21]
+    assert spread.num_targets(np.array([1, 2])) == 5 % 4 + 10 % 4
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 

@@ -4,11 +4,13 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from shared import launch, metrics, optim, steps
+from shared.checkpoint import TrainState
 from shared.options import OptimConfig
 from tests.conftest import Run, run_here
 
@@ -58,6 +60,49 @@ def test_a_skipped_update_changes_nothing(name, bad_at):
             step(other, others, batch)
     for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
         assert torch.equal(one, two), key
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 100.0, 0.0])
+def test_gradients_are_clipped_as_pytorch_clips_them(max_norm):
+    (model, _), (other, _) = build("adamw"), build("adamw")
+    inputs = torch.randn(4, 8)
+    for one in (model, other):
+        one(inputs).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(other.parameters(), max_norm or torch.inf)
+    assert 0.01 < expected < 100  # so that it is clipped by the first alone
+    assert steps.clip_gradients(launch.start(0), model, max_norm) == expected
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+@pytest.mark.parametrize(("scale", "counts"), [(None, True), (0.5, True), (2.0, False)])
+def test_an_infinite_gradient_counts_unless_the_scale_of_fp16_can_still_fall(scale, counts, monkeypatch):
+    accelerator = launch.start(0)
+    monkeypatch.setattr(steps.signal, "signal", lambda *_: None)
+    if scale is not None:
+        monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
+        accelerator.scaler.scale(torch.tensor(1.0))  # which makes its scale
+    guard = steps.Guard(accelerator, nn.Linear(1, 1), TrainState(), max_skipped=1)
+    window = SimpleNamespace(indices=np.zeros((1, 1), np.int64))
+    assert guard.finite([torch.tensor(1.0)], torch.tensor(torch.inf), window) == (not counts)
+
+
+def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch):
+    accelerator = launch.start(0)
+    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
+    model, optimizers = build("muon")
+    for bad, scale in ((True, 4.0), (False, 8.0)):
+        accelerator.scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        if bad:
+            model[0].weight.grad[0, 0] = torch.inf  # of Muon's parameters; AdamW's gradients are finite
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for optimizer in optimizers:
+            accelerator.scaler.unscale_(optimizer)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        steps.update(accelerator, optimizers, torch.tensor(True), norm)
+        same = [torch.equal(parameter, was) for parameter, was in zip(model.parameters(), before, strict=True)]
+        assert same == [bad] * 6
+        assert accelerator.scaler.get_scale() == scale
 
 
 TUNED = ("--max_train_samples", 200, "--seq_length", 256)
