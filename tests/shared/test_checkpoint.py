@@ -16,6 +16,7 @@ from torch import nn
 from shared import checkpoint, folder, optim, parallel
 from shared import config as configs
 from shared.checkpoint import Checkpointer, CheckpointError, TrainState
+from shared.commands import verify_resume
 from shared.config import ConfigError, NotNow
 from shared.folder import digest, whole_folder
 from shared.options import OptimConfig
@@ -135,6 +136,40 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
         saver.save(TrainState(step=2))
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoint-000001"]
+
+
+def test_the_loss_scale_of_fp16_is_restored(tmp_path):
+    for scale in (4.0, 64.0):
+        _, _, saver = make(tmp_path / "run")
+        saver.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        saver.accelerator.scaler.scale(torch.tensor(1.0))  # which makes its scale
+        if scale == 4.0:
+            saver.save(TrainState(step=1))
+        else:
+            saver.resume()
+            assert saver.accelerator.scaler.get_scale() == 4.0
+        saver.accelerator.scaler = None
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("weights", "model.0.weight"), ("optimizer's state", "optimizer.2.weight.exp_avg"), (None, None)]
+)
+def test_verify_resume_sees_a_single_bit(tmp_path, part, name):
+    for run in ("one", "other"):
+        model, optimizers, saver = make(tmp_path / run)
+        if run == "other" and part:
+            value = model[0].weight if part == "weights" else optimizers[0].state[model[2].weight]["exp_avg"]
+            with torch.no_grad():
+                flat = value.view(-1)
+                flat[0] = torch.nextafter(flat[0], torch.tensor(torch.inf))
+        saver.save(TrainState(step=1))
+        (tmp_path / run / "audit").mkdir()
+        for file in ("metrics.jsonl", "audit/rank-0.jsonl"):
+            (tmp_path / run / file).write_text("")
+    found = verify_resume.compare(tmp_path / "one", tmp_path / "other")
+    for kind in ("weights", "optimizer's state", "copies of weights"):
+        assert bool(found[kind]) == (kind == part), kind
+    assert part is None or (found[part].startswith("1 of ") and found[part].endswith(f" tensors, first {name}"))
 
 
 def test_another_model_is_an_error_not_a_traceback(tmp_path):

@@ -176,6 +176,17 @@ def test_a_model_with_nothing_trainable_is_refused(name):
         optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim=name))
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
+def test_making_room_for_the_state_changes_no_weight(name):
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for optimizer in optim.build(model, OptimConfig(optim=name, weight_decay=0.5, learning_rate=0.5)):
+        optim.fill_state(optimizer)
+        assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_8_bit_adamw_has_the_same_groups():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = tiny_llama()

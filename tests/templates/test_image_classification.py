@@ -1,5 +1,6 @@
 """image_classification.py, launched for real."""
 
+import copy
 import json
 import math
 import shutil
@@ -132,11 +133,13 @@ def test_equals_a_plain_loop(architectures, tmp_path):
     from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tensor, resize
 
     names = ("cat", "dog", "owl")
-    pictures = [(number % 3, tmp_path / "data/train" / names[number % 3] / f"{number:02}.png") for number in range(21)]
+    counts = (4, 7, 10)
+    kinds = [kind for kind in range(3) for _ in range(counts[kind])]
+    pictures = [(kind, tmp_path / "data/train" / names[kind] / f"{number:02}.png") for number, kind in enumerate(kinds)]
     held_out = [(number % 3, tmp_path / "data/val" / names[number % 3] / f"{number:02}.png") for number in range(7)]
     for number, (kind, path) in enumerate(pictures + held_out):
         paint(path, kind, number, (24, 24))
-    steps, peak, warmup = 6, 3e-3, 2
+    steps, peak, warmup, ema_decay = 6, 3e-3, 2, 0.3
     theirs = run(
         *("image_classification", tmp_path / "run", "--train_dir", tmp_path / "data", "--image_size", 16),
         *("--model_name_or_path", _saved_model(architectures / "convnext", tmp_path / "model")),
@@ -144,6 +147,7 @@ def test_equals_a_plain_loop(architectures, tmp_path):
         *("--learning_rate", peak, "--weight_decay", 0.1, "--warmup_ratio", warmup / steps, "--max_steps", steps),
         *("--max_grad_norm", 0.5, "--global_batch_size", 21, "--per_device_train_batch_size", 21),
         *("--class_weights", "balanced", "--metric_for_best_model", "none", "--dataloader_num_workers", 0),
+        *("--ema_decay", ema_decay, "--eval_steps", steps),
     )
 
     def load(chosen):
@@ -158,6 +162,8 @@ def test_equals_a_plain_loop(architectures, tmp_path):
     groups = [{"params": decayed, "weight_decay": 0.1}]
     groups += [{"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.999), eps=1e-8)
+    class_weights = torch.tensor([21 / 3 / count for count in counts])
+    average = copy.deepcopy(model)
     for step in range(steps):
         rate = peak * (step + 1) / warmup
         if step >= warmup:
@@ -165,15 +171,22 @@ def test_equals_a_plain_loop(architectures, tmp_path):
         for group in optimizer.param_groups:
             group["lr"] = rate
         logits = model(pixel_values=pixels).logits
-        loss = F.cross_entropy(logits, labels, label_smoothing=0.1)  # 7 images of each class: balanced weights are 1
+        loss = F.cross_entropy(logits, labels, weight=class_weights, label_smoothing=0.1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         assert theirs.losses[step + 1] == pytest.approx(loss.item(), rel=1e-5)
+        decay = min(ema_decay, (1 + step) / (10 + step))
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 1 - decay)
     weights = theirs.weights()
-    for name, parameter in model.named_parameters():
+    for name, parameter in average.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=2e-5)
+    pixels, labels = load(held_out)
+    expected = F.cross_entropy(average.eval()(pixel_values=pixels).logits, labels).item()
+    assert theirs.last("eval_loss") == pytest.approx(expected, rel=1e-4)
 
 
 def _saved_model(architecture, folder, classes=("cat", "dog", "owl"), seed=0):
@@ -346,7 +359,7 @@ def test_scores_of_another_metric_are_not_compared(base, tmp_path):
 
 def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     """A learning rate that ruins the model: the best evaluation is an early one."""
-    flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--max_grad_norm", 0, "--eval_steps", 2)
+    flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0.2, "--max_grad_norm", 0, "--eval_steps", 2)
     flags = (*flags, "--max_steps", 60, "--learning_rate", 0.3, "--early_stopping_patience", 3, "--warmup_ratio", 0.2)
     flags = (*flags, "--metric_for_best_model", "loss")
     folder = tmp_path / "run"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +108,14 @@ def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         assert theirs.losses[step + 1] == pytest.approx(loss.item(), rel=1e-5)
+    spread = windows[np.linspace(0, len(windows) - 1, 8).round().astype(int)]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=spread[:, :-1]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), spread[:, 1:].flatten()).item()
+    per_token = sum(len(document.encode()) for document in documents) / len(stream)
+    assert theirs.last("eval_loss") == pytest.approx(loss, rel=1e-5)
+    assert theirs.last("eval_perplexity") == pytest.approx(math.exp(loss), rel=1e-4)
+    assert theirs.last("eval_bits_per_byte") == pytest.approx(loss / math.log(2) / per_token, rel=1e-4)
     weights = theirs.weights()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=2e-5)
