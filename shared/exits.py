@@ -63,13 +63,10 @@ class OutOfMemory(CleanExit):
         sharded, deepspeed = configs.flag("ACCELERATE_USE_FSDP"), configs.flag("ACCELERATE_USE_DEEPSPEED")
         pipeline, cut = configs.pipeline_ranks() > 1, configs.flag("ACCELERATE_USE_PARALLELISM_CONFIG")
         images, streamed = hasattr(config, "images"), getattr(getattr(config, "text", None), "streaming", False)
-        find = "" if deepspeed or pipeline or streamed else " (or --find_batch_size)"
+        find = "" if deepspeed or pipeline or streamed or config.batch.find_batch_size else " (or --find_batch_size)"
         whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
         levers = [
-            (
-                rows > 1 and not config.batch.find_batch_size,
-                f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same",
-            ),
+            (rows > 1, f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same"),
             (
                 os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
                 "--mixed_precision bf16 after `accelerate launch`: activations in half the size",
@@ -91,7 +88,8 @@ class OutOfMemory(CleanExit):
             print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
         advice = [text for applies, text in levers if applies]
         super().__init__(
-            f"out of memory: {configs.first_line(error)}\n  next: {advice[0]}\n  then: {'; '.join(advice[1:])}"
+            f"out of memory: {configs.first_line(error)}\n  next: {advice[0]}"
+            + (f"\n  then: {'; '.join(advice[1:])}" if advice[1:] else "")
             + ("" if images else "\n  `python -m shared plan --help` predicts what fits")
         )
 

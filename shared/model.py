@@ -74,7 +74,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         if is_of_the_network(error):
             here = "" if os.path.isdir(name) else "no such folder here, and "
             raise NotNow(f"{name}: {here}{first_line(error)}") from error
-        if any(isinstance(e, HFValidationError) for e in (error, error.__cause__)):
+        if not os.path.isdir(name) and any(isinstance(e, HFValidationError) for e in (error, error.__cause__)):
             reason = "no such folder, and no name of a model on the Hub, which is OWNER/MODEL"
         elif "trust_remote_code" in text:
             reason = "it needs code of its own, which is never run here: take an architecture that transformers has"

@@ -751,3 +751,11 @@ def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wron
     assert bad.returncode == 3, bad.stdout + bad.stderr
     assert "samples of each step   same" in bad.stdout and "losses                 differ" in bad.stdout
     assert "error: the resumed run is not the run that was not killed" in bad.stderr
+
+
+def test_a_step_skipped_just_before_a_save_is_counted_in_it(text_file, tmp_path):
+    flags = ("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--config_overrides", SHAPE)
+    flags += ("--global_batch_size", 8, "--per_device_train_batch_size", 2, "--max_steps", 4, "--save_steps", 2)
+    fault = {"TEMPLATES_FAULT": "micro_batch:nan@5"}  # the first of step 2
+    run("pretrain", tmp_path, *flags, "--eval_steps", 9, "--max_skipped_steps", 1, env=fault)
+    assert json.loads((tmp_path / "checkpoint-000002/trainer_state.json").read_text())["skipped"] == 1

@@ -1,6 +1,7 @@
 """New projects: whole, small, working at once, and upgraded without losing an edit."""
 
 import ast
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import pytest
 import yaml
 
+from shared.commands import upgrade
 from shared.commands.new import closure, templates
 from shared.commands.selftest import FLAGS
 from tests.conftest import LAUNCHER, ROOT, free_port
@@ -235,3 +237,12 @@ def test_a_checkout_that_has_moved_is_named(origin, tmp_path):
     assert "nothing has changed" in shared("upgrade", "--source", moved, cwd=project).stdout
     done = shared("upgrade", cwd=tmp_path / "moved", check=False)
     assert done.returncode == 2 and "was this project made by `new`?" in done.stderr
+
+
+def test_an_edited_file_that_is_no_longer_part_of_it_stays(tmp_path):
+    then = {name: hashlib.sha256(b"as it came").hexdigest() for name in ("edited.py", "plain.py")}
+    (tmp_path / "edited.py").write_bytes(b"mine")
+    (tmp_path / "plain.py").write_bytes(b"as it came")
+    (tmp_path / "new/.template").mkdir(parents=True)
+    (tmp_path / "new" / upgrade.ORIGIN).write_text('{"files": {}}')
+    assert upgrade.plan(tmp_path, tmp_path / "new", {"files": then}).removes == ["plain.py"]

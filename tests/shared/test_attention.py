@@ -233,6 +233,21 @@ def test_a_model_that_ignores_positions_is_refused_and_keeps_its_mode(leaky):
     assert subject.training
 
 
+class LeaksOverSeveralRows(SumsAll):
+    """As kernels do that look at the positions of a single row only."""
+
+    def forward(self, input_ids, position_ids=None, use_cache=None):
+        if len(input_ids) > 1:
+            return super().forward(input_ids)
+        return SimpleNamespace(logits=self.embedding(input_ids))
+
+
+def test_documents_are_kept_apart_in_as_many_rows_as_are_trained():
+    attention.isolate_documents(LeaksOverSeveralRows(), CPU, VOCAB)
+    with pytest.raises(ConfigError, match="lets packed documents attend to each other"):
+        attention.isolate_documents(LeaksOverSeveralRows(), CPU, VOCAB, rows=2)
+
+
 # Without a mask ------------------------------------------------------------------------------------------------------
 
 BY_MASK = "documents kept apart by their attention's mask"

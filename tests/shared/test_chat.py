@@ -369,6 +369,7 @@ def prepared(tokenizer, path, tmp_path, monkeypatch, **options):
 def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, tmp_path, monkeypatch):
     train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     assert len(train) + len(validation) == 23 and len(validation) == 1
+    assert train.meta["context"] == pytest.approx(np.mean([n for n in train.lengths for _ in range(n)]))
     row = train[0]
     kept = row["labels"] != IGNORED
     assert (row["labels"][:-1][kept[:-1]] == row["input_ids"][1:][kept[:-1]]).all()

@@ -350,3 +350,9 @@ def test_a_rehearsal_leaves_nothing_to_resume_from(tmp_path, monkeypatch):
     assert checkpoint.checkpoints(saver.run_dir) == [] and len(list(saver.run_dir.iterdir())) == 1
     folder._tidy(saver.run_dir)
     assert not list(saver.run_dir.iterdir())
+
+
+def test_an_evaluation_is_owed_until_it_is_made():
+    before, after, between = (TrainState(step=step, evaluated=made) for step, made in ((6, 3), (6, 6), (7, 6)))
+    assert before.owes_evaluation(3) and not after.owes_evaluation(3)
+    assert between.owes_evaluation(3, last=7) and not between.owes_evaluation(3)

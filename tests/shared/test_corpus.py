@@ -199,7 +199,9 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tok
         assert sorted(one) == sorted(rows(first) + rows(second))
     later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
     assert later == whole[30:]
-    held_out = {tuple(r["input_ids"].tolist()) for r in make_stream(text_file, tokenizer, 0, 1).held_out(5)}
+    kept = make_stream(text_file, tokenizer, 0, 1).held_out(5)
+    assert len(kept) == 5
+    held_out = {tuple(row["input_ids"].tolist()) for row in kept}
     assert not held_out & {row for window in whole for row in window}
 
 

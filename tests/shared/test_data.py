@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import data
+from shared import corpus, data
 from shared.checkpoint import CheckpointError
 from shared.config import ConfigError
 from shared.data import IGNORED, Loader, Order, micro_batches, permute
@@ -373,6 +373,13 @@ def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
     spread = data.Spread(Numbers(22), 5)
     assert [int(spread[i]["input_ids"][0]) for i in range(len(spread))] == [0, 5, 10, 16, 21]
     assert spread.num_targets(np.array([1, 2])) == 5 % 4 + 10 % 4
+
+
+def test_a_row_that_fills_up_has_no_targets():
+    rows = corpus.Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
+    given = {"per_device": 4, "rank": 0, "world_size": 1, "device": CPU}
+    _, last = Loader(rows, corpus.collate, Order(5, 4, 0, shuffle=False), **given).windows(0, 2)
+    assert last.micro_batches[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
 
 
 # Errors --------------------------------------------------------------------------------------------------------------

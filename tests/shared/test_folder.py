@@ -129,3 +129,17 @@ def test_where_the_end_cannot_be_written_there_is_no_half_of_it(tmp_path, room):
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint"} | ({"exit.json"} if room > 1000 else set())
     if room > 1000:
         assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 3
+
+
+def test_files_then_their_folder_then_the_new_name_reach_the_disk(monkeypatch, tmp_path):
+    done, temporary = [], tmp_path / ".tmp-final"
+    monkeypatch.setattr(folder, "_fsync", lambda path: done.append((path, (tmp_path / "final").exists())))
+    write(tmp_path / "final", "new")
+    assert done == [(temporary / "weights", False), (temporary, False), (tmp_path, True)]
+
+
+def test_who_may_read_other_files_may_read_what_safetensors_writes(tmp_path):
+    (tmp_path / "other").touch()
+    with whole_folder(tmp_path / "final") as temporary:
+        (temporary / "weights").touch(mode=0o600)
+    assert (tmp_path / "final/weights").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -162,7 +162,7 @@ def test_out_of_memory_names_the_next_lever(small, tmp_path):
     assert none.returncode != 0 and "accelerate_configs/fsdp2.yaml" in none.output
 
 
-def test_levers_that_would_be_refused_are_not_offered():
+def test_levers_that_would_be_refused_are_not_offered(monkeypatch):
     def advice(config, **settings):
         return str(exits.OutOfMemory(torch.OutOfMemoryError("no room"), configs.replace(config, **settings)))
 
@@ -172,7 +172,12 @@ def test_levers_that_would_be_refused_are_not_offered():
         assert word in advice(text) and word not in advice(images)
     assert "--gradient_checkpointing full (without BatchNorm)" in advice(images)
     assert "find_batch_size" not in advice(text, streaming=True, max_steps=1)
-    assert "per_device_train_batch_size" not in advice(text, find_batch_size=True)
+    found = advice(text, find_batch_size=True)
+    assert "--per_device_train_batch_size 1:" in found and "--find_batch_size" not in found
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    last = advice(images, per_device_train_batch_size=1, gradient_checkpointing="full")
+    assert last == "out of memory: no room\n  next: smaller images, or a smaller model"
 
 
 @pytest.mark.parametrize("flag", ["max_steps", "max_tokens", "num_train_epochs", None])

@@ -239,3 +239,20 @@ def test_a_head_that_is_more_than_a_matrix_is_left_alone():
     model.lm_head = nn.Linear(32, VOCAB)
     assert "not a plain matrix" in fuse_head(Accelerator(cpu=True), model, VOCAB)
     assert "forward" not in vars(model.lm_head)
+
+
+def test_in_fp16_the_head_is_left_alone(monkeypatch):
+    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+    assert fuse_head(Accelerator(cpu=True), llama(), VOCAB) == "from whole logits, for fp16"
+
+
+def test_the_head_s_gradient_is_added_up_in_fp32_over_chunks(monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2048, 8), torch.randn(16, 8, requires_grad=True)
+    labels, found = torch.randint(0, 16, (2048,)), []
+    monkeypatch.setattr(lm_loss, "LEAST", 1)
+    for at_once in (2**26, 64 * 16):
+        monkeypatch.setattr(lm_loss, "AT_ONCE", at_once)
+        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.bfloat16, True, False)
+        found.append(torch.autograd.grad(loss, weight)[0])
+    assert (found[0] - found[1]).norm() < 4e-3 * found[0].norm()

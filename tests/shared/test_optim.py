@@ -195,6 +195,14 @@ def test_8_bit_adamw_has_the_same_groups():
     (reference,) = optim.build(model, OptimConfig(weight_decay=0.3))
     assert groups_by_decay(model, [optimizer]) == groups_by_decay(model, [reference])
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+    given = OptimConfig(optim="adamw_8bit", adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
+    (optimizer,) = optim.build(nn.Linear(8, 8), given)
+    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.5, 0.75), 1e-3)}
+
+
+def test_a_decay_that_would_begin_in_the_warmup_begins_after_it():
+    config = OptimConfig(lr_scheduler_type="wsd", learning_rate=1.0, warmup_ratio=0.5, decay_ratio=1.0)
+    assert [optim.learning_rate(config, step, 100) for step in (49, 50, 75)] == [1.0, 1.0, 0.5]
 
 
 def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):

@@ -105,6 +105,17 @@ def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch
         assert accelerator.scaler.get_scale() == scale
 
 
+def test_looking_for_a_size_leaves_running_statistics_as_they_are():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loader = SimpleNamespace(per_device=4, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
+    (optimizer,) = optimizers = optim.build(model, OptimConfig())
+    accelerator = launch.start(0)
+    assert steps.largest_that_fits(accelerator, model, optimizers, loader, lambda b: model(b["inputs"]).sum()) == 4
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+
+
 TUNED = ("--max_train_samples", 200, "--seq_length", 256)
 
 

@@ -402,3 +402,17 @@ def test_the_demo_runs_with_no_argument(tmp_path):
     done = run("lora_finetune", tmp_path, "--max_steps", 1, "--eval_samples", 8, "--max_new_tokens", 4)
     assert "functions of the Python standard library" in done.output
     assert math.isfinite(done.last("eval_loss"))
+
+
+def test_evaluates_without_dropout(base, tiny_model, tmp_path):
+    losses = []
+    for dropout in (0.0, 0.5):
+        model = shutil.copytree(tiny_model, tmp_path / f"model-{dropout}")
+        settings = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(settings | {"attention_dropout": dropout}))
+        flags = [model if flag == tiny_model else flag for flag in base]
+        run_here("lora_finetune", *flags, "--max_steps", 1, "--output_dir", tmp_path / f"run-{dropout}")
+        losses.append(Run(tmp_path / f"run-{dropout}", 0, "").rows[0]["eval_loss"])
+    assert losses[0] == losses[1]
+    first = Run(tmp_path / "run-0.0", 0, "").rows[0]["eval_loss"]
+    assert f"| eval_loss_before | {first:.4f} |" in (tmp_path / "run-0.0/final/README.md").read_text()
