@@ -58,7 +58,7 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):
             grey = np.asarray(image)
-            if grey.min() < 0 or grey.max() > 0xFFFF:
+            if grey.min() < 0 or grey.max() > 0xFFFF or (image.mode == "I" and 0 < grey.max() <= 0xFF):
                 raise BadImage("32-bit grey values, whose range is not known")
             image = Image.fromarray((grey >> 8).astype(np.uint8))
         if image.mode == "F":
@@ -422,6 +422,10 @@ def _in_folders(config: ImageConfig) -> _Found:
     if "train" in inside and not others:
         train = root / "train"
         validation = validation or next((root / name for name in VALIDATION if name in inside), None)
+    if validation is not None and train.resolve() in validation.resolve().parents:
+        raise ConfigError(f"{validation}: lies within {train}, whose folders are all trained on: move it out")
+    if validation is not None and train.resolve() == validation.resolve():
+        say(f"warning: {train} is trained on and validated on: the accuracy will say nothing of other images")
     labels, paths = _class_folders(train, training=True)
     held_out_from = None
     if validation is not None:

@@ -175,7 +175,7 @@ def override(config: Any, changes: str | None) -> None:
     Raises:
         ConfigError: not of that form, or an attribute that the config does not have.
     """
-    for change in (changes or "").split(","):
+    for change in re.split(r",(?![^\[]*\])", changes or ""):  # but not within a list
         if not change:
             continue
         key, equals, value = change.partition("=")

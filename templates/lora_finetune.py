@@ -185,6 +185,11 @@ def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Modul
 def add_adapters(config: Config, base: PreTrainedModel) -> PeftModel:
     """New adapters, as the flags say."""
     targets = config.lora_target_modules
+    last_names = {name.rpartition(".")[2] for name, _ in base.named_modules() if name}
+    for flag, names in (("lora_target_modules", targets), ("modules_to_save", config.modules_to_save)):
+        for name in names if names != ("all-linear",) else ():  # of several, PEFT leaves out those that it does not find
+            if name.rpartition(".")[2] not in last_names:
+                raise ConfigError(f"--{flag} {name}: the model has no module of that name")
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_r,

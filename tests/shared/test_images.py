@@ -19,7 +19,7 @@ from shared import images
 from shared.config import ConfigError
 from shared.images import BadImage, ImageData, decode, hold_out, prepare
 from shared.options import ImageConfig
-from tests.conftest import load_template
+from tests.conftest import load_template, paint
 
 decode_pixels = load_template("image_classification").decode_pixels
 
@@ -603,6 +603,20 @@ def test_json_lines_may_hold_numbers_and_absolute_paths(tmp_path):
     data = prepare(ImageConfig(train_file=(str(file),)))
     assert data.classes == ("9", "10")
     assert {k: {n[:3] for n in v} for k, v in names(data).items()} == {"9": {"dog"}, "10": {"cat"}}
+
+
+def test_validation_images_within_the_training_folder_are_no_class(tmp_path, capsys):
+    for folder in ("a", "b", "check/a", "check/b"):
+        paint(tmp_path / folder / "1.png", 0, 1, (8, 8))
+        paint(tmp_path / folder / "2.png", 0, 2, (8, 8))
+    with pytest.raises(ConfigError, match=f"{tmp_path}/check: lies within {tmp_path}, whose folders are all trained on"):
+        prepare(ImageConfig(train_dir=tmp_path, validation_dir=tmp_path / "check"))
+    prepare(ImageConfig(train_dir=tmp_path / "check", validation_dir=tmp_path / "check"))
+    assert "is trained on and validated on" in capsys.readouterr().err
+
+
+def test_small_32_bit_greys_are_not_made_black(tmp_path):
+    assert reason(encoded(Image.fromarray(np.arange(256, dtype=np.int32).reshape(16, 16)), "TIFF")).startswith("32-bit grey")
 
 
 def test_a_list_to_validate_on(tmp_path):

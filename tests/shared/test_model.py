@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Qwen3MoeConfig,
+    ResNetConfig,
     ViTConfig,
     ViTForImageClassification,
     XLNetConfig,
@@ -355,6 +356,12 @@ def test_override_sets_numbers_text_and_switches():
     assert (config.hidden_size, config.num_hidden_layers, config.hidden_act) == (256, 4, "gelu")
     assert config.attention_bias is True
     assert config.rms_norm_eps == 1e-4
+
+
+def test_override_sets_lists():
+    config = ResNetConfig()
+    model.override(config, "depths=[2,2,2,2],layer_type=basic,hidden_sizes=[8, 16, 32, 64]")
+    assert (config.depths, config.layer_type, config.hidden_sizes) == ([2, 2, 2, 2], "basic", [8, 16, 32, 64])
 
 
 def test_override_of_nothing_changes_nothing():

@@ -392,6 +392,20 @@ def test_other_base_weights_are_refused_on_resume(base, tiny_model, tmp_path):
         run_here("lora_finetune", *flags, *more)
 
 
+@pytest.mark.parametrize(
+    ("flag", "names"),
+    [
+        ("--lora_target_modules", ("q_proj", "vproj")),
+        ("--lora_target_modules", ("q_proj", "all-linear")),
+        ("--modules_to_save", ("lmhead",)),
+        ("--modules_to_save", ("",)),
+    ],
+)
+def test_a_name_that_the_model_does_not_have_is_refused_among_others(base, tmp_path, flag, names):
+    with pytest.raises(ConfigError, match=f"{flag} {names[-1]}: the model has no module of that name"):
+        run_here("lora_finetune", *base, flag, *names, "--output_dir", tmp_path)
+
+
 def test_unknown_target_modules(base, tmp_path):
     with pytest.raises(ConfigError, match="--lora_target_modules nonesuch"):
         flags = (*base, "--per_device_train_batch_size", 4, "--lora_target_modules", "nonesuch", "--output_dir", tmp_path)
