@@ -339,8 +339,11 @@ def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp
     assert "expected" not in log.read_text() and ((tmp_path / "queue").read_text() == "77\n") == (code == 138)
 
 
-HELLO = 'import os, sys\nprint("hello from", os.environ["WORLD_SIZE"], sys.argv[1:])\n'
-HELLO += 'print("caches in", os.environ["TEMPLATES_CACHE"])\n'
+# In one write: where Python does not buffer, print writes word by word, and two processes into each other's lines.
+HELLO = """import os, sys
+world, caches = os.environ["WORLD_SIZE"], os.environ["TEMPLATES_CACHE"]
+sys.stdout.write(f"hello from {world} {sys.argv[1:]}\\ncaches in {caches}\\n")
+"""
 
 
 @pytest.mark.parametrize("image", ["templates.sif", "registry#templates"])
