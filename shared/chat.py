@@ -35,7 +35,7 @@ from shared.records import Source, kind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 5  # raised when the prepared files change meaning
+FORMAT = 6  # raised when the prepared files change meaning
 AT_ONCE = 128  # records that a process is handed at a time
 COPIED_AT_ONCE = 2**24  # bytes
 TODAY = datetime(2024, 7, 26)  # what Llama 3's templates take for it without a clock
@@ -416,16 +416,15 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
         facts |= {"source": train.name, "own_template": encoder.has_own_template}
         kept = np.ones(len(sizes), bool)
         if validation is None:
-            record = np.cumsum(sizes[:, 2]) - 1  # [samples]
-            count = int(record[-1]) + 1
-            held_out = max(1, round(count * config.validation_split_percentage / 100))
-            kept = ~np.isin(record, data.permute(np.arange(count), count, (0,))[:held_out])
+            held_out, facts["validation"] = _hold_out(sizes[:, 2], config.validation_split_percentage)
+            kept = ~held_out
             splits = {"train": ("all", sizes, kept), "validation": ("all", sizes, ~kept)}
         else:
             others, _ = _encode_all(validation, folder / "others", replace(config, max_train_samples=None), tokenizer)
+            facts["validation"] = f"{len(others):,} of {validation.name}"
             splits = {"train": ("all", sizes, kept), "validation": ("others", others, np.ones(len(others), bool))}
         if not kept.any():
-            raise ConfigError(f"{train.name}: a single record cannot be split; give --validation_file")
+            raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
         lengths = sizes[kept, 0] - 1.0
         facts["context"] = float((lengths**2).sum() / lengths.sum())  # tokens of a token's sample, in the mean over tokens
         digest = hashlib.sha256()
@@ -437,6 +436,26 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
         (folder / "meta.json").write_text(json.dumps(facts | {"sha256": digest.hexdigest()}, indent=1))
 
     return prepared.build_once(cache_dir() / "chat" / key, build)
+
+
+def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
+    """(which samples to validate on, [samples] bool; how that was chosen, for people).
+
+    Whole records, so that no text is on both sides; of fewer than make that share, as of one long text, the last samples.
+
+    Args:
+        is_first: [samples], whether a sample is the first of its record.
+        percent: per cent held out.
+    """
+    record = np.cumsum(is_first) - 1
+    count, samples = int(record[-1]) + 1, len(record)
+    share = lambda of: max(1, min(round(of * percent / 100), of - 1))  # noqa: E731
+    if samples > count and (count == 1 or count * percent < 50):  # one record would be all, or more than twice that share
+        held_out = np.arange(samples) >= samples - share(samples)
+        return held_out, f"{held_out.sum():,}, the last {percent:g} % of the text (too few documents to hold some out)"
+    chosen = data.permute(np.arange(count), count, (0,))[: share(count)]
+    held_out = np.isin(record, chosen)
+    return held_out, f"{held_out.sum():,}, from {len(chosen):,} of {count:,} records"
 
 
 class _Encode:
@@ -731,7 +750,8 @@ def describe(samples: Conversations, config: ChatConfig) -> str:
     return (
         f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
         f"tokens, {meta['dropped']:,} dropped with nothing to learn; {len(samples):,} to train on, "
-        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), {samples.learned.mean():.0%} of them learned"
+        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), {samples.learned.mean():.0%} of them learned; "
+        f"to validate on: {meta['validation']}"
     )
 
 

@@ -447,7 +447,11 @@ class Stream:
             if len(rows) == count:
                 break
         if not rows:
-            raise ConfigError(f"{self.source.name}: no validation sequence in it; raise --validation_split_percentage")
+            raise ConfigError(
+                f"{self.source.name}: a stream is validated on whole documents, chosen by a hash of their numbers, and "
+                f"{self.validation_percent:g} % of those in it make no sequence: raise --validation_split_percentage, or "
+                "drop --streaming"
+            )
         return rows
 
     def longest(self, rows: int) -> Batch:

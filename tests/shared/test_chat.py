@@ -455,6 +455,34 @@ def test_a_long_text_file_ends_once(tokenizer, tmp_path, monkeypatch):
     assert (ids == tokenizer.eos_token_id).sum() == 2
 
 
+def test_of_one_long_text_the_end_is_held_out(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 4000)  # whole pieces would be a third of it
+    text = "".join(f"line {number} of the text\n" for number in range(500))
+    path = tmp_path / "book.txt"
+    path.write_text(text)
+    train, validation, config = prepared(tokenizer, path, tmp_path / "cache", monkeypatch)
+    tokens = [sum(split.lengths) for split in (train, validation)]
+    assert tokens[1] / sum(tokens) == pytest.approx(0.05, abs=0.02)
+    ids = [validation[index]["input_ids"] for index in range(len(validation))]  # neighbours share a token
+    last = tokenizer.decode(np.concatenate(ids))
+    assert text.removesuffix("\n").endswith(last.removesuffix("\n")) and len(last) > 300
+    assert f"to validate on: {len(validation)}, the last 5 % of the text" in chat.describe(train, config)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.floats(0.01, 99.9))
+def test_what_is_held_out_is_near_the_share_that_was_asked_for(samples_of_records, percent):
+    is_first = np.concatenate([[1] + [0] * (n - 1) for n in samples_of_records])
+    held_out, how = chat._hold_out(is_first, percent)
+    record = np.cumsum(is_first) - 1
+    assert held_out.any() and (not held_out.all() or len(record) == 1)
+    if "last" in how:
+        assert abs(held_out.sum() - len(record) * percent / 100) <= 1 and (np.diff(held_out.astype(int)) >= 0).all()
+    else:
+        parts = [held_out[record == number] for number in range(len(samples_of_records))]
+        assert all(part.all() or not part.any() for part in parts)
+        assert abs(sum(part.any() for part in parts) - len(parts) * percent / 100) <= 1
+
+
 def test_what_ends_a_learned_turn_is_kept(chatml, chat_file, tmp_path, monkeypatch):
     train, _, _ = prepared(chatml, chat_file, tmp_path, monkeypatch)
     assert chatml.convert_ids_to_tokens(train.meta["end"]) == "<|im_end|>"

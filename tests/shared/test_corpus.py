@@ -189,6 +189,12 @@ def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", 
     return corpus.Stream(source, tokenizer, length, column=column, **batch, **loading)
 
 
+def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):
+    (tmp_path / "one.txt").write_text("the model reads a line of text " * 200)
+    with pytest.raises(ConfigError, match=r"whole documents.*raise --validation_split_percentage, or drop --streaming"):
+        make_stream(tmp_path / "one.txt", tokenizer, 0, 1).held_out(1)
+
+
 def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer):
     def rows(window):
         return [tuple(r.tolist()) for batch in window.micro_batches for r in batch["input_ids"]]

@@ -346,7 +346,7 @@ def test_tensorboard_gets_the_scalars_in_the_runs_folder(base, tmp_path):
         ('{"messages": [{"role": "robot", "content": "x"}]}\n', "data.jsonl:1: message 1 has role 'robot'"),
         ('{"question": "x"}\n', "data.jsonl:1: columns question are of no known form"),
         ('{"prompt": "' + "long " * 200 + '", "completion": "x"}\n', "none of its 1 samples has a token to learn"),
-        ('{"text": "one"}\n', "a single record cannot be split"),
+        ('{"text": "one"}\n', "a single sample cannot be split"),
         ('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n', "fewer than one --global_batch_size"),
     ],
 )
