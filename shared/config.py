@@ -24,7 +24,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -411,7 +412,7 @@ def _with_home(tokens: list[str]) -> list[str]:
         flag, equals, value = token.partition("=") if token.startswith("--") else ("", "", token)
         key = _key(flag) or key
         if (equals or not flag) and re.search(r"(dir|file|path|checkpoint|config_name|tokenizer_name|dataset_name)$", key):
-            if not value and not key.endswith(("path", "name")):
+            if not value:  # a variable of a script that is not set
                 raise ConfigError(f"--{key} is given, but empty")
             value = os.path.expanduser(value)
         result.append(flag + equals + value)
@@ -436,40 +437,88 @@ def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
 
 
 def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
-    """Refuse unknown flags with the near one named; accept `--packing false` beside `--packing` and `--no-packing`."""
+    """Tokens as the parser takes them: `--key=value`, `--key value value` for lists, `--key` and `--no_key` for switches.
+
+    Raises:
+        ConfigError: an unknown flag (the near one is named), a value that is missing, too much or of another kind.
+    """
     result: list[str] = []
     lists: set[str] = set()  # flags of several values that were given
-    rest = iter(range(len(tokens)))
-    for i in rest:
-        token = tokens[i]
-        if not token.startswith("--") or token == "--help":
+    rest = list(reversed(tokens))
+    while rest:
+        token = rest.pop()
+        if token in ("--help", "-h"):
             result.append(token)
             continue
-        name, _, value = token.partition("=")
+        if not token.startswith("--"):
+            raise ConfigError(f"{token!r} belongs to no flag; --help lists all")
+        name, equals, value = token.partition("=")
         key = _key(name)
         negated = key.startswith("no_") and kinds.get(key[3:]) is bool
         if key not in kinds and not negated:
             raise ConfigError(f"unknown flag {name}{_suggest(key, kinds, '--')}; --help lists all")
-        if get_origin(kinds.get(key)) is tuple:
-            if f"--{key}" in lists:
-                raise ConfigError(f"{name} is given twice: give all of its values after one")
-            lists.add(f"--{key}")
-        if kinds.get(key) is bool or negated:
-            following = tokens[i + 1] if i + 1 < len(tokens) and not tokens[i + 1].startswith("-") else ""
-            if not value and following.lower() in ("true", "false") and not negated:
-                value = following
-                next(rest)
-            elif not value and following:
-                raise ConfigError(f"{name} {following}: {'takes no value' if negated else 'it is true or false'}")
-            if value and value.lower() not in ("true", "false"):
+        if negated or kinds[key] is bool:
+            following = rest[-1] if rest and not rest[-1].startswith("-") else ""
+            if negated and (equals or following):
+                raise ConfigError(f"{name} {value or following}: takes no value")
+            if not equals and following.lower() in ("true", "false"):
+                value = rest.pop()
+            elif not equals and following:
+                raise ConfigError(f"{name} {following}: it is true or false")
+            if equals and value.lower() not in ("true", "false"):
                 raise ConfigError(f"{name} is true or false, not {value!r}")
-            result += [token] if negated else _as_tokens(key, value.lower() != "false")
-        else:
-            result.append(f"--{key}={value}" if "=" in token else f"--{key}")
+            result += [f"--{key}"] if negated else _as_tokens(key, value.lower() != "false")
+            continue
+        values = [value] if equals else []
+        several = get_origin(kinds[key]) is tuple
+        while not equals and rest and not rest[-1].startswith("--") and (several or not values):
+            values.append(rest.pop())
+        if not values:
+            raise ConfigError(f"{name} needs a value" + (", which follows it or =" if rest else ""))
+        if several and key in lists:
+            raise ConfigError(f"{name} is given twice: give all of its values after one")
+        lists.add(key)
+        values = [_of_kind(kinds[key], value, name) for value in values]
+        result += [f"--{key}={values[0]}"] if equals or not several else [f"--{key}", *values]
     return result
 
 
+def _of_kind(kind: Any, text: str, where: str) -> str:
+    """The text of one value, whole numbers written out (1e9, too). Raises a ConfigError that says what is expected."""
+    kinds = set(get_args(kind)) - {Ellipsis, type(None)} if get_origin(kind) in (tuple, Union, UnionType) else {kind}
+    if len(kinds) != 1 or (type(None) in get_args(kind) and text == "None"):
+        return text
+    (kind,) = kinds
+    if get_origin(kind) is Literal and text not in get_args(kind):
+        raise ConfigError(f"{where} is one of {', '.join(get_args(kind))}, not {text!r}")
+    if kind not in (int, float):
+        return text
+    with contextlib.suppress(ValueError):
+        if kind is int:
+            return str(int(text))
+    try:
+        number = float(text)
+    except ValueError:
+        raise ConfigError(f"{where} is a {'whole ' if kind is int else ''}number, not {text!r}") from None
+    if kind is int and not number.is_integer():
+        raise ConfigError(f"{where} is a whole number, not {text}")
+    return str(int(number)) if kind is int else text
+
+
+# What is called otherwise elsewhere, and what is decided otherwise here.
+ELSEWHERE = {
+    "lr": "did you mean {}learning_rate?",
+    "batch_size": "did you mean {}global_batch_size?",
+    "epochs": "did you mean {}num_train_epochs?",
+    "num_epochs": "did you mean {}num_train_epochs?",
+    "gradient_accumulation_steps": "it follows from {}global_batch_size and {}per_device_train_batch_size",
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "precision is the launcher's: accelerate launch --mixed_precision"),
+}
+
+
 def _suggest(key: str, kinds: dict[str, Any], prefix: str = "") -> str:
+    if key in ELSEWHERE and "global_batch_size" in kinds:
+        return ": " + ELSEWHERE[key].replace("{}", prefix)
     near = difflib.get_close_matches(key, list(kinds), n=1, cutoff=0.6)
     return f": did you mean {prefix}{near[0]}?" if near else ""
 
@@ -490,29 +539,37 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         return
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected 'key: value' lines, found a {type(content).__name__}")
-    seen = set()
+    lines: dict[str, int] = {}
     assert isinstance(root, yaml.MappingNode)
     for node, _ in root.value:
         key = str(node.value).replace("-", "_")
-        if key in seen:  # YAML's loader would keep the last one in silence
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: the key {key!r} is there twice")
-        seen.add(key)
+        line = node.start_mark.line + 1
+        if key in lines:  # YAML's loader would keep the last one in silence
+            raise ConfigError(f"{path}:{line}: the key {key!r} is there twice")
+        lines[key] = line
     for raw, value in content.items():
         key = str(raw).replace("-", "_")
+        where = f"{path}:{lines[key]}" if key in lines else str(path)  # a merged one stands elsewhere
         if key not in kinds:
-            raise ConfigError(f"{path}: unknown key {raw!r}{_suggest(key, kinds)}")
+            raise ConfigError(f"{where}: unknown key {raw!r}{_suggest(key, kinds)}")
         if isinstance(value, dict):
-            raise ConfigError(f"{path}: {raw}: expected a value, found a mapping (keys are flat, as the flags are)")
+            raise ConfigError(f"{where}: {raw}: expected a value, found a mapping (keys are flat, as the flags are)")
         if not all(isinstance(v, str | int | float | date) for v in (value if isinstance(value, list) else [value or ""])):
-            raise ConfigError(f"{path}: {raw}: expected text, a number, true or false, or a list of them")
+            raise ConfigError(f"{where}: {raw}: expected text, a number, true or false, or a list of them")
         if kinds[key] is bool and not isinstance(value, bool):
-            raise ConfigError(f"{path}: {raw} is true or false, not {reprlib.repr(value)}")
+            raise ConfigError(f"{where}: {raw} is true or false, not {reprlib.repr(value)}")
+        if isinstance(value, list) and get_origin(kinds[key]) is not tuple:
+            raise ConfigError(f"{where}: {raw} has one value, not a list of them")
         if kinds[key] is not bool and any(isinstance(v, bool) for v in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{path}: {raw}: YAML reads yes, no, on and off as true or false: put such a word into quotes")
+            raise ConfigError(
+                f"{where}: {raw}: YAML reads yes, no, on and off as true or false: put such a word into quotes"
+            )
         if value is None and type(None) not in get_args(kinds[key]):
-            raise ConfigError(f"{path}: {raw} is empty")
+            raise ConfigError(f"{where}: {raw} is empty")
         if isinstance(value, list) and any(str(v).startswith("--") for v in value):
-            raise ConfigError(f"{path}: {raw}: a value that begins with -- would be a flag")
+            raise ConfigError(f"{where}: {raw}: a value that begins with -- would be a flag")
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            value = _of_kind(kinds[key], str(value), f"{where}: {raw}")
         yield key, value
 
 

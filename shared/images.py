@@ -486,8 +486,23 @@ def _listed(config: ImageConfig) -> _Found:
                 labels.append(str(label))
         if not paths:
             raise ConfigError(f"--train_file {' '.join(config.train_file)}: no records in it")
+    _warn_of_repeats([os.path.normpath(path) for path in paths], held_out_from)
     about = " ".join(config.validation_file)
     return _Found(" ".join(config.train_file), labels, held_out_from, paths, about=about)
+
+
+def _warn_of_repeats(paths: list[str], held_out_from: int | None) -> None:
+    """What a list names twice may stand on both sides of the split, and what two lists name does."""
+    if held_out_from is not None:
+        known = set(paths[:held_out_from])
+        count, both = len(paths) - held_out_from, sum(path in known for path in paths[held_out_from:])
+        if both:
+            say(f"warning: {both:,} of the {count:,} images to validate on are trained on, too: their accuracy says little")
+    elif repeats := len(paths) - len(set(paths)):
+        say(
+            f"warning: {repeats:,} of {len(paths):,} lines name an image that is named before: it may be on both sides "
+            "of the split"
+        )
 
 
 def _column(record: Any, named: str | None, usual: Sequence[str], flag: str, where: str) -> str:

@@ -48,9 +48,10 @@ class BatchConfig:
     def __post_init__(self) -> None:
         sizes = ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
         configs.require_at_least_one(self, *sizes)
-        for name in ("seed", "dataloader_num_workers"):
-            if not 0 <= getattr(self, name) < 2**32:
-                raise ConfigError(f"--{name} must be between 0 and 2**32 - 1, but is {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed must be between 0 and 2**32 - 1, not {self.seed}")
+        if not 0 <= self.dataloader_num_workers < 2**10:
+            raise ConfigError(f"--dataloader_num_workers must be between 0 and 1023, not {self.dataloader_num_workers}")
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
         for name in ("max_steps", "num_train_epochs"):
@@ -141,7 +142,7 @@ class OptimConfig:
                 raise ConfigError(f"--{name} is at least 0 and below 1, not {getattr(self, name)}")
         for name in ("weight_decay", "max_grad_norm", "max_skipped_steps", "adam_epsilon"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name} must not be negative, but is {getattr(self, name)}")
+                raise ConfigError(f"--{name} must not be negative, not {getattr(self, name)}")
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(f"--layer_decay is a factor above 0 and at most 1, not {self.layer_decay}")
 
@@ -258,10 +259,12 @@ class DataConfig:
             raise ConfigError("--train_file and --dataset_name both name the training data: drop one of them")
         if self.validation_file and not self.train_file:
             raise ConfigError("--validation_file needs --train_file")
-        if self.validation_split_name and not self.dataset_name:
-            raise ConfigError("--validation_split_name needs --dataset_name")
+        for name in ("dataset_config_name", "train_split_name", "validation_split_name"):
+            if self.dataset_name is None and getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"--{name} needs --dataset_name")
         if not 0 < self.validation_split_percentage < 100:
-            raise ConfigError("--validation_split_percentage must be between 0 and 100")
+            percent = self.validation_split_percentage
+            raise ConfigError(f"--validation_split_percentage must be above 0 and below 100, not {percent:g}")
         for flag in ("train_file", "validation_file"):
             if getattr(self, flag):
                 records.find_files(getattr(self, flag), flag=flag)

@@ -41,6 +41,8 @@ class Profiler:
         if self.profile is not None:
             ended, self.profile = self.profile, None
             ended.stop()
+            if self.steps < AFTER:
+                say(f"no profile: it is of the {STEPS} steps after the first {AFTER}, and training ended after {self.steps}")
 
     def _ready(self, trace: profile) -> None:
         path = self.run_dir / TRACE

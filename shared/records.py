@@ -95,7 +95,10 @@ def _hub_identity(name: str) -> list[Any]:
 
 def kind(value: Any) -> str:
     """A value's type, for a message."""
-    return "null" if value is None else f"a {type(value).__name__}"
+    if value is None or value == "":
+        return "null" if value is None else "empty"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:

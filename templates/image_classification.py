@@ -89,7 +89,7 @@ class Config:
         if self.image_size is not None and not 8 <= self.image_size <= 4096:
             raise ConfigError(f"--image_size is between 8 and 4096 pixels, not {self.image_size}")
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
-            raise ConfigError(f"--crop_pct is a share of at most 1, not {self.crop_pct}")
+            raise ConfigError(f"--crop_pct is a share above 0 and at most 1, not {self.crop_pct}")
         configs.require_at_least_one(self, "eval_steps")
         if self.early_stopping_patience < 0:
             raise ConfigError(f"--early_stopping_patience must not be negative, not {self.early_stopping_patience}")

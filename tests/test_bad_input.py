@@ -24,7 +24,7 @@ def attempt(tiny_model, architectures, image_folder, tmp_path):
     text = ("--model_name_or_path", tiny_model, "--validation_split_percentage", 20, "--eval_samples", 2, "--max_steps", 1)
     base = {
         "pretrain": (*text, "--seq_length", 16, "--global_batch_size", 2, "--optim", "adamw"),
-        "lora_finetune": (*text, "--seq_length", 32, "--global_batch_size", 2, "--lora_r", 2, "--num_generations", 0),
+        "lora_finetune": (*text, "--seq_length", 32, "--global_batch_size", 2, "--num_generations", 0),
         "image_classification": (
             *("--config_name", architectures / "convnext", "--image_size", 16, "--max_steps", 1),
             *("--global_batch_size", 2, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 0),
@@ -77,7 +77,7 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
         ("a.jsonl", LINES.decode().encode("utf-16"), ":1: not UTF-8 text (byte 0); save it as UTF-8"),
         ("a.jsonl", LINES + b'{"text": "a\0b"}\n', ":41: not valid JSON (Invalid control character, column 12)"),
         ("a.jsonl", LINES + b'{"text": "\\ud83d"}\n', r":41: not valid JSON ('\ud83d' is half a character)"),
-        ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is a int, expected text"),
+        ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is an int, expected text"),
         ("a.jsonl", LINES + b'{"text": NaN}\n', ":41: 'text' is a float, expected text"),
         ("a.jsonl", LINES + b'{"text": "a", "text": "b"}\n', ":41: not valid JSON (the key 'text' is there twice)"),
         ("a.csv", b"text,text\na,b\n", ":1: the column 'text' is there twice"),
@@ -322,7 +322,7 @@ def test_a_model_that_cannot_be_is_one_line_that_names_it(attempt, model, lines,
 )
 def test_an_architecture_that_cannot_be_is_refused_at_once(attempt, lines, image_folder, template, changes, message):
     data = ("--train_file", lines, "--vocab_size", 320) if template == "pretrain" else ("--train_dir", image_folder)
-    flags = (*data, "--config_overrides", changes) + (("--model_name_or_path", "") if template == "pretrain" else ())
+    flags = (*data, "--config_overrides", changes) + (("--model_name_or_path", None) if template == "pretrain" else ())
     assert attempt(template, *flags).startswith(message)
 
 
@@ -368,8 +368,8 @@ def test_labels_of_any_one_kind_train(attempt, pictures, labels):
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        ("1", ":12: the label is a str, that of FILE:1 a int: use one"),
-        (True, ":12: the label is a bool, that of FILE:1 a int: use one"),
+        ("1", ":12: the label is a str, that of FILE:1 an int: use one"),
+        (True, ":12: the label is a bool, that of FILE:1 an int: use one"),
         (1.0, ":12: the label is a float, expected a name or a number"),
         (None, ":12: the label is null, expected a name or a number"),
     ],

@@ -209,7 +209,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     assert before == after
     for line in ("train.py: merged with your edits", "shared/data.py: updated", "shared/extra.py: new"):
         assert line in told
-    assert "accelerate_configs/ddp.yaml: merged, 1 conflict(s) marked" in told
+    assert "accelerate_configs/ddp.yaml: merged, 1 conflict marked in it" in told
     assert "accelerate_configs/hsdp.yaml: has changed; you removed it" in told
     assert "accelerate_configs/fp8.yaml: is no longer part of it" in told
 

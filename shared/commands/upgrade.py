@@ -121,7 +121,8 @@ def _merge(folder: Path, name: str, mine: bytes, theirs: bytes, made: Plan) -> N
     if done.returncode < 0 or done.returncode > 127:
         raise ConfigError(f"{name}: git merge-file failed ({done.stderr.decode(errors='replace').strip()})")
     made.writes[name] = done.stdout
-    made.notes[name] = f"merged, {done.returncode} conflict(s) marked" if done.returncode else "merged with your edits"
+    count = done.returncode
+    made.notes[name] = f"merged, {count} conflict{'s' * (count > 1)} marked in it" if count else "merged with your edits"
     if done.returncode:
         made.conflicts.append(name)
 
@@ -142,6 +143,8 @@ def main() -> None:
         latest(options.source or Path(origin["source"]), origin["templates"], new)
         made = plan(folder, new, origin)
         later = json.loads((new / ORIGIN).read_text())
+        if made.notes and options.check:
+            print("an upgrade would leave:")
         for name, note in made.notes.items():
             print(f"  {name}: {note}")
         if not made.notes:

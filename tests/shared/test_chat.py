@@ -345,12 +345,12 @@ def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
     ("record", "message"),
     [
         ({"messages": [{"role": "assistant", "content": None}]}, "content of message 1 is null"),
-        ({"messages": [{"role": "assistant", "content": 3}]}, "content of message 1 is a int"),
+        ({"messages": [{"role": "assistant", "content": 3}]}, "content of message 1 is an int"),
         ({"messages": "x"}, "'messages' is text, expected a list"),
         ({"messages": [3]}, "not a list of objects"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 is from 'robot'"),
         ({"instruction": "x", "output": None}, "'output' is null"),
-        ({"prompt": "x", "completion": 3}, "'completion' is a int"),
+        ({"prompt": "x", "completion": 3}, "'completion' is an int"),
         ({"text": ["x"]}, "'text' is a list"),
     ],
 )

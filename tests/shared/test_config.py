@@ -212,7 +212,7 @@ def test_a_flag_that_resembles_nothing_gets_no_suggestion():
 
 
 def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.yaml: unknown key 'ruffle': did you mean shuffle\?"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: unknown key 'ruffle': did you mean shuffle\?"):
         from_yaml(tmp_path, "ruffle: true\n")
 
 
@@ -229,6 +229,9 @@ def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
         (["--shuffle", "yes"], "--shuffle yes: it is true or false"),
         (["--shuffle", "1", "--rate", "1"], "--shuffle 1: it is true or false"),
         (["--no_shuffle", "false"], "--no_shuffle false: takes no value"),
+        (["--no_shuffle=false"], "--no_shuffle false: takes no value"),
+        (["--words"], "--words needs a value"),
+        (["--label", "--rate", "1"], "--label needs a value, which follows it or ="),
     ],
 )
 def test_what_could_be_taken_for_something_else_is_refused(argv, message):
@@ -260,8 +263,7 @@ def test_a_path_may_begin_at_home_and_may_not_be_empty(templates, monkeypatch):
         assert parse(argv).checkpoint.output_dir == Path("/home/me/run")
     assert parse(["--sample_prompt=~/run"]).sample_prompt == "~/run"
     assert parse(["--model_name_or_path", "~/a~b"]).model_name_or_path == "/home/me/a~b"
-    assert parse(["--model_name_or_path", ""]).model_name_or_path == ""
-    for flag in ("output_dir", "resume_from_checkpoint", "train_file"):
+    for flag in ("output_dir", "resume_from_checkpoint", "train_file", "model_name_or_path", "dataset_name"):
         for argv in ([f"--{flag}="], [f"--{flag}", ""]):
             with pytest.raises(ConfigError, match=f"--{flag} is given, but empty"):
                 parse(argv)
@@ -275,15 +277,16 @@ def test_only_switches_can_be_negated():
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        (["--count", "many"], "--count"),
-        (["--count", "1.5"], "--count"),
-        (["--rate", "fast"], "--rate"),
-        (["--limit", "x"], "--limit"),
-        (["--shape", "square"], "--shape"),
+        (["--count", "many"], "--count is a whole number, not 'many'"),
+        (["--count", "1.5"], "--count is a whole number, not 1.5"),
+        (["--count", "1e400"], "--count is a whole number, not 1e400"),
+        (["--rate", "fast"], "--rate is a number, not 'fast'"),
+        (["--limit", "x"], "--limit is a whole number, not 'x'"),
+        (["--shape", "square"], "--shape is one of round, flat, not 'square'"),
         (["--shuffle=perhaps"], "--shuffle"),
-        (["--count"], "--count"),
-        (["stray"], "stray"),
-        (["--rate", "1", "2"], "2"),
+        (["--count"], "--count needs a value"),
+        (["stray"], "'stray' belongs to no flag"),
+        (["--rate", "1", "2"], "'2' belongs to no flag"),
         (["--config"], "--config"),
     ],
 )
@@ -293,11 +296,34 @@ def test_a_value_of_the_wrong_type_is_one_line_that_names_the_flag(argv, names):
     assert names in one_line(error)
 
 
-@pytest.mark.parametrize("line", ["count: many", "count: 1.5", "rate: fast", "limit: x", "shape: square", "label: true"])
+def test_whole_numbers_may_have_an_exponent(tmp_path):
+    for text in ("3e3", "3E+3", "3000.0", "3_000"):
+        assert configs.parse(Config, ["--count", text, f"--limit={text}"]).group == Group(3000, 3000)
+        assert from_yaml(tmp_path, f"count: {text}\nlimit: {text}\n").group == Group(3000, 3000)
+
+
+@pytest.mark.parametrize(
+    ("flag", "then"),
+    [
+        ("lr", "did you mean --learning_rate?"),
+        ("batch_size", "did you mean --global_batch_size?"),
+        ("gradient_accumulation_steps", "it follows from --global_batch_size and --per_device_train_batch_size"),
+        ("bf16", "precision is the launcher's: accelerate launch --mixed_precision"),
+    ],
+)
+def test_what_other_programs_call_it_is_known(templates, flag, then):
+    with pytest.raises(ConfigError) as error:
+        configs.parse(templates.pretrain.Config, [f"--{flag}", "1"])
+    assert one_line(error).startswith(f"unknown flag --{flag}: {then}")
+
+
+@pytest.mark.parametrize(
+    "line", ["count: many", "count: 1.5", "rate: fast", "limit: x", "shape: square", "label: true", "rate: [1, 2]"]
+)
 def test_a_yaml_value_of_the_wrong_type_is_one_line_that_names_the_key(tmp_path, line):
     with pytest.raises(ConfigError) as error:
         from_yaml(tmp_path, line)
-    assert line.split(":")[0] in one_line(error)
+    assert one_line(error).startswith(f"{tmp_path}/run.yaml:1: {line.split(':')[0]}")
 
 
 @pytest.mark.parametrize("value", ["'true'", "1", "null", "[true]"])
@@ -350,7 +376,7 @@ LAUGHS = "\n".join(f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range
     "text", ["words: [[a]]", "words: [null]", "words: [{a: 1}]", "label: !!binary aGk=", f"words:\n  - &l0 [a]\n{LAUGHS}"]
 )
 def test_a_value_that_no_flag_could_have_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"run\.yaml: (words|label): expected text, a number") as error:
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: (words|label): expected text, a number") as error:
         from_yaml(tmp_path, text + "\n")
     one_line(error)
 
@@ -427,7 +453,8 @@ def test_any_command_line_gives_a_config_or_a_config_error(argv):
 LINE_BREAKS = "\x85\u2028\u2029"  # of Unicode, to which YAML has its own rules: a test of their own
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_BREAKS), max_size=12)
 OPTIONAL_TEXT = st.none() | TEXT.filter(lambda text: text != "None")  # the flag's own spelling of null
-PLACE = OPTIONAL_TEXT.filter(lambda text: text is None or text[:1] not in ("", "~"))  # of a file, on the Hub perhaps
+NAME = TEXT.filter(lambda text: text != "None" and text[:1] not in ("", "~"))
+PLACE = st.none() | NAME  # of a file, on the Hub perhaps
 WORDS = st.lists(TEXT.filter(lambda text: not text.startswith("-")), max_size=3).map(tuple)  # no flag can give a dash
 SHARE = st.floats(0, 1)
 POSITIVE = st.floats(1e-12, 1e6)
@@ -478,17 +505,23 @@ def pretrain_values(draw):
 
 @st.composite
 def lora_values(draw):
-    return draw(shared_values()) | {
-        "model_name_or_path": draw(PLACE.filter(lambda text: text is not None)),
+    of_new_adapters = {
         "lora_alpha": draw(COUNT),
         "lora_target_modules": draw(WORDS),
         "modules_to_save": draw(WORDS),
         "use_rslora": draw(st.booleans()),
-        "adapter_name_or_path": draw(PLACE),
-        "packing": draw(st.booleans()),
-        "loss_on": draw(st.sampled_from(["assistant", "completion", "all"])),
-        "max_train_samples": draw(st.none() | COUNT),
     }
+    adapter = {"adapter_name_or_path": draw(NAME)}
+    return (
+        draw(shared_values())
+        | draw(st.sampled_from([of_new_adapters, adapter]))
+        | {
+            "model_name_or_path": draw(NAME),
+            "packing": draw(st.booleans()),
+            "loss_on": draw(st.sampled_from(["assistant", "completion", "all"])),
+            "max_train_samples": draw(st.none() | COUNT),
+        }
+    )
 
 
 def with_values(config, values):
@@ -577,8 +610,8 @@ def test_replace_changes_fields_that_are_checked_together():
         (BatchConfig, {"per_device_eval_batch_size": -1}, "--per_device_eval_batch_size must be at least 1"),
         (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
         (BatchConfig, {"max_steps": 0}, "--max_steps must be positive"),
-        (BatchConfig, {"seed": -1}, "--seed must be between 0 and 2**32 - 1, but is -1"),
-        (BatchConfig, {"dataloader_num_workers": -1}, "--dataloader_num_workers must be between 0 and 2**32 - 1, but is -1"),
+        (BatchConfig, {"seed": -1}, "--seed must be between 0 and 2**32 - 1, not -1"),
+        (BatchConfig, {"dataloader_num_workers": -1}, "--dataloader_num_workers must be between 0 and 1023, not -1"),
         (BatchConfig, {"num_train_epochs": -0.5}, "--num_train_epochs must be positive"),
         (BatchConfig, {"num_train_epochs": math.nan}, "--num_train_epochs"),
         (BatchConfig, {"num_train_epochs": math.inf}, "--num_train_epochs"),
@@ -597,8 +630,18 @@ def test_replace_changes_fields_that_are_checked_together():
         (LogConfig, {"logging_steps": 0}, "--logging_steps must be at least 1"),
         (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
         (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file"),
-        (DataConfig, {"validation_split_percentage": 0.0}, "--validation_split_percentage must be between"),
-        (DataConfig, {"validation_split_percentage": 100.0}, "--validation_split_percentage must be between"),
+        (DataConfig, {"train_split_name": "x"}, "--train_split_name needs --dataset_name"),
+        (DataConfig, {"dataset_config_name": "x"}, "--dataset_config_name needs --dataset_name"),
+        (
+            DataConfig,
+            {"validation_split_percentage": 0.0},
+            "--validation_split_percentage must be above 0 and below 100, not 0",
+        ),
+        (
+            DataConfig,
+            {"validation_split_percentage": 100.0},
+            "--validation_split_percentage must be above 0 and below 100, not 100",
+        ),
         (DataConfig, {"train_file": ("no/such/file.jsonl",)}, "--train_file no/such/file.jsonl: no such file"),
         (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming works with none of"),
         (CorpusConfig, {"vocab_size": 299}, "--vocab_size must be at least 300"),

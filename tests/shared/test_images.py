@@ -630,6 +630,21 @@ def test_a_list_to_validate_on(tmp_path):
     assert data.about.endswith(f"validation: 2, {check}")
 
 
+def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
+    train = listed(tmp_path, csv_lines(files=3))
+    (tmp_path / "other").mkdir()
+    check = tmp_path / "other" / "check.csv"
+    check.write_text("label,image\ndog,../pictures/dog0.png\ncat,../pictures/cat3.png\n")
+    prepare(ImageConfig(train_file=(train,), validation_file=(str(check),)))
+    assert "warning: 1 of the 2 images to validate on are trained on, too" in capsys.readouterr().err
+    prepare(ImageConfig(train_file=(train,), validation_file=(train,)))
+    assert "warning: 6 of the 6 images to validate on are trained on, too" in capsys.readouterr().err
+    prepare(ImageConfig(train_file=(listed(tmp_path, csv_lines(files=3) + "./pictures/cat0.png,cat\n"),)))
+    assert "warning: 1 of 7 lines name an image that is named before" in capsys.readouterr().err
+    prepare(ImageConfig(train_file=(listed(tmp_path, csv_lines(files=3)),)))
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_a_missing_file_in_a_list_is_named(tmp_path):
     file = listed(tmp_path, csv_lines() + "pictures/none.png,cat\n")
     assert refused(train_file=(file,)).startswith(f"{tmp_path}/pictures/none.png: no such file; --skip_bad_images")
@@ -641,12 +656,12 @@ def test_a_missing_file_in_a_list_is_named(tmp_path):
     ("row", "problem"),
     [
         ({"image": "a.png", "label": None}, "the label is null, expected a name or a number"),
-        ({"image": "a.png", "label": ""}, "the label is a str, expected a name or a number"),
+        ({"image": "a.png", "label": ""}, "the label is empty, expected a name or a number"),
         ({"image": "a.png", "label": 1.5}, "the label is a float, expected a name or a number"),
         ({"image": "a.png", "label": ["x"]}, "the label is a list, expected a name or a number"),
         ({"image": None, "label": "x"}, "the image is null, expected a path"),
-        ({"image": 3, "label": "x"}, "the image is a int, expected a path"),
-        ({"image": "", "label": "x"}, "the image is a str, expected a path"),
+        ({"image": 3, "label": "x"}, "the image is an int, expected a path"),
+        ({"image": "", "label": "x"}, "the image is empty, expected a path"),
     ],
 )
 def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, row, problem):
@@ -658,7 +673,7 @@ def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, r
 
 def test_a_csv_field_left_empty_is_no_label(tmp_path):
     file = listed(tmp_path, "image,label\npictures/cat0.png,cat\npictures/dog0.png,\n")
-    assert refused(train_file=(file,)).startswith(f"{file}:3: the label is ")
+    assert refused(train_file=(file,)) == f"{file}:3: the label is empty, expected a name or a number"
 
 
 # Data sets -----------------------------------------------------------------------------------------------------------

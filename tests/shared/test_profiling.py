@@ -58,6 +58,13 @@ def test_no_step_is_no_error():
     assert "no whole step" in profiling.report([Event("aten::mm", 0, 5)])
 
 
+def test_a_run_that_is_too_short_for_a_profile_says_so(text_file, tiny_model, tmp_path):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 4)
+    done = run("pretrain", tmp_path / "run", *flags, "--global_batch_size", 4, "--profile")
+    assert "no profile: it is of the 3 steps after the first 6, and training ended after 4" in done.output
+    assert not (tmp_path / "run" / profiling.TRACE).exists()
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_writes_its_profile_and_learns_the_same(text_file, tiny_model, tmp_path, processes):
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 10)

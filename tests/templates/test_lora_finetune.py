@@ -289,12 +289,25 @@ def test_a_run_that_was_killed_while_it_merged_merges(base, tmp_path):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+def test_flex_attention_is_refused_on_a_cpu(base, tmp_path, packing):
+    with pytest.raises(ConfigError, match="flex_attention has no gradient on a CPU: use sdpa"):
+        run_here(
+            "lora_finetune", *base, packing, "--attn_implementation", "flex_attention", "--output_dir", tmp_path / "run"
+        )
+
+
 def test_continues_from_an_adapter(base, tmp_path):
     flags = (*base, "--per_device_train_batch_size", 4)
     run_here("lora_finetune", *flags, "--output_dir", tmp_path / "first")
     first = Run(tmp_path / "first", 0, "")
     adapter_folder = tmp_path / "first" / "final"
-    run_here("lora_finetune", *flags, "--adapter_name_or_path", adapter_folder, "--output_dir", tmp_path / "second")
+    goes_on = ("--adapter_name_or_path", adapter_folder, "--output_dir", tmp_path / "second")
+    with pytest.raises(ConfigError, match="continues from that adapter as it was made: drop --lora_r"):
+        run_here("lora_finetune", *flags, *goes_on)
+    rank = flags.index("--lora_r")
+    run_here("lora_finetune", *flags[:rank], *flags[rank + 2 :], *goes_on)
+    assert json.loads((tmp_path / "second/final/adapter_config.json").read_text())["r"] == 4
     second = Run(tmp_path / "second", 0, "")
     assert second.rows[0]["eval_loss"] == pytest.approx(first.last("eval_loss"), rel=1e-5)
     assert second.last("eval_loss") < first.last("eval_loss")
