@@ -14,7 +14,7 @@ from accelerate.utils import parse_flag_from_env
 from shared import config as configs
 from shared import exits, launch
 from shared.config import ConfigError, NotNow, data_parallel_size, flag
-from tests.conftest import LAUNCHER, ROOT, Run, command, load_template, run
+from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, load_template, run
 
 
 def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
@@ -96,6 +96,21 @@ def test_a_rehearsal_says_that_it_is_one(small, tmp_path, config, name):
     flags = (*small, "--per_device_train_batch_size", 4)
     done = run("pretrain", tmp_path, *flags, "--max_steps", 1, processes=2, config=config)
     assert f"rehearsal: {name} on cpu, fp32: 2 CPU processes in place of GPUs" in done.output
+
+
+def test_sharded_gradients_are_summed_in_fp32(tmp_path):
+    """And what a model returns is not rounded, though the launch config says bf16 alone."""
+    script = tmp_path / "policy.py"
+    script.write_text(
+        "from shared import launch\n"
+        "accelerator = launch.start(0)\n"
+        "policy = accelerator.state.fsdp_plugin.mixed_precision_policy\n"
+        "launch.say(f'{launch.strategy(accelerator)}: {policy.param_dtype}, {policy.reduce_dtype}, {policy.output_dtype}')\n"
+    )
+    argv = ["--config_file", str(ROOT / "accelerate_configs/fsdp2.yaml"), "--num_processes", "1"]
+    argv += ["--mixed_precision", "bf16", "--main_process_port", str(free_port()), str(script)]
+    code, output = LAUNCHER.run(argv, dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)})
+    assert code == 0 and "FSDP2 x 1 on cpu, bf16: torch.bfloat16, torch.float32, None" in output, output
 
 
 def test_randomness_of_a_step_depends_on_seed_step_and_rank_alone():

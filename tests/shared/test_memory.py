@@ -187,6 +187,22 @@ def test_the_command_names_the_cheapest_that_fits(flags, expected):
     assert expected in done.stdout
 
 
+def test_some_of_a_gpu_is_left_to_cuda_and_nccl():
+    """A peak of 98 % of the memory does not fit."""
+
+    shape = "hidden_size=2048,intermediate_size=8192,num_hidden_layers=30,num_attention_heads=16,num_key_value_heads=16"
+
+    def peak(gpu_memory: float) -> str:
+        argv = ["--seq_length", "512", "--gpu_memory", str(gpu_memory), "--config_overrides", f"{shape},head_dim=128"]
+        done = subprocess.run([sys.executable, "-m", "shared", "plan", *argv], cwd=ROOT, capture_output=True, text=True)
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("single_gpu"))
+        return line.split()[-3]  # without gradient checkpointing
+
+    fits = peak(1000)
+    assert float(fits) > 10
+    assert peak(1.02 * float(fits)) == f"{fits}!" and peak(1.15 * float(fits)) == fits
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
