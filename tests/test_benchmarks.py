@@ -23,7 +23,7 @@ PARTS = (
 
 
 @pytest.fixture
-def benchmark(monkeypatch, tmp_path, capsys):
+def run_benchmark(monkeypatch, tmp_path, capsys):
     """Run a script's `main` with its processes forked (see launcher.py): the lines of its table, and its JSON."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     rounds = importlib.import_module("rounds")
@@ -54,15 +54,15 @@ def benchmark(monkeypatch, tmp_path, capsys):
     return run
 
 
-def test_peers_pretrain(benchmark, text_file):
+def test_peers_pretrain(run_benchmark, text_file):
     flags = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --config_overrides {SHAPE}"
-    lines, rows = benchmark("peers_pretrain", "--steps", 2, "--precisions", "no", "--flags", flags)
+    lines, rows = run_benchmark("peers_pretrain", "--steps", 2, "--precisions", "no", "--flags", flags)
     assert lines == ["template, fp32", "raw loop, fp32", "Trainer, fp32"]
     assert max(row["loss_difference"] for row in rows) < 1e-5
 
 
-def test_peers_lora(benchmark, tiny_model):
-    lines, rows = benchmark("peers_lora", "--steps", 3, "--model_name_or_path", tiny_model, "--rows", 1, "--length", 256)
+def test_peers_lora(run_benchmark, tiny_model):
+    lines, rows = run_benchmark("peers_lora", "--steps", 3, "--model_name_or_path", tiny_model, "--rows", 1, "--length", 256)
     assert lines == ["template", "raw packed", "raw padded", "TRL packed", "TRL padded"]
     measured = {row["contender"]: row for row in rows}
     assert ("TRL packed" in measured) == bool(importlib.util.find_spec("trl"))
@@ -70,39 +70,39 @@ def test_peers_lora(benchmark, tiny_model):
     assert measured["template"]["waste"] == measured["raw packed"]["waste"] < measured["raw padded"]["waste"]
 
 
-def test_peers_image(benchmark, architectures):
+def test_peers_image(run_benchmark, architectures):
     size = ("--images", 20, "--image_size", 16, "--batch_size", 4, "--workers", 1, "--learning_rate", 0.01)
-    lines, _ = benchmark("peers_image", "--steps", 24, *size, "--model_folder", architectures / "resnet")
+    lines, _ = run_benchmark("peers_image", "--steps", 24, *size, "--model_folder", architectures / "resnet")
     loops, loaders = ["template", "plain", "Trainer", "model alone"], ["template's loader", "plain's loader"]
     assert sorted(lines) == sorted([*loops, *loaders, "timm", "timm's loader"])
 
 
-def test_overhead(benchmark):
-    lines, rows = benchmark("overhead", "--steps", 8)
+def test_overhead(run_benchmark):
+    lines, rows = run_benchmark("overhead", "--steps", 8)
     assert [line for line in lines if not line.startswith("- ")] == [row["contender"] for row in rows]
     assert [line.removeprefix("- ") for line in lines if line.startswith("- ")] == list(PARTS)
     assert max(row["difference"] for row in rows) < 1e-5
 
 
-def test_startup(benchmark):
+def test_startup(run_benchmark):
     flags = "--global_batch_size 8 --per_device_train_batch_size 8 --dataloader_num_workers 0"
     arguments = ("--templates", "image_classification", "--steps", 1, "--flags", flags, "--compiled", "image_classification")
-    lines, rows = benchmark("startup", *arguments)
+    lines, rows = run_benchmark("startup", *arguments)
     kinds = ("baseline", "--help", "first step", "resume", "compiled, cache empty", "compiled, cache filled")
     starts = [f"image_classification, {kind}" for kind in kinds]
     assert lines == ["`accelerate launch` of nothing", "`accelerate-launch` of nothing", *starts]
     assert [row.get("from") for row in rows] == [None, None, None, None, 0, 1, 0, 0]
 
 
-def test_save_stall(benchmark, text_file):
+def test_save_stall(run_benchmark, text_file):
     flags = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --global_batch_size 2 --config_overrides {SHAPE}"
-    lines, rows = benchmark("save_stall", "--steps", 10, "--every", 4, "--flags", flags)
+    lines, rows = run_benchmark("save_stall", "--steps", 10, "--every", 4, "--flags", flags)
     assert lines == ["synchronous", "in the background"]
     assert all(row["waits"] > 0 for row in rows)
 
 
-def test_growth(benchmark):
-    lines, rows = benchmark("growth", "--steps", 2, "--sizes", 400, 4000, "--limit", 1e-9)
+def test_growth(run_benchmark):
+    lines, rows = run_benchmark("growth", "--steps", 2, "--sizes", 400, 4000, "--limit", 1e-9)
     works = list(dict.fromkeys(lines))
     assert len(works) == 10 and lines == [work for work in works for _ in range(2)]
     left_out = {row["contender"] for row in rows if "absent" in row}
