@@ -441,7 +441,7 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
 def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
     """(which samples to validate on, [samples] bool; how that was chosen, for people).
 
-    Whole records, so that no text is on both sides; of fewer than make that share, as of one long text, the last samples.
+    Whole records, so that no text is on both sides; where these are half or twice the share, or all, the last samples.
 
     Args:
         is_first: [samples], whether a sample is the first of its record.
@@ -449,13 +449,16 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
     """
     record = np.cumsum(is_first) - 1
     count, samples = int(record[-1]) + 1, len(record)
-    share = lambda of: max(1, min(round(of * percent / 100), of - 1))  # noqa: E731
-    if samples > count and (count == 1 or count * percent < 50):  # one record would be all, or more than twice that share
-        held_out = np.arange(samples) >= samples - share(samples)
-        return held_out, f"{held_out.sum():,}, the last {percent:g} % of the text (too few documents to hold some out)"
+
+    def share(of: int) -> int:
+        return max(1, min(round(of * percent / 100), of - 1))
+
     chosen = data.permute(np.arange(count), count, (0,))[: share(count)]
     held_out = np.isin(record, chosen)
-    return held_out, f"{held_out.sum():,}, from {len(chosen):,} of {count:,} records"
+    if samples == 1 or (not held_out.all() and share(samples) / 2 <= held_out.sum() <= 2 * share(samples)):
+        return held_out, f"{held_out.sum():,}, from {len(chosen):,} of {count:,} records"
+    held_out = np.arange(samples) >= samples - share(samples)
+    return held_out, f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would be too much or too little)"
 
 
 class _Encode:

@@ -250,7 +250,9 @@ class Checkpointer:
         if self.options.async_save:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
             # And not DefaultStager, which in PyTorch 2.11 forgets after each save how to copy and what it had pinned.
-            self.stager = StateDictStager(pin_memory=torch.cuda.is_available(), share_memory=False)
+            # Small tensors are not worth a call each, and may share a page, which is pinned once only.
+            on_gpu = accelerator.device.type == "cuda"
+            self.stager = StateDictStager(pin_memory=on_gpu, share_memory=False, pin_memory_min_bytes=2**20)
             if dist.is_initialized():
                 self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout))
 

@@ -23,11 +23,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from datetime import date
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import tyro
 import yaml
 
 from shared.console import outlive_readers
@@ -298,6 +298,8 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     kinds = {name: kind for name, kind, _ in fields(config_class)}
+    if {"-h", "--help"} & set(tokens):
+        return _typed(config_class, ["--help"], description)
     tokens, yaml_path = _take_config_flag(tokens)
     tokens = _normalise(tokens, kinds)
     given = {_key(token) for token in tokens if token.startswith("--")}
@@ -306,7 +308,7 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
         tokens = [
             t for key, value in _read_yaml(yaml_path, kinds) if key not in given for t in _as_tokens(key, value)
         ] + tokens
-    return _typed(config_class, tokens, kinds, description)
+    return _typed(config_class, tokens, description)
 
 
 def cache_dir() -> Path:
@@ -375,8 +377,10 @@ def end_with_the_launcher() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], description: str | None) -> T:
-    wants_help = "--help" in tokens or "-h" in tokens
+def _typed(config_class: type[T], tokens: list[str], description: str | None) -> T:
+    wants_help = "--help" in tokens
+    import tyro  # not by those who parse nothing
+
     report = io.StringIO()
     config: T
     try:
@@ -384,7 +388,7 @@ def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], desc
         with contextlib.nullcontext() if wants_help else contextlib.redirect_stderr(report):
             config = tyro.cli(
                 config_class,
-                args=_with_home(tokens),
+                args=tokens,
                 description=description,
                 use_underscores=True,
                 console_outputs=is_main_rank(),
@@ -405,20 +409,6 @@ def _typed(config_class: type[T], tokens: list[str], kinds: dict[str, Any], desc
     raise ConfigError(text or f"the command line could not be read: {' '.join(tokens)}")
 
 
-def _with_home(tokens: list[str]) -> list[str]:
-    """Tokens with ~ in paths expanded, which shells do not do in YAML and after =. Raises ConfigError for an empty path."""
-    result, key = [], ""
-    for token in tokens:
-        flag, equals, value = token.partition("=") if token.startswith("--") else ("", "", token)
-        key = _key(flag) or key
-        if (equals or not flag) and re.search(r"(dir|file|path|checkpoint|config_name|tokenizer_name|dataset_name)$", key):
-            if not value:  # a variable of a script that is not set
-                raise ConfigError(f"--{key} is given, but empty")
-            value = os.path.expanduser(value)
-        result.append(flag + equals + value)
-    return result
-
-
 def _key(token: str) -> str:
     return token.lstrip("-").split("=", 1)[0].replace("-", "_")
 
@@ -428,7 +418,7 @@ def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
         raise ConfigError("--config is given twice: put all into one file")
     for i, token in enumerate(tokens):
         if token == "--config":
-            if i + 1 == len(tokens):
+            if not "".join(tokens[i + 1 : i + 2]):
                 raise ConfigError("--config needs the path of a YAML file")
             return tokens[:i] + tokens[i + 2 :], Path(tokens[i + 1]).expanduser()
         if token.startswith("--config="):
@@ -445,11 +435,12 @@ def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
     result: list[str] = []
     lists: set[str] = set()  # flags of several values that were given
     rest = list(reversed(tokens))
+
+    def follows() -> bool:  # a value, which may begin with a dash, as -1 does
+        return bool(rest) and not rest[-1].startswith("--") and not (rest[-1].startswith("-") and _key(rest[-1]) in kinds)
+
     while rest:
         token = rest.pop()
-        if token in ("--help", "-h"):
-            result.append(token)
-            continue
         if not token.startswith("--"):
             raise ConfigError(f"{token!r} belongs to no flag; --help lists all")
         name, equals, value = token.partition("=")
@@ -460,7 +451,7 @@ def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
         if negated or kinds[key] is bool:
             following = rest[-1] if rest and not rest[-1].startswith("-") else ""
             if negated and (equals or following):
-                raise ConfigError(f"{name} {value or following}: takes no value")
+                raise ConfigError(f"{token if equals else f'{name} {following}'}: {name} takes no value")
             if not equals and following.lower() in ("true", "false"):
                 value = rest.pop()
             elif not equals and following:
@@ -471,21 +462,36 @@ def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
             continue
         values = [value] if equals else []
         several = get_origin(kinds[key]) is tuple
-        while not equals and rest and not rest[-1].startswith("--") and (several or not values):
+        while (several or not values) and follows():
             values.append(rest.pop())
-        if not values:
-            raise ConfigError(f"{name} needs a value" + (", which follows it or =" if rest else ""))
+        # A variable of a script that is not set must not train the demo; in place of a file's list there may be none.
+        instead = {_key(other) for other in tokens} & {"dataset_name", "train_dir"}
+        if not values and (not several or (key == "train_file" and not instead)):
+            raise ConfigError(f"{name} needs a value" + (f", which {rest[-1]} is not; {name}=... takes any" if rest else ""))
         if several and key in lists:
             raise ConfigError(f"{name} is given twice: give all of its values after one")
         lists.add(key)
-        values = [_of_kind(kinds[key], value, name) for value in values]
-        result += [f"--{key}={values[0]}"] if equals or not several else [f"--{key}", *values]
+        values = [_of_kind(kinds[key], value, name, key) for value in values]
+        result += [f"--{key}", *values] if several else [f"--{key}={values[0]}"]
     return result
 
 
-def _of_kind(kind: Any, text: str, where: str) -> str:
-    """The text of one value, whole numbers written out (1e9, too). Raises a ConfigError that says what is expected."""
-    kinds = set(get_args(kind)) - {Ellipsis, type(None)} if get_origin(kind) in (tuple, Union, UnionType) else {kind}
+def _of_kind(kind: Any, text: str, where: str, key: str) -> str:
+    """The text of one value of `key`, whole numbers written out (1e9, too), ~ expanded. `where` is for messages.
+
+    Raises:
+        ConfigError: what is expected instead.
+    """
+    inner = set(get_args(kind)) - {Ellipsis, type(None)}
+    several = get_origin(kind) is tuple
+    kinds = inner if several or get_origin(kind) in (Union, UnionType) else {kind}
+    is_place = re.search(r"(dir|file|path|checkpoint|config_name|tokenizer_name|dataset_name|split_name)$", key)
+    if not text and (several or is_place):  # a variable of a script that is not set
+        raise ConfigError(f"{where} is given, but empty")
+    if several and text.startswith("-"):
+        raise ConfigError(f"{where}: a value that begins with a dash, as {text!r}, would be a flag; ./{text} is a file")
+    if is_place:
+        return os.path.expanduser(text)  # which shells do not do in YAML and after =
     if len(kinds) != 1 or (type(None) in get_args(kind) and text == "None"):
         return text
     (kind,) = kinds
@@ -493,20 +499,20 @@ def _of_kind(kind: Any, text: str, where: str) -> str:
         raise ConfigError(f"{where} is one of {', '.join(get_args(kind))}, not {text!r}")
     if kind not in (int, float):
         return text
-    with contextlib.suppress(ValueError):
-        if kind is int:
-            return str(int(text))
     try:
-        number = float(text)
-    except ValueError:
-        raise ConfigError(f"{where} is a {'whole ' if kind is int else ''}number, not {text!r}") from None
-    if kind is int and not number.is_integer():
-        raise ConfigError(f"{where} is a whole number, not {text}")
-    return str(int(number)) if kind is int else text
+        if kind is float:
+            return repr(float(text))
+        number = Decimal(text)
+        if number.is_finite() and number == number.to_integral_value() and number.adjusted() < 19:
+            return str(int(number))
+    except (ValueError, InvalidOperation):
+        pass
+    raise ConfigError(f"{where} is a {'whole ' if kind is int else ''}number, not {text!r}")
 
 
 # What is called otherwise elsewhere, and what is decided otherwise here.
 ELSEWHERE = {
+    **dict.fromkeys(("micro_batch_size", "per_device_batch_size"), "did you mean {}per_device_train_batch_size?"),
     "lr": "did you mean {}learning_rate?",
     "batch_size": "did you mean {}global_batch_size?",
     "epochs": "did you mean {}num_train_epochs?",
@@ -566,10 +572,10 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             )
         if value is None and type(None) not in get_args(kinds[key]):
             raise ConfigError(f"{where}: {raw} is empty")
-        if isinstance(value, list) and any(str(v).startswith("--") for v in value):
-            raise ConfigError(f"{where}: {raw}: a value that begins with -- would be a flag")
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            value = _of_kind(kinds[key], str(value), f"{where}: {raw}")
+        if isinstance(value, list):
+            value = [_of_kind(kinds[key], str(v), f"{where}: {raw}", key) for v in value]
+        elif value is not None and not isinstance(value, bool):
+            value = _of_kind(kinds[key], str(value), f"{where}: {raw}", key)
         yield key, value
 
 

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -486,13 +487,15 @@ def _listed(config: ImageConfig) -> _Found:
                 labels.append(str(label))
         if not paths:
             raise ConfigError(f"--train_file {' '.join(config.train_file)}: no records in it")
-    _warn_of_repeats([os.path.normpath(path) for path in paths], held_out_from)
+    _warn_of_repeats(paths, held_out_from)
     about = " ".join(config.validation_file)
     return _Found(" ".join(config.train_file), labels, held_out_from, paths, about=about)
 
 
 def _warn_of_repeats(paths: list[str], held_out_from: int | None) -> None:
     """What a list names twice may stand on both sides of the split, and what two lists name does."""
+    whole = lru_cache(os.path.realpath)  # of folders, which are few; a linked picture is taken for another
+    paths = [os.path.join(whole(place), name) for place, name in map(os.path.split, paths)]
     if held_out_from is not None:
         known = set(paths[:held_out_from])
         count, both = len(paths) - held_out_from, sum(path in known for path in paths[held_out_from:])

@@ -23,6 +23,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
+    compare_versions,
     set_seed,
 )
 from torch import nn
@@ -98,7 +99,10 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
             "start with `accelerate launch --config_file accelerate_configs/...`"
         )
     if accelerator.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 where fp32 is asked for
+        # TF32 where fp32 is asked for; but models of older versions compute angles of positions by matrix products, also in
+        # mixed precision, and TF32 cannot tell the position 2049 from 2048.
+        if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
+            torch.set_float32_matmul_precision("high")
         if accelerator.mixed_precision == "no" and torch.cuda.is_bf16_supported():
             say(
                 "warning: training in fp32 on a GPU that has bf16, which is several times faster: "

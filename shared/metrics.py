@@ -134,6 +134,8 @@ class Logger:
 
     def waiting(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass the loader's windows on, and time how long each keeps the training waiting."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)  # what was tried before may have taken more
         iterator = iter(windows)
         while True:
             start = time.perf_counter()
@@ -200,7 +202,7 @@ class Logger:
             f"trained_{self.unit}_per_second": self.targets / seconds,
             f"processed_{self.unit}_per_second": processed,
             "data_wait_share": self.waited / seconds,
-            "peak_memory_gb": peak_memory() / 1e9,
+            "peak_memory_gb": peak_memory(self.accelerator.device) / 1e9,
             self.unit: self.state.targets,
         }
         peak = peak_flops(self.accelerator.device)
@@ -382,10 +384,10 @@ def _keep_whole_lines(file: Path, state: TrainState) -> None:
     temporary.replace(file)
 
 
-def peak_memory() -> int:
-    """Most bytes this process has held: on the GPU if there is one, else resident in memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held: on the GPU if it trains there, since `Logger.waiting` began; else in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -49,9 +49,11 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     Weights are asked for with `use_safetensors=True`, and are all there: none starts at random unsaid.
 
     Raises:
-        ConfigError: it is not there, is damaged, needs code of its own, or has no safetensors weights.
+        ConfigError: it is not there, is damaged, needs code of its own, has no safetensors weights, or is to attend in a
+            way that cannot be trained here.
         NotNow: the Hub does not answer.
     """
+    _refuse_flex_on_cpu(options)
     arguments = [str(name)] if first is None else [first, str(name)]  # PEFT's classes take the base model first
     if first is None:
         options["trust_remote_code"] = False
@@ -109,8 +111,10 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
     """`auto_class.from_config`: a model with random weights.
 
     Raises:
-        ConfigError: there is no such model, whether building it would tell or only saving it, hours later.
+        ConfigError: there is no such model, whether building it would tell or only saving it, hours later; or it is to
+            attend in a way that cannot be trained here.
     """
+    _refuse_flex_on_cpu(options)
     try:
         if hasattr(architecture, "validate"):
             architecture.validate()
@@ -119,6 +123,11 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
         if is_out_of_memory(error):
             raise
         raise ConfigError(f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}") from error
+
+
+def _refuse_flex_on_cpu(options: dict[str, Any]) -> None:
+    if options.get("attn_implementation") == "flex_attention" and PartialState().device.type == "cpu":
+        raise ConfigError("--attn_implementation flex_attention has no gradient on a CPU: use sdpa")
 
 
 def _refuse_damaged(folder: Path) -> None:

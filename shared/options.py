@@ -252,7 +252,7 @@ class DataConfig:
     validation_split_name: str | None = None
     """Split of dataset_name to validate on; if not given, a part of the training split is held out."""
     validation_split_percentage: float = 5.0
-    """Per cent of the records held out to validate on; which ones depends on nothing but their numbers."""
+    """Per cent of the data held out to validate on: of records by their numbers alone, of few long texts their end."""
 
     def __post_init__(self) -> None:
         if self.train_file and self.dataset_name:

@@ -63,12 +63,9 @@ def prepare(
         The model; the optimizers without Accelerate's wrappers, which `steps.update` has no use for.
 
     Raises:
-        ConfigError: the model or the optimizers cannot be trained that way, or the launch config has an answer of its own
+        ConfigError: the model or the optimizers cannot be spread that way, or the launch config has an answer of its own
             to a question that the template's config answers.
     """
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if attention == "flex_attention" and accelerator.device.type == "cpu":
-        raise ConfigError("--attn_implementation flex_attention has no gradient on a CPU: use sdpa")
     mesh = tensor_parallel_mesh(accelerator)
     if zero.is_used(accelerator):
         zero.configure(accelerator, optimizers, max_grad_norm)

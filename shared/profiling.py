@@ -41,10 +41,12 @@ class Profiler:
         if self.profile is not None:
             ended, self.profile = self.profile, None
             ended.stop()
-            if self.steps < AFTER:
-                say(f"no profile: it is of the {STEPS} steps after the first {AFTER}, and training ended after {self.steps}")
+            if self.steps < AFTER + STEPS:
+                say(f"no profile: it is of the {STEPS} steps after the first {AFTER} of a start, which made {self.steps}")
 
     def _ready(self, trace: profile) -> None:
+        if self.steps < AFTER + STEPS:  # what the trace holds is the end of training
+            return
         path = self.run_dir / TRACE
         trace.export_chrome_trace(str(path))
         say(f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):\n{report(trace.events() or [])}")

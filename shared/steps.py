@@ -194,7 +194,7 @@ class Guard:
         """Whether it is `good` on all ranks, as a bool on the device; the same as a function that fetches it, with the
         signal that any rank has received and whether any is `slow`."""
         if self.accelerator.num_processes == 1:
-            alone = _OnItsWay(good)
+            alone, self.slow = _OnItsWay(good), int(slow)
             return good, lambda: bool(alone.read())
         verdict = torch.full((2,), -(2 * self.received + slow), dtype=torch.int32, device=good.device)
         verdict[0] = good

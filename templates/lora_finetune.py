@@ -51,7 +51,7 @@ class Config:
     init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
     """Initial adapters; pissa: the base weights' principal components (saved as an ordinary adapter of rank 2r)."""
     adapter_name_or_path: str | None = None
-    """Adapter to continue from, whose rank, alpha, dropout and targets stay: none of the flags above goes with it."""
+    """Adapter to continue from, whose own rank, alpha, dropout and targets stay; the flags of new ones are refused."""
     load_in_4bit: bool = False
     """Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA."""
     load_in_8bit: bool = False
@@ -81,10 +81,15 @@ class Config:
         self.batch.micro_batch()  # refuses what does not divide
         if not 0 <= self.lora_dropout < 1 or not self.lora_alpha > 0:
             raise ConfigError("--lora_dropout must be at least 0 and below 1, and --lora_alpha positive")
-        of_new_ones = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save", "use_rslora")
-        for name in (*of_new_ones, "use_dora", "init_lora_weights") if self.adapter_name_or_path else ():
-            if getattr(self, name) != getattr(Config, name):
-                raise ConfigError(f"--adapter_name_or_path continues from that adapter as it was made: drop --{name}")
+        of_new_ones = (
+            "lora_r lora_alpha lora_dropout lora_target_modules modules_to_save use_rslora use_dora init_lora_weights"
+        )
+        given = [f"--{name}" for name in of_new_ones.split() if getattr(self, name) != getattr(Config, name)]
+        if given and self.adapter_name_or_path:
+            raise ConfigError(
+                f"--adapter_name_or_path continues from that adapter as it was made: drop {', '.join(given)} (from the "
+                "command line, or from the --config file)"
+            )
         configs.require_at_least_one(self, "lora_r", "eval_steps", "eval_samples", "max_new_tokens")
         if self.num_generations < 0:
             raise ConfigError(f"--num_generations must not be negative, not {self.num_generations}")

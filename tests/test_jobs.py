@@ -79,11 +79,16 @@ def test_compose_takes_its_file():
 
 def under_run(*command, **kwargs) -> subprocess.Popen:
     env = os.environ | {"PATH": PATH} | kwargs.pop("env", {})
+
+    def hang_up_ends() -> None:  # also where the tests run under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     return subprocess.Popen(
         [sys.executable, "-m", "shared", "run", *map(str, command)],
         cwd=ROOT,
         env=env,
         start_new_session=True,
+        preexec_fn=hang_up_ends,
         text=True,
         **kwargs,
     )

@@ -176,7 +176,9 @@ def test_lists_are_taken_whole_and_may_be_empty(tmp_path):
     assert from_yaml(tmp_path, "words:\n- p\n- 2\n").words == ("p", "2")
     assert from_yaml(tmp_path, "words: []\nrate: 2.0\n") == Config(words=(), rate=2.0)
     assert from_yaml(tmp_path, "words: p\n").words == ("p",)
-    assert configs.parse(Config, ["--words", "p", "q", "--rate", "2"]) == Config(words=("p", "q"), rate=2.0)
+    for words in (["--words", "p", "q"], ["--words=p", "q"]):
+        assert configs.parse(Config, [*words, "--rate", "2"]) == Config(words=("p", "q"), rate=2.0)
+    assert from_yaml(tmp_path, "words: [p]\n", "--words").words == ()
 
 
 def test_null_in_yaml_is_none(tmp_path):
@@ -228,10 +230,12 @@ def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
         (["--config", "a", "--config=b"], "--config is given twice"),
         (["--shuffle", "yes"], "--shuffle yes: it is true or false"),
         (["--shuffle", "1", "--rate", "1"], "--shuffle 1: it is true or false"),
-        (["--no_shuffle", "false"], "--no_shuffle false: takes no value"),
-        (["--no_shuffle=false"], "--no_shuffle false: takes no value"),
-        (["--words"], "--words needs a value"),
-        (["--label", "--rate", "1"], "--label needs a value, which follows it or ="),
+        (["--no_shuffle", "false"], "--no_shuffle false: --no_shuffle takes no value"),
+        (["--no_shuffle=false"], "--no_shuffle=false: --no_shuffle takes no value"),
+        (["--label", "--rate", "1"], r"--label needs a value, which --rate is not; --label=... takes any"),
+        (["--label", "-rate", "1"], r"--label needs a value, which -rate is not; --label=... takes any"),
+        (["--words", "a", "-b"], "--words: a value that begins with a dash, as '-b', would be a flag"),
+        (["--words", ""], "--words is given, but empty"),
     ],
 )
 def test_what_could_be_taken_for_something_else_is_refused(argv, message):
@@ -246,7 +250,8 @@ def test_what_could_be_taken_for_something_else_is_refused(argv, message):
         ("label: off", "label: YAML reads yes, no, on and off as true or false"),
         ("words: [yes]", "words: YAML reads"),
         ("count:", "count is empty"),
-        ("words: [--rate, '3']", "words: a value that begins with -- would be a flag"),
+        ("words: [--rate, '3']", "words: a value that begins with a dash, as '--rate', would be a flag"),
+        ("rate: 2020-01-01", "rate is a number, not '2020-01-01'"),
         ("rate: .nan", "--rate is nan"),
     ],
 )
@@ -256,7 +261,7 @@ def test_what_yaml_means_otherwise_is_refused(tmp_path, line, message):
     one_line(error)
 
 
-def test_a_path_may_begin_at_home_and_may_not_be_empty(templates, monkeypatch):
+def test_a_path_may_begin_at_home_and_may_not_be_empty(templates, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     parse = partial(configs.parse, templates.pretrain.Config)
     for argv in (["--output_dir=~/run"], ["--output_dir", "~/run"]):
@@ -267,6 +272,8 @@ def test_a_path_may_begin_at_home_and_may_not_be_empty(templates, monkeypatch):
         for argv in ([f"--{flag}="], [f"--{flag}", ""]):
             with pytest.raises(ConfigError, match=f"--{flag} is given, but empty"):
                 parse(argv)
+        with pytest.raises(ConfigError, match=rf"run\.yaml:2: {flag} is given, but empty"):
+            from_yaml(tmp_path, f"seed: 1\n{flag}: ''\n", config_class=templates.pretrain.Config)
 
 
 def test_only_switches_can_be_negated():
@@ -278,8 +285,8 @@ def test_only_switches_can_be_negated():
     ("argv", "names"),
     [
         (["--count", "many"], "--count is a whole number, not 'many'"),
-        (["--count", "1.5"], "--count is a whole number, not 1.5"),
-        (["--count", "1e400"], "--count is a whole number, not 1e400"),
+        (["--count", "1.5"], "--count is a whole number, not '1.5'"),
+        (["--count", "1e400"], "--count is a whole number, not '1e400'"),
         (["--rate", "fast"], "--rate is a number, not 'fast'"),
         (["--limit", "x"], "--limit is a whole number, not 'x'"),
         (["--shape", "square"], "--shape is one of round, flat, not 'square'"),
@@ -296,7 +303,24 @@ def test_a_value_of_the_wrong_type_is_one_line_that_names_the_flag(argv, names):
     assert names in one_line(error)
 
 
+def test_help_is_help_wherever_it_stands(capsys):
+    for argv in (["--label", "-h"], ["--count", "x", "--help"], ["-h", "--config", "/nowhere"]):
+        with pytest.raises(SystemExit) as end:
+            configs.parse(Config, argv)
+        assert not end.value.code and "--label" in capsys.readouterr().out
+
+
+def test_a_variable_that_is_not_set_does_not_train_the_demo(templates, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "run.yaml").write_text(f"train_file: {tmp_path}/a.txt\n")
+    parse = partial(configs.parse, templates.pretrain.Config)
+    with pytest.raises(ConfigError, match="--train_file needs a value, which --max_steps is not"):
+        parse(["--train_file", "--max_steps", "3"])
+    assert parse(["--config", str(tmp_path / "run.yaml"), "--train_file", "--dataset_name", "x"]).text.train_file == ()
+
+
 def test_whole_numbers_may_have_an_exponent(tmp_path):
+    assert configs.parse(Config, ["--limit", "1e18"]).group.limit == 10**18
     for text in ("3e3", "3E+3", "3000.0", "3_000"):
         assert configs.parse(Config, ["--count", text, f"--limit={text}"]).group == Group(3000, 3000)
         assert from_yaml(tmp_path, f"count: {text}\nlimit: {text}\n").group == Group(3000, 3000)
@@ -455,7 +479,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_
 OPTIONAL_TEXT = st.none() | TEXT.filter(lambda text: text != "None")  # the flag's own spelling of null
 NAME = TEXT.filter(lambda text: text != "None" and text[:1] not in ("", "~"))
 PLACE = st.none() | NAME  # of a file, on the Hub perhaps
-WORDS = st.lists(TEXT.filter(lambda text: not text.startswith("-")), max_size=3).map(tuple)  # no flag can give a dash
+WORDS = st.lists(TEXT.filter(lambda text: text and text[0] != "-"), max_size=3).map(tuple)  # no flag can give a dash
 SHARE = st.floats(0, 1)
 POSITIVE = st.floats(1e-12, 1e6)
 COUNT = st.integers(1, 10**9)

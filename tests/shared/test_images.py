@@ -634,9 +634,11 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
     train = listed(tmp_path, csv_lines(files=3))
     (tmp_path / "other").mkdir()
     check = tmp_path / "other" / "check.csv"
-    check.write_text("label,image\ndog,../pictures/dog0.png\ncat,../pictures/cat3.png\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "pictures")
+    rows = ("../pictures/dog0.png", f"{tmp_path}/pictures/dog1.png", "../linked/dog2.png", "../pictures/dog3.png")
+    check.write_text("label,image\n" + "".join(f"dog,{row}\n" for row in rows))
     prepare(ImageConfig(train_file=(train,), validation_file=(str(check),)))
-    assert "warning: 1 of the 2 images to validate on are trained on, too" in capsys.readouterr().err
+    assert "warning: 3 of the 4 images to validate on are trained on, too" in capsys.readouterr().err
     prepare(ImageConfig(train_file=(train,), validation_file=(train,)))
     assert "warning: 6 of the 6 images to validate on are trained on, too" in capsys.readouterr().err
     prepare(ImageConfig(train_file=(listed(tmp_path, csv_lines(files=3) + "./pictures/cat0.png,cat\n"),)))

@@ -58,10 +58,12 @@ def test_no_step_is_no_error():
     assert "no whole step" in profiling.report([Event("aten::mm", 0, 5)])
 
 
-def test_a_run_that_is_too_short_for_a_profile_says_so(text_file, tiny_model, tmp_path):
-    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 4)
+@pytest.mark.parametrize("steps", [4, 6, 8])
+def test_a_run_that_is_too_short_for_a_profile_says_so(text_file, tiny_model, tmp_path, steps):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", steps)
     done = run("pretrain", tmp_path / "run", *flags, "--global_batch_size", 4, "--profile")
-    assert "no profile: it is of the 3 steps after the first 6, and training ended after 4" in done.output
+    assert f"no profile: it is of the 3 steps after the first 6 of a start, which made {steps}" in done.output
+    assert "profile of" not in done.output
     assert not (tmp_path / "run" / profiling.TRACE).exists()
 
 

@@ -411,7 +411,6 @@ def test_other_base_weights_are_refused_on_resume(base, tiny_model, tmp_path):
         ("--lora_target_modules", ("q_proj", "vproj")),
         ("--lora_target_modules", ("q_proj", "all-linear")),
         ("--modules_to_save", ("lmhead",)),
-        ("--modules_to_save", ("",)),
     ],
 )
 def test_a_name_that_the_model_does_not_have_is_refused_among_others(base, tmp_path, flag, names):
