@@ -56,11 +56,11 @@ def test_every_row_is_rehearsed(tmp_path):
 
 
 def test_a_row_that_fails_leaves_the_others(tmp_path):
-    (tmp_path / "tyro.py").write_text("raise RuntimeError('broken on purpose')\n")  # which the package shared/ imports
+    (tmp_path / "peft.py").write_text("raise RuntimeError('broken on purpose')\n")
     output = tmp_path / "gpu.json"
-    table = benchmark("--toy", "--only", "bandwidth|losses, plain$", "--output", output, PYTHONPATH=str(tmp_path))
+    table = benchmark("--toy", "--only", "bandwidth|^LoRA 1.2B, 4 x 2048$", "--output", output, PYTHONPATH=str(tmp_path))
     rows = json.loads(output.read_text())["rows"]
     assert rows["memory bandwidth"]["figures"]["tb_per_second"] > 0
-    assert rows["losses, plain"]["failed"] == "RuntimeError: broken on purpose"
-    assert "Traceback" in rows["losses, plain"]["log"]
+    assert rows["LoRA 1.2B, 4 x 2048"]["failed"] == "RuntimeError: broken on purpose"
+    assert "Traceback" in rows["LoRA 1.2B, 4 x 2048"]["log"]
     assert "failed: RuntimeError: broken on purpose" in table
