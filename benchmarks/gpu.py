@@ -129,6 +129,7 @@ ROWS = [  # the most telling first: the last ones may find no time
     _waiting("images", "torchvision", "sklearn"),
     _waiting("tokens"),
     _waiting("packed tokens"),
+    Row("angles of positions", measures.positions, 20, {}, SHARED, timed=False),
     Row("attention of variable lengths", measures.packed_attention, 20, {}, SHARED, timed=False),
     Row("resuming after a kill", measures.resuming, 80, {}, (*SHARED, "tyro", "psutil"), timed=False, rehearsed=False),
     _pretrain("1B", "4 x 2048", ", fp8, compiled", 25, FP8, compiled=True),

@@ -541,6 +541,19 @@ def losses(
     return said | {"losses": [loop.step().item() / (rows * length) for _ in batches], "tolerance": tolerance}
 
 
+def positions() -> dict[str, Any]:
+    """Whether a model turns 8192 positions of several rows by the right angles: products in TF32 would not."""
+    accelerator = start_accelerator()
+    rows, length = 4, 64 if toy else 8192
+    rotary = language_model("125M", length).model.rotary_emb
+    numbers = torch.arange(length, device=accelerator.device).repeat(rows, 1)
+    with accelerator.autocast():
+        cos, sin = rotary(torch.zeros(1, device=accelerator.device), numbers)
+    exact = numbers[..., None].double() * torch.cat([rotary.inv_freq, rotary.inv_freq]).double()
+    apart = max(float((given.double() - right).abs().max()) for given, right in ((cos, exact.cos()), (sin, exact.sin())))
+    return {"passed": apart < 2e-3, "note": f"at most {apart:.1e} apart from fp64, up to position {length - 1}"}
+
+
 def packed_attention() -> dict[str, Any]:
     """Whether PyTorch's attention of variable lengths gives what a mask gives, for the heads of usual models."""
     from shared import attention
