@@ -204,6 +204,15 @@ class _ShardWriter:
             self.file.close()
             self.file = None
 
+    def take(self, other: _ShardWriter) -> None:
+        """Append all that `other` has written, and remove its files."""
+        other.close()
+        self.append(np.zeros(0, self.dtype), np.concatenate(other.ends), other.bytes)
+        for number, size in enumerate(other.sizes):
+            path = self.folder / f"{other.split}-{number:05d}.bin"
+            self.append(np.memmap(path, self.dtype, "r", shape=size), np.zeros(0, np.int64), 0)
+            path.unlink()
+
     def finish(self) -> dict[str, Any]:
         self.close()
         ends = np.concatenate(self.ends) if self.ends else np.zeros(0, np.int64)
@@ -262,6 +271,9 @@ def write_shards(
 ) -> None:
     """Tokenise everything into `folder`: shards, document ends, `meta.json`. Call on one rank.
 
+    Of few documents, some very long, a hash of their numbers may hold out far more, or less, than was asked for: then none
+    is, and `open_splits` takes the end of the text.
+
     Raises:
         ConfigError: no text, or a record that is not text.
     """
@@ -288,6 +300,10 @@ def write_shards(
                     writers[split].append(kept, ends, int(sizes[chosen].sum()))
             progress.update(int(sizes.sum()))
     progress.close()
+    whole = sum(writer.tokens for writer in writers.values()) * validation_percent / 100
+    if validation is None and writers["validation"].tokens and not whole / 2 <= writers["validation"].tokens <= 2 * whole:
+        writers["train"].take(writers["validation"])
+        writers["validation"] = _ShardWriter(folder, "validation", dtype)
     meta = {"format": FORMAT, "dtype": dtype.name, "source": train.name}
     meta |= {"validation_source": validation and validation.name}  # None: a part of the same
     meta |= {split: writer.finish() for split, writer in writers.items()}
@@ -359,8 +375,8 @@ class Tokens:
 def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tuple[Tokens, Tokens, str]:
     """(train, validation, a sentence that states the split) of prepared tokens.
 
-    Where the corpus has too few documents for a hash of their numbers to hold out a single sequence, the last
-    `validation_percent` of the tokens are the validation split instead; not where files to validate on were given.
+    Where `write_shards` has held nothing out, or not a whole sequence, the last `validation_percent` of the tokens are the
+    validation split instead; not where files to validate on were given.
 
     Raises:
         ConfigError: too little text for one sequence in each split.
@@ -373,7 +389,7 @@ def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tup
     elif not len(validation):
         cut = math.ceil(train.num_tokens * (1 - validation_percent / 100))
         validation, train = Tokens(folder, "train", seq_length, cut), Tokens(folder, "train", seq_length, 0, cut)
-        stated = f"the last {validation_percent:g} % of the text (too few documents to hold some out)"
+        stated = f"the last {validation_percent:g} % of the text (whole documents would be too much or too little)"
     source = train.meta["source"]
     for name, split, its_source in (("training", train, source), ("validation", validation, given or source)):
         if not len(split):

@@ -102,6 +102,25 @@ def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text
     assert tokens.tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("shard", [2**28, 100])
+def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path, monkeypatch, shard):
+    """A hash of their numbers would hold out the 13th of these, nine tenths of all tokens."""
+    monkeypatch.setattr(corpus, "SHARD_TOKENS", shard)
+    assert data.is_validation(np.arange(16), 5).nonzero()[0].tolist() == [12]
+    texts = [f"the model reads line {number} " * (400 if number == 12 else 3) for number in range(16)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    _train, validation, stated = corpus.open_splits(folder, 16, 5)
+    whole, facts = stream(folder, "train")
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in [*texts[:12], *texts[13:], texts[12]]]
+    assert whole.tolist() == [token for document in ids for token in document]
+    assert np.load(folder / "train-ends.npy").tolist() == np.cumsum([len(document) for document in ids]).tolist()
+    assert facts["documents"] == 16 and facts["bytes"] == sum(len(text.encode()) for text in texts)
+    assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith("the last 5 % of the text")
+    assert not list(folder.glob("validation-*.bin"))
+
+
 def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 200)
