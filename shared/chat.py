@@ -86,7 +86,11 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     """
     for column in FORMS[form]:
         if record.get(column) is None:
-            raise ConfigError(f"{where}: {column!r} is {'null' if column in record else 'missing'}")
+            if column in record:
+                raise ConfigError(f"{where}: {column!r} is null")
+            raise ConfigError(
+                f"{where}: {column!r} is missing; the first record has it ({form}), and all are to have one form"
+            )
     if form == "plain text":
         return Example(completion=_text(record["text"], "'text'", where), goes_on=records.GOES_ON in record)
     if form == "Alpaca instructions":
@@ -255,6 +259,10 @@ class Encoder:
     ) -> tuple[list[int], np.ndarray]:
         if tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, of which the chat template knows nothing")
+        if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            raise ConfigError(
+                f"{where}: calls a tool, which the default chat template does not know: a model whose own does"
+            )
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]

@@ -531,6 +531,10 @@ class Checkpointer:
                 f"{folder} belongs to a run on other base weights, of which it holds none itself: use the same, another "
                 "--output_dir, or --allow_changed base"
             )
+        if unknown := sorted(set(self.options.allow_changed) - set(self.settings) - {"data", "base"}):
+            raise ConfigError(
+                f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces between them"
+            )
         before = manifest.get("settings", {})
         changed = {k: (before[k], v) for k, v in self.settings.items() if k in before and before[k] != v}
         lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}

@@ -418,7 +418,7 @@ def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
         raise ConfigError("--config is given twice: put all into one file")
     for i, token in enumerate(tokens):
         if token == "--config":
-            if not "".join(tokens[i + 1 : i + 2]):
+            if not "".join(tokens[i + 1 : i + 2]) or tokens[i + 1].startswith("--"):
                 raise ConfigError("--config needs the path of a YAML file")
             return tokens[:i] + tokens[i + 2 :], Path(tokens[i + 1]).expanduser()
         if token.startswith("--config="):
@@ -490,6 +490,8 @@ def _of_kind(kind: Any, text: str, where: str, key: str) -> str:
         raise ConfigError(f"{where} is given, but empty")
     if several and text.startswith("-"):
         raise ConfigError(f"{where}: a value that begins with a dash, as {text!r}, would be a flag; ./{text} is a file")
+    if several and "," in text and not os.path.exists(os.path.expanduser(text)):
+        raise ConfigError(f"{where}: {text!r}: several values have spaces between them (lines of a list in YAML), no commas")
     if is_place:
         return os.path.expanduser(text)  # which shells do not do in YAML and after =
     if len(kinds) != 1 or (type(None) in get_args(kind) and text == "None"):
@@ -513,6 +515,9 @@ def _of_kind(kind: Any, text: str, where: str, key: str) -> str:
 # What is called otherwise elsewhere, and what is decided otherwise here.
 ELSEWHERE = {
     **dict.fromkeys(("micro_batch_size", "per_device_batch_size"), "did you mean {}per_device_train_batch_size?"),
+    "model": "did you mean {}model_name_or_path?",
+    "workers": "did you mean {}dataloader_num_workers?",
+    "overwrite_output_dir": "a run goes on in its {}output_dir; a new run takes another",
     "lr": "did you mean {}learning_rate?",
     "batch_size": "did you mean {}global_batch_size?",
     "epochs": "did you mean {}num_train_epochs?",
@@ -566,6 +571,8 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{where}: {raw} is true or false, not {reprlib.repr(value)}")
         if isinstance(value, list) and get_origin(kinds[key]) is not tuple:
             raise ConfigError(f"{where}: {raw} has one value, not a list of them")
+        if isinstance(value, bool) and {int, float} & {kinds[key], *get_args(kinds[key])}:
+            raise ConfigError(f"{where}: {raw} is a number, not {str(value).lower()}")
         if kinds[key] is not bool and any(isinstance(v, bool) for v in (value if isinstance(value, list) else [value])):
             raise ConfigError(
                 f"{where}: {raw}: YAML reads yes, no, on and off as true or false: put such a word into quotes"

@@ -368,8 +368,15 @@ class Tokens:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of source text a token stands for, over the whole split."""
-        return self.meta[self.split]["bytes"] / self.meta[self.split]["tokens"]
+        """Bytes of source text that a token of this part stands for; of a large part of a split, of some of it."""
+        facts = self.meta[self.split]
+        if self.num_tokens == facts["tokens"]:
+            return facts["bytes"] / facts["tokens"]
+        tokenizer, size = load_tokenizer(self.folder), min(self.num_tokens, 2**16)
+        starts = np.linspace(self.first, self.last - size, min(16, self.num_tokens // size)).astype(int).tolist()
+        blocks = (self._read(start, start + size).tolist() for start in starts)
+        texts = (str(tokenizer.decode(b, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for b in blocks)
+        return sum(len(text.encode()) for text in texts) / (size * len(starts))
 
 
 def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tuple[Tokens, Tokens, str]:

@@ -29,7 +29,7 @@ from shared.options import ImageConfig
 FORMAT = 2  # raised when the prepared files change meaning
 SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split, the first that is there
-IMAGE_COLUMNS = ("image", "img", "image_path", "path", "file_name", "file")
+IMAGE_COLUMNS = ("image", "img", "image_path", "path", "file_name", "filename", "file")
 LABEL_COLUMNS = ("label", "labels", "class", "fine_label", "target")
 
 
@@ -478,6 +478,7 @@ def _listed(config: ImageConfig) -> _Found:
                 label = record[_column(record, config.label_column, LABEL_COLUMNS, "label_column", where)]
                 if not isinstance(image, str) or not image:
                     raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
+                label = label.strip() if isinstance(label, str) else label  # CSV keeps what follows a comma
                 if not isinstance(label, str | int) or label == "":
                     raise ConfigError(f"{where}: the label is {records.kind(label)}, expected a name or a number")
                 first = first or (where, records.kind(label))
@@ -511,7 +512,8 @@ def _warn_of_repeats(paths: list[str], held_out_from: int | None) -> None:
 def _column(record: Any, named: str | None, usual: Sequence[str], flag: str, where: str) -> str:
     column = named or next((name for name in usual if name in record), None)
     if column is None or column not in record:
-        raise ConfigError(f"{where}: no column {column or usual[0]!r} (has: {', '.join(record)}); name it with --{flag}")
+        wanted = repr(named) if named else f"{', '.join(usual[:-1])} or {usual[-1]}"
+        raise ConfigError(f"{where}: no column {wanted} (has: {', '.join(record)}); name it with --{flag}")
     return column
 
 

@@ -43,6 +43,12 @@ _CONVERT_ADAPTER = (
 )
 
 
+_AN_ADAPTER = (
+    "{name}: an adapter, not a model. lora_finetune goes on with it as --adapter_name_or_path beside its base as "
+    "--model_name_or_path; elsewhere merge it first (--merge_adapter)"
+)
+
+
 def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options: Any) -> Any:
     """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one clear line.
 
@@ -54,6 +60,9 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         NotNow: the Hub does not answer.
     """
     _refuse_flex_on_cpu(options)
+    is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
+    if first is None and not is_of_text and os.path.isfile(os.path.join(name, "adapter_config.json")):
+        raise ConfigError(_AN_ADAPTER.format(name=name))
     arguments = [str(name)] if first is None else [first, str(name)]  # PEFT's classes take the base model first
     if first is None:
         options["trust_remote_code"] = False
@@ -90,6 +99,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if not whole:
         return loaded
     model, info = loaded
+    if getattr(model, "_hf_peft_config_loaded", False):  # of the Hub, which would be left aside when new ones are added
+        raise ConfigError(_AN_ADAPTER.format(name=name))
     if getattr(model, "generation_config", None) is not None:
         try:  # here and not at the end of the training, when some versions find that they do not save such settings
             _try_to_save(model.generation_config)

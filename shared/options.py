@@ -349,7 +349,7 @@ class ImageConfig(DataConfig):
     validation_split_name: str | None = None
     """Split of dataset_name to validate on; if not given, validation, val or valid, if it has one."""
     image_column: str | None = None
-    """Column of the image; if not given, image, img, image_path, path, file_name or file."""
+    """Column of the image; if not given, image, img, image_path, path, file_name, filename or file."""
     label_column: str | None = None
     """Column of the label; if not given, label, labels, class, fine_label or target."""
     skip_bad_images: bool = False

@@ -255,6 +255,9 @@ def save_final(
         with whole_folder(run_dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+        launch.say(f"base with adapter in {run_dir}/merged")
+    elif (run_dir / "merged").exists():
+        launch.say(f"warning: {run_dir}/merged holds an earlier adapter: the same command with --merge_adapter renews it")
 
 
 def main(config: Config) -> None:

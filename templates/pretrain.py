@@ -253,7 +253,7 @@ def main(config: Config) -> None:
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
             "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
             "loss": loss_note,
-            "budget": f"{total_steps:,} steps, {total_steps * tokens_per_step:,} tokens",
+            "budget": f"{total_steps:,} steps, at most {total_steps * tokens_per_step:,} tokens",
             "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
             "output": run_dir,
         },

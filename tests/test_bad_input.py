@@ -18,6 +18,9 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 UNUSUAL = "naïve 🙂 👩‍👩‍👧 \u202bשלום עליכם\u202c مرحبا بالعالم 日本語 e\u0301 \u2028 \\u0000"
 
 
+IMAGE_NAMES = "image, img, image_path, path, file_name, filename or file"
+
+
 @pytest.fixture
 def attempt(tiny_model, architectures, image_folder, tmp_path):
     """`attempt(template, *flags)`: one step of a tiny run; the message of the ConfigError that ends it, or "" ."""
@@ -403,7 +406,7 @@ def test_a_label_beyond_the_classes_of_a_data_set_is_refused(attempt, pictures, 
         (b"image,label,label\n0.png,a,b\n", ":1: the column 'label' is there twice"),
         (b"image,label\n0.png,\xff\n", ":2: not UTF-8 text (byte 18); save it as UTF-8"),
         (b"image,label\n", ": no records in it"),
-        (b"0.png,a\n1.png,b\n", ":2: no column 'image' (has: 0.png, a); name it with --image_column"),
+        (b"0.png,a\n1.png,b\n", f":2: no column {IMAGE_NAMES} (has: 0.png, a); name it with --image_column"),
     ],
 )
 def test_a_list_of_images_that_cannot_be_used_is_named_with_its_line(attempt, pictures, content, message):

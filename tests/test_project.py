@@ -215,6 +215,8 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
 
     done = shared("upgrade", cwd=project, check=False)
     assert done.returncode == 1 and "error: conflicts to solve in accelerate_configs/ddp.yaml" in done.stderr
+    again = shared("upgrade", cwd=project, check=False)
+    assert again.returncode == 1 and "still to be solved in accelerate_configs/ddp.yaml" in again.stderr
     train = (project / "train.py").read_text()
     assert "DEMO_STEPS = 200" in train and "# The end: Finish" in train
     config = (project / "accelerate_configs/ddp.yaml").read_text()
@@ -225,6 +227,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     assert (project / "shared/optim.py").read_text().startswith('"""Mine. ')
     assert (project / "shared/extra.py").exists() and (project / "mine.py").exists()
     assert not (project / "accelerate_configs/fp8.yaml").exists() and not (project / "accelerate_configs/hsdp.yaml").exists()
+    (project / "accelerate_configs/ddp.yaml").write_text(config.split("<<<<<<<")[0])
     assert "nothing has changed" in shared("upgrade", cwd=project).stdout
 
 

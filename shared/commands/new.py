@@ -179,7 +179,9 @@ def _readme(names: tuple[str, ...]) -> str:
     scripts = [script(name, names) for name in names]
     first = scripts[0]
     before, run, two = _launches(names)
-    places = "`Config`, `build_datasets` (or `build_loaders`), `build_model`, `evaluate`, then the loop in `main`"
+    places = (
+        "`Config`, `build_datasets` (or `build_loaders`), `build_model`, `evaluate`; `batch_loss` and the loop in `main`"
+    )
     edits = "\n".join(f"- `{s}`: {places}" for s in scripts)
     return f"""# Training
 

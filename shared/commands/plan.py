@@ -79,7 +79,7 @@ def main() -> None:
             name, version = type(architecture).__name__, importlib.metadata.version("torch")
             raise ConfigError(f"{name} cannot be measured with PyTorch {version}: {first_line(error)}") from None
     print(
-        f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.2f} B parameters, "
+        f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.3f} B parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
         f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n"
     )

@@ -28,6 +28,9 @@ class Conflicts(CleanExit):
     exit_code = 1
 
 
+MARK = b"<<<<<<< yours\n"
+
+
 @dataclass
 class Plan:
     """What an upgrade does, by path."""
@@ -138,6 +141,9 @@ def main() -> None:
     origin = read_origin(folder)
     if not shutil.which("git"):
         raise ConfigError("upgrade merges with git, which is not installed")
+    unsolved = [name for name in origin["files"] if (folder / name).is_file() and MARK in (folder / name).read_bytes()]
+    if unsolved:
+        raise Conflicts(f"conflicts of an earlier upgrade are still to be solved in {', '.join(unsolved)}")
     with tempfile.TemporaryDirectory() as temporary:
         new = Path(temporary) / (folder.name or "new")
         latest(options.source or Path(origin["source"]), origin["templates"], new)

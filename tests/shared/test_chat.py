@@ -213,6 +213,14 @@ def test_a_template_that_writes_the_date_makes_the_same_samples_on_any_day(chatm
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
 
 
+def test_calls_of_tools_are_no_matter_of_the_default_template(tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "look_up"}}]}
+    encoder = Encoder(tokenizer, "assistant")
+    for messages in ([TURNS[0], call], [*TURNS[:2], {"role": "tool", "content": "3"}, TURNS[1]]):
+        with pytest.raises(ConfigError, match=r"^here: calls a tool, which the default chat template does not know"):
+            encoder(Example(messages), "here")
+
+
 def test_tools_are_shown_to_the_model_or_refused(chatml):
     record = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
     for tools in (record["tools"], json.dumps(record["tools"])):

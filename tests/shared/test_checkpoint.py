@@ -191,6 +191,8 @@ def test_other_settings_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"learns something else \(seed was 0, now 1\): .* --allow_changed seed"):
         make(tmp_path / "run", seed=1)[2].resume()
     assert make(tmp_path / "run", seed=1, allow_changed=("seed",))[2].resume().step == 1
+    with pytest.raises(ConfigError, match="--allow_changed sead: no setting of that name"):
+        make(tmp_path / "run", seed=1, allow_changed=("seed", "sead"))[2].resume()
 
 
 def test_settings_that_do_not_change_what_is_learned_are_told_and_allowed(tmp_path, capsys):

@@ -236,6 +236,8 @@ def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
         (["--label", "-rate", "1"], r"--label needs a value, which -rate is not; --label=... takes any"),
         (["--words", "a", "-b"], "--words: a value that begins with a dash, as '-b', would be a flag"),
         (["--words", ""], "--words is given, but empty"),
+        (["--words", "a,b"], "--words: 'a,b': several values have spaces between them"),
+        (["--config", "--rate", "1"], "--config needs the path of a YAML file"),
     ],
 )
 def test_what_could_be_taken_for_something_else_is_refused(argv, message):
@@ -251,6 +253,7 @@ def test_what_could_be_taken_for_something_else_is_refused(argv, message):
         ("words: [yes]", "words: YAML reads"),
         ("count:", "count is empty"),
         ("words: [--rate, '3']", "words: a value that begins with a dash, as '--rate', would be a flag"),
+        ("count: true", "count is a number, not true"),
         ("rate: 2020-01-01", "rate is a number, not '2020-01-01'"),
         ("rate: .nan", "--rate is nan"),
     ],
@@ -479,7 +482,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_
 OPTIONAL_TEXT = st.none() | TEXT.filter(lambda text: text != "None")  # the flag's own spelling of null
 NAME = TEXT.filter(lambda text: text != "None" and text[:1] not in ("", "~"))
 PLACE = st.none() | NAME  # of a file, on the Hub perhaps
-WORDS = st.lists(TEXT.filter(lambda text: text and text[0] != "-"), max_size=3).map(tuple)  # no flag can give a dash
+WORDS = st.lists(TEXT.filter(lambda text: text and text[0] != "-" and "," not in text), max_size=3).map(
+    tuple
+)  # no flag can give a dash
 SHARE = st.floats(0, 1)
 POSITIVE = st.floats(1e-12, 1e6)
 COUNT = st.integers(1, 10**9)

@@ -121,6 +121,17 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
     assert not list(folder.glob("validation-*.bin"))
 
 
+def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "book.txt"
+    path.write_text("the model reads a line of text " * 300 + "モデルが文を読む" * 20)
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    _, validation, _ = corpus.open_splits(folder, 16, 5)
+    whole, facts = stream(folder, "train")
+    text = tokenizer.decode(whole[-validation.num_tokens :], skip_special_tokens=True)
+    assert "モデル" in text and validation.bytes_per_token == pytest.approx(len(text.encode()) / validation.num_tokens)
+    assert abs(validation.bytes_per_token / (facts["bytes"] / facts["tokens"]) - 1) > 0.2
+
+
 def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 200)

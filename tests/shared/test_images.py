@@ -581,10 +581,13 @@ def test_a_csv_names_paths_that_count_from_its_folder(tmp_path, header, monkeypa
 
 def test_columns_of_other_names_are_named_by_flags(tmp_path):
     file = listed(tmp_path, csv_lines("Bild,Art"))
-    message = refused(train_file=(file,))
-    assert message == f"{file}:2: no column 'image' (has: Bild, Art); name it with --image_column"
-    message = refused(train_file=(file,), image_column="Bild")
-    assert message == f"{file}:2: no column 'label' (has: Bild, Art); name it with --label_column"
+    images, labels = (
+        "image, img, image_path, path, file_name, filename or file",
+        "label, labels, class, fine_label or target",
+    )
+    for flag, given, usual in (("image_column", {}, images), ("label_column", {"image_column": "Bild"}, labels)):
+        message = refused(train_file=(file,), **given)
+        assert message == f"{file}:2: no column {usual} (has: Bild, Art); name it with --{flag}"
     message = refused(train_file=(file,), image_column="image", label_column="Art")
     assert message.startswith(f"{file}:2: no column 'image'")
     data = prepare(ImageConfig(train_file=(file,), image_column="Bild", label_column="Art"))
@@ -671,6 +674,14 @@ def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, r
         tmp_path, json.dumps({"image": "pictures/cat0.png", "label": 1}) + "\n" + json.dumps(row) + "\n", "a.jsonl"
     )
     assert refused(train_file=(file,)) == f"{file}:2: {problem}"
+
+
+def test_spaces_around_a_label_make_no_class_of_their_own(tmp_path):
+    data = prepare(ImageConfig(train_file=(listed(tmp_path, csv_lines(files=3).replace(",cat", ", cat ")),)))
+    assert set(data.classes) == {"cat", "dog"}
+    assert refused(train_file=(listed(tmp_path, "image,label\npictures/cat0.png,  \n"),)).endswith(
+        "the label is empty, expected a name or a number"
+    )
 
 
 def test_a_csv_field_left_empty_is_no_label(tmp_path):

@@ -280,6 +280,14 @@ def test_8_bit_weights_are_not_sharded(base, tmp_path):
     assert done.returncode != 0 and "error: --load_in_8bit cannot be sharded" in done.output
 
 
+def test_what_was_merged_before_is_not_taken_for_the_latest(base, tmp_path, capsys):
+    flags = (*base, "--num_generations", 0, "--output_dir", tmp_path, "--allow_changed", "max_steps")
+    run_here("lora_finetune", *flags, "--max_steps", 1, "--merge_adapter")
+    assert f"base with adapter in {tmp_path}/merged" in capsys.readouterr().err
+    run_here("lora_finetune", *flags, "--max_steps", 2)
+    assert f"warning: {tmp_path}/merged holds an earlier adapter" in capsys.readouterr().err
+
+
 def test_a_run_that_was_killed_while_it_merged_merges(base, tmp_path):
     flags = (*base, "--max_steps", 2, "--merge_adapter", "--output_dir", tmp_path)
     run_here("lora_finetune", *flags)
@@ -308,6 +316,8 @@ def test_continues_from_an_adapter(base, tmp_path):
     rank = flags.index("--lora_r")
     run_here("lora_finetune", *flags[:rank], *flags[rank + 2 :], *goes_on)
     assert json.loads((tmp_path / "second/final/adapter_config.json").read_text())["r"] == 4
+    with pytest.raises(ConfigError, match="final: an adapter, not a model"):
+        run_here("lora_finetune", *flags, "--model_name_or_path", adapter_folder, "--output_dir", tmp_path / "third")
     second = Run(tmp_path / "second", 0, "")
     assert second.rows[0]["eval_loss"] == pytest.approx(first.last("eval_loss"), rel=1e-5)
     assert second.last("eval_loss") < first.last("eval_loss")
@@ -355,7 +365,10 @@ def test_tensorboard_gets_the_scalars_in_the_runs_folder(base, tmp_path):
         ('{"messages": []}\n', "data.jsonl:1: no message has the role assistant"),
         ('{"text": "fine"}\n{"text": \n', "data.jsonl:2: not valid JSON"),
         ('{"text": "fine"}\n{"text": null}\n', "data.jsonl:2: 'text' is null"),
-        ('{"instruction": "a", "output": "b"}\n{"instruction": "a"}\n', "data.jsonl:2: 'output' is missing"),
+        (
+            '{"instruction": "a", "output": "b"}\n{"instruction": "a"}\n',
+            "data.jsonl:2: 'output' is missing; the first record has",
+        ),
         ('{"messages": [{"role": "robot", "content": "x"}]}\n', "data.jsonl:1: message 1 has role 'robot'"),
         ('{"question": "x"}\n', "data.jsonl:1: columns question are of no known form"),
         ('{"prompt": "' + "long " * 200 + '", "completion": "x"}\n', "none of its 1 samples has a token to learn"),
