@@ -585,8 +585,8 @@ def test_columns_of_other_names_are_named_by_flags(tmp_path):
         "image, img, image_path, path, file_name, filename or file",
         "label, labels, class, fine_label or target",
     )
-    for flag, given, usual in (("image_column", {}, images), ("label_column", {"image_column": "Bild"}, labels)):
-        message = refused(train_file=(file,), **given)
+    for flag, named, usual in (("image_column", {}, images), ("label_column", {"image_column": "Bild"}, labels)):
+        message = refused(train_file=(file,), **named)
         assert message == f"{file}:2: no column {usual} (has: Bild, Art); name it with --{flag}"
     message = refused(train_file=(file,), image_column="image", label_column="Art")
     assert message.startswith(f"{file}:2: no column 'image'")
