@@ -261,7 +261,7 @@ class Encoder:
             raise ConfigError(f"{where}: has tools, of which the chat template knows nothing")
         if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
             raise ConfigError(
-                f"{where}: calls a tool, which the default chat template does not know: a model whose own does"
+                f"{where}: calls a tool, which the default chat template does not know: take a model whose own does"
             )
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]

@@ -490,7 +490,7 @@ def _of_kind(kind: Any, text: str, where: str, key: str) -> str:
         raise ConfigError(f"{where} is given, but empty")
     if several and text.startswith("-"):
         raise ConfigError(f"{where}: a value that begins with a dash, as {text!r}, would be a flag; ./{text} is a file")
-    if several and "," in text and not os.path.exists(os.path.expanduser(text)):
+    if several and "," in text and not set("*?[") & set(text) and not os.path.exists(os.path.expanduser(text)):
         raise ConfigError(f"{where}: {text!r}: several values have spaces between them (lines of a list in YAML), no commas")
     if is_place:
         return os.path.expanduser(text)  # which shells do not do in YAML and after =
