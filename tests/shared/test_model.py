@@ -404,13 +404,22 @@ def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
     assert str(error.value) == f"{name}: no such folder, and no name of a model on the Hub, which is OWNER/MODEL"
 
 
-def test_an_adapter_whose_base_is_gone_names_the_base(tmp_path):
+def test_an_adapter_is_not_taken_for_a_model(tmp_path):
+    """Its base would be loaded with it, and it be left aside when new adapters are added."""
     get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
-    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    settings["base_model_name_or_path"] = str(tmp_path / "base")
-    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=str(tmp_path / "base")):
-        model.from_hub(AutoModelForCausalLM, tmp_path / "adapter", use_safetensors=True)
+    for auto_class, options in ((AutoModelForCausalLM, {"use_safetensors": True}), (AutoConfig, {})):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/adapter: an adapter, not a model"):
+            model.from_hub(auto_class, tmp_path / "adapter", **options)
+
+    class OnTheHub:
+        @staticmethod
+        def from_pretrained(*_: object, **__: object):
+            loaded = llama()
+            loaded._hf_peft_config_loaded = True
+            return loaded, {}
+
+    with pytest.raises(ConfigError, match="somebody/adapter: an adapter, not a model"):
+        model.from_hub(OnTheHub, "somebody/adapter", use_safetensors=True)
 
 
 def test_pickled_weights_are_not_loaded(tmp_path):
