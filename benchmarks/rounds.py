@@ -58,7 +58,7 @@ def parse(made: argparse.ArgumentParser, work: Mapping[str, Callable[[argparse.N
     options = made.parse_args()
     if options.worker:
         values = json.loads(options.worker)
-        torch.set_float32_matmul_precision("high" if DEVICE.type == "cuda" else "highest")  # as `launch.start` does
+        torch.set_float32_matmul_precision("high" if DEVICE.type == "cuda" else "highest")  # as `launch.start` does in fp32
         result = work[values["work"]](argparse.Namespace(**values))
         Path(values["result"]).write_text(json.dumps(result))
         sys.exit()

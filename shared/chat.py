@@ -463,7 +463,7 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
 
     chosen = data.permute(np.arange(count), count, (0,))[: share(count)]
     held_out = np.isin(record, chosen)
-    if samples == 1 or (not held_out.all() and share(samples) / 2 <= held_out.sum() <= 2 * share(samples)):
+    if samples == 1 or (not held_out.all() and data.is_near(held_out.sum(), share(samples))):
         return held_out, f"{held_out.sum():,}, from {len(chosen):,} of {count:,} records"
     held_out = np.arange(samples) >= samples - share(samples)
     return held_out, f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would be too much or too little)"

@@ -300,9 +300,9 @@ def write_shards(
                     writers[split].append(kept, ends, int(sizes[chosen].sum()))
             progress.update(int(sizes.sum()))
     progress.close()
-    whole = sum(writer.tokens for writer in writers.values()) * validation_percent / 100
-    if validation is None and writers["validation"].tokens and not whole / 2 <= writers["validation"].tokens <= 2 * whole:
-        writers["train"].take(writers["validation"])
+    share, held = sum(w.tokens for w in writers.values()) * validation_percent / 100, writers["validation"]
+    if validation is None and held.tokens and not data.is_near(held.tokens, share):
+        writers["train"].take(held)
         writers["validation"] = _ShardWriter(folder, "validation", dtype)
     meta = {"format": FORMAT, "dtype": dtype.name, "source": train.name}
     meta |= {"validation_source": validation and validation.name}  # None: a part of the same

@@ -91,6 +91,11 @@ def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
     return hashed % np.uint64(10_000) < np.uint64(round(percent * 100))
 
 
+def is_near(held_out: float, share: float) -> bool:
+    """Whether what whole documents hold out, in samples or tokens, is at least half and at most twice the share wanted."""
+    return share / 2 <= held_out <= 2 * share
+
+
 @dataclass(frozen=True)
 class Order:
     """Which samples make up each global batch. The last batch of an epoch may be smaller."""

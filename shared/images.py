@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -495,7 +495,7 @@ def _listed(config: ImageConfig) -> _Found:
 
 def _warn_of_repeats(paths: list[str], held_out_from: int | None) -> None:
     """What a list names twice may stand on both sides of the split, and what two lists name does."""
-    whole = lru_cache(os.path.realpath)  # of folders, which are few; a linked picture is taken for another
+    whole = cache(os.path.realpath)  # of folders, fewer than images; a linked picture is taken for another
     paths = [os.path.join(whole(place), name) for place, name in map(os.path.split, paths)]
     if held_out_from is not None:
         known = set(paths[:held_out_from])

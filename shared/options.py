@@ -142,7 +142,7 @@ class OptimConfig:
                 raise ConfigError(f"--{name} is at least 0 and below 1, not {getattr(self, name)}")
         for name in ("weight_decay", "max_grad_norm", "max_skipped_steps", "adam_epsilon"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name} must not be negative, not {getattr(self, name)}")
+                raise ConfigError(f"--{name} must not be negative, but is {getattr(self, name)}")
         if not 0 < self.layer_decay <= 1:
             raise ConfigError(f"--layer_decay is a factor above 0 and at most 1, not {self.layer_decay}")
 
