@@ -24,10 +24,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent))
 from about import about, line
 
-from shared import audit
-from shared.checkpoint import CheckpointError, checkpoints, verify
 from shared.commands.run import kill
 from shared.commands.verify_resume import compare
+from shared.data import audit
+from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"

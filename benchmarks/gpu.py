@@ -9,7 +9,7 @@ written after every row. The process of the next row starts, and does its import
 time is not taken (losses, resuming) run side by side. What does not fit into --limit is said to be not measured.
 
 How each is measured is in gpu_measures.py. Speed is in tokens or images a second; MFU counts operations as the templates
-do (`shared.model.flops_per_token`: nothing for recomputation, attention within documents as if it were not causal), over
+do (`shared.models.counts`: nothing for recomputation, attention within documents as if it were not causal), over
 an H100's 989 TFLOP/s (data sheet, SXM) and over the rate of a large matrix product that is measured here. Losses are
 compared with those of the row "losses, plain".
 """

@@ -128,7 +128,7 @@ def template(name: str) -> Any:
 
 
 def start_accelerator() -> Any:
-    from shared import launch
+    from shared.run import launch
 
     return launch.start(0)
 
@@ -139,32 +139,35 @@ class Loop:
     def __init__(self, accelerator: Any, model: nn.Module, batches: list[dict], loss: Callable, **settings: Any) -> None:
         import numpy as np
 
-        from shared import optim, parallel, steps
-        from shared.checkpoint import TrainState
-        from shared.data import Window
-        from shared.options import OptimConfig
+        from shared.config.options import OptimConfig
+        from shared.data.loader import Window
+        from shared.parallel import sharding
+        from shared.run.checkpoint import TrainState
+        from shared.run.guard import Guard
+        from shared.training import optim
 
         self.config = OptimConfig(**settings)
         optimizers, norm = optim.build(model, self.config), self.config.max_grad_norm
-        self.model, self.optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=norm)
+        self.model, self.optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=norm)
         self.accelerator, self.loss, self.state = accelerator, loss, TrainState()
         targets = [(batch, int((batch["labels"] != -100).sum()), len(batch["labels"])) for batch in batches]
         self.windows = [Window([batch], n, rows, 0, None, np.arange(rows)[None]) for batch, n, rows in targets]
-        self.guard = steps.Guard(accelerator, self.model, self.state, max_skipped=0)
+        self.guard = Guard(accelerator, self.model, self.state, max_skipped=0)
 
     def step(self) -> torch.Tensor:
         """The loss summed over the batch, on the device."""
-        from shared import launch, optim, steps
+        from shared.run import launch
+        from shared.training import optim, step
 
         window = self.windows[self.state.step % len(self.windows)]
         launch.seed_step(0, self.state.step, 0)
         optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
-        for batch in steps.accumulate(self.accelerator, self.model, window.micro_batches):
+        for batch in step.accumulate(self.accelerator, self.model, window.micro_batches):
             loss = self.loss(self.model, batch)
-            steps.backward(self.accelerator, loss, steps.loss_scale(window.num_targets))
-        norm = steps.clip_gradients(self.accelerator, self.model, self.config.max_grad_norm)
+            step.backward(self.accelerator, loss, step.loss_scale(window.num_targets))
+        norm = step.clip_gradients(self.accelerator, self.model, self.config.max_grad_norm)
         finite = self.guard.finite([loss.detach()], norm, window)
-        steps.update(self.accelerator, self.optimizers, finite, norm)
+        step.update(self.accelerator, self.optimizers, finite, norm)
         self.state.advance(window)
         self.guard.stop_if_asked()
         return loss.detach()
@@ -183,8 +186,8 @@ def language_loop(
 ) -> tuple[Loop, dict[str, Any]]:
     """(the loop of a language model, what is said of it); `fused` and not `masked` as the templates do: head and loss in
     one, and packed documents kept apart without a mask; `compiled` as the model's blocks are."""
-    from shared.attention import isolate_documents
-    from shared.lm_loss import causal_lm_loss, fuse_head
+    from shared.models.attention import isolate_documents
+    from shared.models.loss import causal_lm_loss, fuse_head
 
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
     tokens, notes = len(Tokenizer(size)), []
@@ -236,7 +239,7 @@ class Tokenizer:
 
 def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
-    from shared.data import cu_seqlens_of
+    from shared.data.loader import cu_seqlens_of
 
     generator, lengths, vocabulary = torch.Generator().manual_seed(seed), random.Random(seed), len(Tokenizer(size))
     start = torch.randint(0, vocabulary, (rows, 1), generator=generator)
@@ -270,7 +273,7 @@ def seen(batch: dict[str, torch.Tensor], length: int) -> float:
 
 def language_model(size: str, length: int, *, compiled: bool = False, checkpointing: str = "none", attention: str = "sdpa"):
     """What templates/pretrain.py builds for these settings, made on the device."""
-    from shared.options import SpeedConfig
+    from shared.config.options import SpeedConfig
 
     pretrain = template("pretrain")
     speed = SpeedConfig(torch_compile=compiled, gradient_checkpointing=checkpointing, attn_implementation=attention)  # type: ignore[arg-type]
@@ -291,7 +294,7 @@ def pretraining(
     **settings: Any,
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
-    from shared import model as models
+    from shared.models.counts import flops_per_token
 
     if settings.get("attention") == "flex_attention" and device().type == "cpu":
         raise Skipped("flex attention has no backward on a CPU")
@@ -299,7 +302,7 @@ def pretraining(
     accelerator = start_accelerator()
     model = language_model(size, rows * length if flat else length, **settings)
     batch = token_batch(size, rows, length, documents=documents, flat=flat)
-    flops = models.flops_per_token(model, seen(batch, length))
+    flops = flops_per_token(model, seen(batch, length))
     sharded = "FSDP_VERSION" in os.environ
     plain = language_model(size, length, **settings) if sharded else model
     compiled = settings.get("compiled", False)
@@ -340,7 +343,10 @@ def lora(
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from shared import model as models
+    from shared.models.adapters import trained_in_fp32
+    from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+    from shared.models.counts import flops_per_token
+    from shared.models.hub import from_architecture
 
     accelerator = start_accelerator()
     length, rows = (64, min(2, rows)) if toy else (2048, rows)
@@ -358,16 +364,16 @@ def lora(
     )
     options = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
     with device():
-        base = models.from_architecture(AutoModelForCausalLM, architecture, **options)
+        base = from_architecture(AutoModelForCausalLM, architecture, **options)
     if quantised:
         quantise(base)
-    models.set_gradient_checkpointing(base, checkpointing)
+    set_gradient_checkpointing(base, checkpointing)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
-    model = models.trained_in_fp32(get_peft_model(base, adapters))
+    model = trained_in_fp32(get_peft_model(base, adapters))
     if compiled:
-        models.compile_blocks(model)
+        compile_blocks(model)
     batch = token_batch(size, rows, length, documents=True)
-    flops = models.flops_per_token(model, seen(batch, length))
+    flops = flops_per_token(model, seen(batch, length))
     how: dict[str, Any] = {"fused": fused, "masked": masked, "compiled": compiled}
     loop, said = language_loop(accelerator, model, size, [batch], **how, weight_decay=0.0)
     return said | pace(loop.step, rows * length, flops)
@@ -410,8 +416,10 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
     """(the image template's step on uint8 images that lie on the device, FLOPs of an image)."""
     from transformers import AutoModelForImageClassification, ResNetConfig, ViTConfig
 
-    from shared import classifier
-    from shared import model as models
+    from shared.images.processor import ToModel, image_processor
+    from shared.models import classifier
+    from shared.models.counts import measure
+    from shared.models.hub import from_architecture
 
     size, rows, classes = (32, 4, 10) if toy else (224, batch_size, 1000)
     accelerator = start_accelerator()
@@ -423,12 +431,12 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
     else:
         architecture = ViTConfig(**(tiny if toy else small if kind == "ViT-S/16" else {}))  # whose default is ViT-B/16
     architecture.num_labels, architecture.image_size = classes, size
-    model: nn.Module = models.from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32)
-    processor = classifier.image_processor(None, size, None)
-    to_model = classifier.ToModel(processor, accelerator.device, channels_last=channels_last)
+    model: nn.Module = from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32)
+    processor = image_processor(None, size, None)
+    to_model = ToModel(processor, accelerator.device, channels_last=channels_last)
     model.to(accelerator.device).to(memory_format=to_model.memory_format)  # type: ignore[call-overload]
     with accelerator.autocast():
-        flops = models.measure(model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)})
+        flops = measure(model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)})
     if compiled:
         model.compile()
     classifier.training_mode(model)
@@ -447,8 +455,10 @@ def image_input() -> dict[str, Any]:
     import numpy as np
     from PIL import Image
 
-    from shared import classifier, images
-    from shared.options import BatchConfig, ImageConfig
+    from shared.config.options import BatchConfig
+    from shared.images import files as images
+    from shared.images.options import ImageConfig
+    from shared.images.processor import ToModel, image_processor
 
     classify = template("image_classification")
     count, rows, width, height = (24, 4, 48, 40) if toy else (640, 64, 500, 375)
@@ -469,8 +479,8 @@ def image_input() -> dict[str, Any]:
     accelerator = start_accelerator()
     batch = BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers)
     config = classify.with_defaults(classify.Config(images=ImageConfig(train_dir=folder / "images"), batch=batch))
-    processor = classifier.image_processor(None, 32 if toy else 224, None)
-    to_model = classifier.ToModel(processor, accelerator.device)
+    processor = image_processor(None, 32 if toy else 224, None)
+    to_model = ToModel(processor, accelerator.device)
     data = images.prepare(config.images)
     loader, _ = classify.build_loaders(config, data, processor, nn.Identity(), accelerator)
     windows: Iterator[Any] = loader.windows(0, 100_000)  # more than are read: at the end workers have nothing to do
@@ -489,8 +499,8 @@ def image_input() -> dict[str, Any]:
 
 def save_stall(*, in_background: bool) -> dict[str, Any]:
     """Seconds that training stands still for a checkpoint of a 1.2B model with AdamW's state."""
-    from shared.checkpoint import Checkpointer
-    from shared.options import CheckpointConfig
+    from shared.config.options import CheckpointConfig
+    from shared.run.checkpoint import Checkpointer
 
     accelerator = start_accelerator()
     length, rows = (64, 2) if toy else (2048, 4)
@@ -556,7 +566,7 @@ def positions() -> dict[str, Any]:
 
 def packed_attention() -> dict[str, Any]:
     """Whether PyTorch's attention of variable lengths gives what a mask gives, for the heads of usual models."""
-    from shared import attention
+    from shared.models import attention
 
     if not attention._has_kernel(device()):
         raise Skipped(f"attention of variable lengths has no kernel on a {device().type.upper()}")

@@ -46,7 +46,7 @@ REPEATED = ("drawing", "starting", "resuming")
 
 
 class Computed:
-    """Samples that exist when they are asked for: `shared.data.Samples` of any number."""
+    """Samples that exist when they are asked for: `shared.data.order.Samples` of any number."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -78,8 +78,8 @@ def sentences(file: Path, count: int, record: Callable[[str], Any]) -> None:
 def tokenise_text(options: argparse.Namespace) -> Callable[[], Any]:
     from transformers import AutoTokenizer
 
-    from shared import corpus
-    from shared.options import CorpusConfig
+    from shared.text import corpus
+    from shared.text.options import CorpusConfig
 
     file = Path(options.folder, "text.jsonl")
     sentences(file, options.size, lambda text: {"text": text})
@@ -91,8 +91,8 @@ def tokenise_text(options: argparse.Namespace) -> Callable[[], Any]:
 def tokenise_chats(options: argparse.Namespace) -> Callable[[], Any]:
     from transformers import AutoTokenizer
 
-    from shared import chat
-    from shared.options import ChatConfig
+    from shared.text import chat
+    from shared.text.options import ChatConfig
 
     file = Path(options.folder, "chats.jsonl")
     sentences(file, options.size, lambda text: {"prompt": text[:40], "completion": text[40:]})
@@ -105,14 +105,14 @@ def lengths_of(count: int) -> np.ndarray:
 
 
 def pack(options: argparse.Namespace) -> Callable[[], Any]:
-    from shared.chat import best_fit_decreasing
+    from shared.text.packing import best_fit_decreasing
 
     lengths = lengths_of(options.size)
     return lambda: best_fit_decreasing(lengths, 512)
 
 
 def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
-    from shared.chat import Conversations
+    from shared.text.chat import Conversations
 
     folder = Path(options.folder)
     (folder / "meta.json").write_text("{}")
@@ -126,7 +126,8 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
 def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:
     import torch
 
-    from shared.data import Loader, Order
+    from shared.data.loader import Loader
+    from shared.data.order import Order
 
     def collate(rows: Sequence[Any]) -> dict[str, torch.Tensor]:
         return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}
@@ -159,14 +160,14 @@ def resume_late(options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def draw(options: argparse.Namespace) -> Callable[[], Any]:
-    from shared.data import Order
+    from shared.data.order import Order
 
     order = Order(options.size, BATCH, 0)
     return lambda: order.indices(steps_per_epoch(options) // 2)
 
 
 def draw_grouped(options: argparse.Namespace) -> Callable[[], Any]:
-    from shared.chat import GroupedOrder
+    from shared.text.packing import GroupedOrder
 
     order = GroupedOrder(options.size, BATCH, 0, lengths=lengths_of(options.size))
     return lambda: order.indices(steps_per_epoch(options) // 2)

@@ -52,7 +52,7 @@ class Toy(nn.Module):
 
 
 class Ready:
-    """Samples in memory, as `shared.data.Samples` and as a torch data set.
+    """Samples in memory, as `shared.data.order.Samples` and as a torch data set.
 
     Args:
         order: rearrange them, so that one after the other they come as a project's shuffled order would draw them.
@@ -81,7 +81,7 @@ class Ready:
 
 def shuffled(options: argparse.Namespace) -> Ready:
     """The samples of all steps, in the order in which this project's loop draws them."""
-    from shared.data import Order
+    from shared.data.order import Order
 
     order = Order(SAMPLES, ROWS, 0)
     return Ready(np.concatenate([order.indices(step) for step in range(options.steps)]))
@@ -167,10 +167,14 @@ def accelerate_loop(options: argparse.Namespace) -> Row:
 
 
 def project_loop(options: argparse.Namespace) -> Row:
-    from shared import launch, metrics, optim, parallel, steps
-    from shared.checkpoint import TrainState
-    from shared.data import Loader, Order
-    from shared.options import LogConfig, OptimConfig
+    from shared.config.options import LogConfig, OptimConfig
+    from shared.data.loader import Loader
+    from shared.data.order import Order
+    from shared.parallel import sharding
+    from shared.run import launch, metrics
+    from shared.run.checkpoint import TrainState
+    from shared.run.guard import Guard
+    from shared.training import optim, step
 
     accelerator = launch.start(0)
     data, model = Ready(), Toy()
@@ -182,37 +186,37 @@ def project_loop(options: argparse.Namespace) -> Row:
         lambda rows: {key: torch.stack([row[key] for row in rows]) for key in ("inputs", "labels")},
         Order(SAMPLES, ROWS, 0),
         per_device=ROWS,
-        **parallel.share(accelerator),
+        **sharding.share(accelerator),
     )
-    model, optimizers = parallel.prepare(accelerator, model, optim.build(model, config), max_grad_norm=1.0)
+    model, optimizers = sharding.prepare(accelerator, model, optim.build(model, config), max_grad_norm=1.0)
     state, watch = TrainState(), Stopwatch(parts=options.parts)
     never = options.steps + 1  # evaluated, saved and logged
     log = LogConfig(report_to="none", logging_steps=never)
-    guard = steps.Guard(accelerator, model, state, max_skipped=0)
+    guard = Guard(accelerator, model, state, max_skipped=0)
     with tempfile.TemporaryDirectory() as folder:
         logger = metrics.Logger(accelerator, log, Path(folder), state, never, {}, template="overhead")
         watch.start()
         for window in logger.waiting(loader.windows(0, options.steps)):
             watch.lap("next window")
-            launch.seed_step(0, state.step, parallel.data_rank(accelerator))
+            launch.seed_step(0, state.step, sharding.data_rank(accelerator))
             watch.lap("seeds")
             learning_rate = optim.set_learning_rate(optimizers, config, state.step, never)
             watch.lap("learning rate")
-            scale = steps.loss_scale(window.num_targets)
+            scale = step.loss_scale(window.num_targets)
             losses = []
-            for batch in steps.accumulate(accelerator, model, window.micro_batches):
+            for batch in step.accumulate(accelerator, model, window.micro_batches):
                 watch.lap("accumulate")
                 loss = model(**batch, reduction="sum")["loss"]
                 watch.lap("forward")
-                steps.backward(accelerator, loss, scale)
+                step.backward(accelerator, loss, scale)
                 watch.lap("backward")
                 losses.append(loss.detach())
             watch.lap("accumulate")
-            grad_norm = steps.clip_gradients(accelerator, model, config.max_grad_norm)
+            grad_norm = step.clip_gradients(accelerator, model, config.max_grad_norm)
             watch.lap("clip")
             finite = guard.finite(losses, grad_norm, window)
             watch.lap("finite?")
-            steps.update(accelerator, optimizers, finite, grad_norm)
+            step.update(accelerator, optimizers, finite, grad_norm)
             watch.lap("update")
             state.advance(window)
             logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)

@@ -217,13 +217,16 @@ def run_template(options: argparse.Namespace, environment: dict, number: int) ->
 
 
 def template_loader(options: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    from shared import classifier, config, images, launch
+    from shared.config import parse as configs
+    from shared.images import files as images
+    from shared.images.processor import ToModel, image_processor
+    from shared.run import launch
 
     template: Any = importlib.import_module("templates.image_classification")
-    settings = config.replace(config.parse(template.Config, template_flags(options)), **template.USUAL)
+    settings = configs.replace(configs.parse(template.Config, template_flags(options)), **template.USUAL)
     accelerator = launch.start(0)
-    processor = classifier.image_processor(None, options.image_size, None)
-    to_model = classifier.ToModel(processor, accelerator.device)
+    processor = image_processor(None, options.image_size, None)
+    to_model = ToModel(processor, accelerator.device)
     loader, _ = template.build_loaders(settings, images.prepare(settings.images), processor, nn.Identity(), accelerator)
     for window in loader.windows(0, options.steps):
         for batch in window.micro_batches:

@@ -54,10 +54,11 @@ def make_chats(file: Path, count: int, seed: int, options: argparse.Namespace) -
     """Conversations of words that are one token each; the tokens of each conversation, of log-normal distribution."""
     from transformers import AutoTokenizer
 
-    from shared import chat
+    from shared.text.encoder import Encoder
+    from shared.text.forms import Example
 
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model_name_or_path)
-    encode = chat.Encoder(tokenizer, "assistant")
+    encode = Encoder(tokenizer, "assistant")
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     words = [text for text in texts if re.fullmatch("( [a-z]{3,})", text)]
 
@@ -65,7 +66,7 @@ def make_chats(file: Path, count: int, seed: int, options: argparse.Namespace) -
         chosen = rng.choice(words, number).tolist()
         parts = ["".join(chosen[: number // 3]).strip(), "".join(chosen[number // 3 :]).strip()]
         turns = [{"role": role, "content": part} for role, part in zip(("user", "assistant"), parts, strict=True)]
-        return {"messages": turns}, len(encode(chat.Example(turns), "")[0])
+        return {"messages": turns}, len(encode(Example(turns), "")[0])
 
     rng = np.random.default_rng(seed)
     asked = np.exp(rng.normal(np.log(options.length / 5) - 0.32, 0.8, count)).clip(0, options.length).astype(int).tolist()
@@ -104,7 +105,8 @@ class Task:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
-        from shared import chat
+        from shared.text import chat
+        from shared.text.packing import Packed
 
         run = Path(options.run_dir)
         self.settings = yaml.safe_load((run / "config.yaml").read_text())
@@ -116,12 +118,12 @@ class Task:
         self.model: Any = get_peft_model(base, adapter).to(DEVICE).train()
         (meta,) = Path(options.folder, "cache", "chat").glob("*/meta.json")
         self.samples = chat.Conversations(meta.parent, "train")
-        self.packed = chat.Packed(self.samples, options.length)
+        self.packed = Packed(self.samples, options.length)
         self.at_once = max(1, round(options.rows * len(self.samples) / len(self.packed)))  # samples, padded
 
     def order(self, options: argparse.Namespace, samples: Any, at_once: int) -> list[list[np.ndarray]]:
         """The indices of each step's micro-batches, in the template's order."""
-        from shared.data import Order
+        from shared.data.order import Order
 
         order = Order(len(samples), at_once * options.accumulation, self.settings["seed"])
         steps = [order.indices(step) for step in range(options.steps)]
@@ -129,12 +131,12 @@ class Task:
 
 
 def raw_loop(options: argparse.Namespace) -> list[Row]:
-    from shared import chat
+    from shared.text.packing import collate_packed, collate_padded
 
     task = Task(options)
     packing = options.work == "raw packed"
     samples: Any = task.packed if packing else task.samples
-    collate = partial(chat.collate_packed, multiple_of=64, at_most=options.length) if packing else chat.collate_padded
+    collate = partial(collate_packed, multiple_of=64, at_most=options.length) if packing else collate_padded
     order = task.order(options, samples, options.rows if packing else task.at_once)
     steps = [[collate([samples[i] for i in indices]) for indices in step] for step in order]
     lengths = np.array([task.samples.lengths[bin].sum() for bin in task.packed.bins]) if packing else task.samples.lengths

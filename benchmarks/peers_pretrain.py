@@ -56,8 +56,8 @@ class Task:
     def __init__(self, options: argparse.Namespace) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from shared import corpus
-        from shared.data import Order
+        from shared.data.order import Order
+        from shared.text import corpus
 
         run = Path(options.run_dir)
         self.settings = settings = yaml.safe_load((run / "config.yaml").read_text())

@@ -38,8 +38,13 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     """Tokens/s and peak bytes of the templates' step, in this process."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from shared import launch, lm_loss, memory, model, optim, parallel, steps
-    from shared.options import OptimConfig
+    from shared.config.options import OptimConfig
+    from shared.models import loss as lm_loss
+    from shared.models import memory
+    from shared.models.blocks import set_gradient_checkpointing
+    from shared.parallel import sharding
+    from shared.run import launch
+    from shared.training import optim, step
 
     accelerator = launch.start(0)
     shape = LlamaConfig(
@@ -57,36 +62,36 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     if args.memory and not on_cuda:
         profiler.start()
     whole = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
-    model.set_gradient_checkpointing(whole, checkpointing)
+    set_gradient_checkpointing(whole, checkpointing)
     built = optim.build(whole, OptimConfig())
-    prepared, optimizers = parallel.prepare(accelerator, whole.train(), built, max_grad_norm=1.0)
+    prepared, optimizers = sharding.prepare(accelerator, whole.train(), built, max_grad_norm=1.0)
     lm_loss.fuse_head(accelerator, prepared, args.vocab)
     rows = args.rows // accumulation
     tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)
     batch = {"input_ids": tokens, "labels": tokens}
 
-    def step() -> None:
-        for micro_batch in steps.accumulate(accelerator, prepared, [batch] * accumulation):
-            steps.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / (args.rows * args.length))
-        norm = steps.clip_gradients(accelerator, prepared, 1.0)
-        steps.update(accelerator, optimizers, norm.isfinite(), norm)
+    def train() -> None:
+        for micro_batch in step.accumulate(accelerator, prepared, [batch] * accumulation):
+            step.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / (args.rows * args.length))
+        norm = step.clip_gradients(accelerator, prepared, 1.0)
+        step.update(accelerator, optimizers, norm.isfinite(), norm)
         if on_cuda:
             torch.cuda.synchronize()
 
-    step()
+    train()
     if args.memory:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-            step()
+            train()
             return {"peak": torch.cuda.max_memory_allocated()}
         start = time.time_ns()
-        step()
+        train()
         profiler.stop()
         return {"peak": memory.traced_peak(profiler, start)}
     seconds = []
     for _ in range(args.steps):
         start_time = time.perf_counter()
-        step()
+        train()
         seconds.append(time.perf_counter() - start_time)
     return {"tokens_per_second": args.rows * args.length / statistics.median(seconds)}
 

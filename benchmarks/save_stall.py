@@ -26,7 +26,7 @@ WARM_UP = 3  # steps
 
 def training(options: argparse.Namespace) -> Row:
     """Run templates/pretrain.py in this process, with a look at the clock after each step and around each save."""
-    from shared import checkpoint
+    from shared.run import checkpoint
 
     ends: dict[int, float] = {}
     calls: dict[int, float] = {}

@@ -5,8 +5,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from shared import config as configs
-from shared.config import ConfigError
+from shared.process.errors import ConfigError
+from shared.process.signals import clean_exit
 
 
 def commands() -> dict[str, str]:
@@ -23,7 +23,7 @@ def main() -> None:
         return
     command = sys.argv.pop(1)
     sys.argv[0] = f"python -m shared {command}"  # as --help shows it
-    with configs.clean_exit():
+    with clean_exit():
         if command not in commands():
             raise ConfigError(f"no command {command!r}: there is {', '.join(commands())}")
         importlib.import_module(f"shared.commands.{command.replace('-', '_')}").main()

@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared import config as configs
-from shared.config import ConfigError
-from shared.options import BatchConfig, CheckpointConfig, ImageConfig, LogConfig, OptimConfig, RecipeConfig, SpeedConfig
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.images.options import ImageConfig, RecipeConfig
+from shared.process.errors import ConfigError
 
 DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
 # For options that are left at None: DEMO for the digits, which fill their pictures and must not be mirrored, else USUAL.
@@ -113,15 +114,30 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
 
-from shared import classifier, exits, images, launch, metrics, optim, parallel, steps
-from shared import model as models
-from shared.checkpoint import Checkpointer
-from shared.classifier import ToModel
-from shared.data import IGNORED, Loader, Order, Row
-from shared.folder import open_run, whole_folder
-from shared.images import ImageData
-from shared.report import Predictions, scores
-from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+from shared.data.loader import Loader
+from shared.data.order import IGNORED, Order, Row
+from shared.images import files as images
+from shared.images.decoding import decode
+from shared.images.files import ImageData
+from shared.images.mixing import draw_mix, mix
+from shared.images.processor import ToModel, image_processor
+from shared.images.report import Predictions, scores
+from shared.models import classifier
+from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
+from shared.models.blocks import compile_blocks, eagerly, set_gradient_checkpointing
+from shared.models.card import model_card
+from shared.models.counts import count_parameters, measure
+from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
+from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+from shared.parallel import sharding
+from shared.process.files import whole_folder
+from shared.process.printing import say, summary
+from shared.run import exits, launch, metrics
+from shared.run.checkpoint import Checkpointer
+from shared.run.folder import open_run
+from shared.run.guard import Guard
+from shared.run.rehearsal import dress_rehearsal, largest_that_fits, warm_up
+from shared.training import optim, step
 
 
 def with_defaults(config: Config) -> Config:
@@ -148,13 +164,13 @@ def decode_pixels(source: Path | bytes, at_least: int | None = None) -> torch.Te
         if upright and not shrinks:
             content = source.read_bytes() if isinstance(source, Path) else source
             return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    return pil_to_tensor(images.decode(source, at_least))
+    return pil_to_tensor(decode(source, at_least))
 
 
 def train_row(row: Row, transform: v2.Compose, recipe: RecipeConfig) -> Row:
     """An augmented image, uint8 [3, size, size]. All that is drawn here depends on (seed, epoch, sample) alone."""
     row = {"pixel_values": transform(row["image"]), "labels": row["labels"]}
-    return {**row, "mix": classifier.draw_mix(recipe.mixup_alpha, recipe.cutmix_alpha)} if recipe.mixes else row
+    return {**row, "mix": draw_mix(recipe.mixup_alpha, recipe.cutmix_alpha)} if recipe.mixes else row
 
 
 def eval_row(row: Row, processor: Any) -> Row:
@@ -184,9 +200,9 @@ def build_loaders(config: Config, data: ImageData, processor, model: nn.Module, 
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size: choose a smaller one")
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
-    drop_last = classifier.has_batch_norm(model)
+    drop_last = has_batch_norm(model)
     order = Order(len(data.train), batch.global_batch_size, batch.seed, drop_last=drop_last)
-    loading = parallel.share(accelerator) | {"num_workers": batch.dataloader_num_workers}
+    loading = sharding.share(accelerator) | {"num_workers": batch.dataloader_num_workers}
     at_once = batch.per_device_eval_batch_size * loading["world_size"]
     mixed = partial(train_row, transform=transform, recipe=config.recipe)
     prepared = partial(eval_row, processor=processor)
@@ -209,23 +225,23 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
         return model, classes
     architecture: Any = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
     if config.config_name:
-        architecture = models.from_hub(AutoConfig, config.config_name)
+        architecture = from_hub(AutoConfig, config.config_name)
     if hasattr(architecture, "image_size"):
         architecture.image_size = image_size
-    models.override(architecture, config.config_overrides)
+    override(architecture, config.config_overrides)
     classifier.name_classes(architecture, classes)
-    return models.from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32, **options), classes
+    return from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32, **options), classes
 
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, loader: Loader, to_model: ToModel, classes, guard: steps.Guard
+    accelerator: Accelerator, model: nn.Module, loader: Loader, to_model: ToModel, classes, guard: Guard
 ) -> Predictions:
     """What the model says of the validation images, each counted once on any world size."""
     average_buffers(accelerator, [persistent_buffers(model)])  # BatchNorm's statistics
     model.eval()
     batches = []
-    with models.eagerly(model):
+    with eagerly(model):
         for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
             (batch,) = window.micro_batches
             batches.append(scores(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
@@ -245,7 +261,7 @@ def main(config: Config) -> None:
 
     # Data --------------------------------------------------------------------------------------------------------
     data = images.prepare(config.images)
-    processor = classifier.image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
+    processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     to_model = ToModel(processor, accelerator.device, channels_last=config.channels_last)
     image_size = processor.crop_size["height"]
 
@@ -255,8 +271,8 @@ def main(config: Config) -> None:
     device = torch.device("cpu") if sharded else accelerator.device  # on which it may not fit whole
     model.to(device).to(memory_format=to_model.memory_format)
     with accelerator.autocast():
-        flops = models.measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)})
-    models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+        flops = measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)})
+    set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     train_loader, eval_loader = build_loaders(config, data, processor, model, accelerator)
     steps_per_epoch = train_loader.order.steps_per_epoch
     default_steps = DEMO_EPOCHS * steps_per_epoch if config.images.is_demo else None
@@ -265,15 +281,15 @@ def main(config: Config) -> None:
     left_out = len(data.train) - train_loader.order.samples_per_epoch
     classifier.make_shardable(model)
     if config.sync_batchnorm:
-        model = classifier.synchronise_batch_norm(model, accelerator.device)
-    advice = classifier.batch_norm_advice(model, config.batch, accelerator.num_processes)
-    trainable, total = models.count_parameters(model)
+        model = synchronise_batch_norm(model, accelerator.device)
+    advice = batch_norm_advice(model, config.batch, accelerator.num_processes)
+    trainable, total = count_parameters(model)
     if config.speed.torch_compile and sharded:
-        models.compile_blocks(model)  # which FSDP gathers one by one
+        compile_blocks(model)  # which FSDP gathers one by one
     elif config.speed.torch_compile:
         model.compile()
     optimizers = optim.build(model, config.optim)
-    model, optimizers = parallel.prepare(
+    model, optimizers = sharding.prepare(
         *(accelerator, model, optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
     classifier.training_mode(model)
@@ -285,7 +301,7 @@ def main(config: Config) -> None:
         """Cross-entropy summed over this micro-batch's images; what fills up a batch has the label IGNORED."""
         pixels, targets = to_model(batch["pixel_values"]), batch["labels"]
         if "mix" in batch:
-            pixels, targets = classifier.mix(pixels, targets, batch["mix"], len(classes))
+            pixels, targets = mix(pixels, targets, batch["mix"], len(classes))
         logits = model(pixel_values=pixels).logits.float()
         smoothing = config.recipe.label_smoothing
         losses = F.cross_entropy(logits, targets, weight=class_weights, label_smoothing=smoothing, reduction="none")
@@ -293,7 +309,7 @@ def main(config: Config) -> None:
 
     # Resume ------------------------------------------------------------------------------------------------------
     copies = {name: copy for name, copy in (("ema", ema), ("best", best)) if copy is not None}
-    base = models.identity_of_frozen(config.model_name_or_path or "", accelerator.unwrap_model(model))
+    base = identity_of_frozen(config.model_name_or_path or "", accelerator.unwrap_model(model))
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, base=base, copies=copies)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     scored_by = [config.metric_for_best_model, data.identity]
@@ -309,15 +325,15 @@ def main(config: Config) -> None:
         return
     if config.batch.find_batch_size:
         pairs = 2 if config.recipe.mixes else 1
-        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss, multiple=pairs)
+        rows = largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss, multiple=pairs)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
-    launch.summary(
+    summary(
         "image_classification",
         {
             "run on": launch.strategy(accelerator),
-            "each process holds": parallel.holds(accelerator, model, optimizers),
+            "each process holds": sharding.holds(accelerator, model, optimizers),
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {trainable:,} of {total:,} parameters trained",
             "images": f"{image_size} x {image_size} pixels",
@@ -331,7 +347,7 @@ def main(config: Config) -> None:
         },
     )
     if advice:
-        launch.say(advice)
+        say(advice)
 
     # Train -------------------------------------------------------------------------------------------------------
     settings = configs.flatten(config)
@@ -341,7 +357,7 @@ def main(config: Config) -> None:
         unit="images",
         flops=flops,
     )
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    guard = Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log() -> None:
         with ema.swapped_in() if ema else contextlib.nullcontext():
@@ -358,12 +374,12 @@ def main(config: Config) -> None:
         waited = state.step - state.notes.get("improved_step", state.step)
         if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
             state.notes["stopped_early"] = limits
-            launch.say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
+            say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
         logger.log_evaluation(values)
 
-    steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)
+    warm_up(accelerator, model, optimizers, train_loader, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
-        steps.dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
+        dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
         evaluate(accelerator, model, eval_loader, to_model, classes, guard)
     try:
         if state.step > 0 and state.owes_evaluation(eval_steps, total_steps):
@@ -371,17 +387,17 @@ def main(config: Config) -> None:
                 evaluate_and_log()
             total_steps = state.step if "stopped_early" in state.notes else total_steps
         for window in logger.waiting(train_loader.windows(state.step, total_steps)):
-            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            launch.seed_step(config.batch.seed, state.step, sharding.data_rank(accelerator))
             learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-            scale = steps.loss_scale(window.num_targets)
+            scale = step.loss_scale(window.num_targets)
             losses = []
-            for batch in steps.accumulate(accelerator, model, window.micro_batches):
+            for batch in step.accumulate(accelerator, model, window.micro_batches):
                 loss = batch_loss(batch)
-                steps.backward(accelerator, loss, scale)
+                step.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
-            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            grad_norm = step.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
-            steps.update(accelerator, optimizers, finite, grad_norm)
+            step.update(accelerator, optimizers, finite, grad_norm)
             if ema:
                 ema.average_in(min(config.recipe.ema_decay, (1 + state.step) / (10 + state.step)))
 
@@ -414,7 +430,7 @@ def main(config: Config) -> None:
         predictions = evaluate(accelerator, model, eval_loader, to_model, classes, guard)
         weights = gather_weights(accelerator, model)
     values = predictions.summary()
-    launch.say(f"best by {config.metric_for_best_model}: step {state.notes['best_step']}" if best else "weights of the end")
+    say(f"best by {config.metric_for_best_model}: step {state.notes['best_step']}" if best else "weights of the end")
     pictures = predictions.write(run_dir, data.validation) if accelerator.is_main_process else []
     if accelerator.is_main_process:
         for picture in pictures:
@@ -423,14 +439,14 @@ def main(config: Config) -> None:
             accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
             processor.save_pretrained(folder)
             task, load = "image-classification", 'transformers.pipeline("image-classification", model="final")'
-            card = models.card("Image classifier", data.about, values, settings, load=load, pipeline_tag=task)
+            card = model_card("Image classifier", data.about, values, settings, load=load, pipeline_tag=task)
             (folder / "README.md").write_text(card, encoding="utf-8")
             if config.export_onnx:
-                launch.say(classifier.export_onnx(folder, image_size))
+                say(classifier.export_onnx(folder, image_size))
     logger.close()
-    launch.say(f"{values['eval_accuracy']:.2%} of {len(data.validation):,} validation images are classified right")
+    say(f"{values['eval_accuracy']:.2%} of {len(data.validation):,} validation images are classified right")
     beside = ", ".join([*(picture.name for picture in pictures), "evaluation.json", "curves.png"])
-    launch.say(f"model in {run_dir}/final; {beside} beside it")
+    say(f"model in {run_dir}/final; {beside} beside it")
 
 
 if __name__ == "__main__":

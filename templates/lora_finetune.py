@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared import config as configs
 from shared import demo
-from shared.config import ConfigError
-from shared.options import BatchConfig, ChatConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.process.errors import ConfigError
+from shared.text.options import ChatConfig
 
 DEMO_STEPS = 40  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
@@ -104,13 +105,29 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from shared import attention, chat, exits, launch, metrics, optim, parallel, steps
-from shared import model as models
-from shared.checkpoint import Checkpointer
-from shared.data import Loader, Order, Samples, Spread
-from shared.folder import open_run, whole_folder
-from shared.lm_loss import causal_lm_loss, fuse_head
-from shared.weights import gather_weights
+from shared.data.loader import Loader
+from shared.data.order import Order, Samples, Spread
+from shared.models import attention
+from shared.models.adapters import keep_quantized, pissa_to_lora, trained_in_fp32
+from shared.models.blocks import compile_blocks, eagerly, set_gradient_checkpointing
+from shared.models.card import model_card
+from shared.models.checks import outside_of_text, require_fit, require_own_embeddings
+from shared.models.counts import count_parameters, flops_per_token
+from shared.models.generation import continuations, end_generation_at, first_lines
+from shared.models.hub import from_hub, identity_of_frozen
+from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.weights import gather_weights
+from shared.parallel import sharding
+from shared.process.files import whole_folder
+from shared.process.printing import say, summary
+from shared.run import exits, launch, metrics
+from shared.run.checkpoint import Checkpointer
+from shared.run.folder import open_run
+from shared.run.guard import Guard
+from shared.run.rehearsal import dress_rehearsal, largest_that_fits, warm_up
+from shared.text import chat
+from shared.text.packing import GroupedOrder, Packed, collate_packed, collate_padded
+from shared.training import optim, step
 
 
 def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple[Loader, Loader, chat.Conversations, str]:
@@ -121,31 +138,31 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     folder = chat.prepare(options, tokenizer)
     train, held_out = chat.Conversations(folder, "train"), chat.Conversations(folder, "validation")
     about_data = chat.describe(train, options)
-    launch.say(about_data)
-    launch.say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
+    say(about_data)
+    say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     size, seed = config.batch.global_batch_size, config.batch.seed
     samples: Samples = train
     # Few different lengths: kernels are chosen, and compiled, for each.
-    collate = partial(chat.collate_padded, multiple_of=16, at_most=options.seq_length)
-    order: Order = chat.GroupedOrder(len(train), size, seed, lengths=train.lengths)
+    collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
+    order: Order = GroupedOrder(len(train), size, seed, lengths=train.lengths)
     if options.packing:
-        samples = packed = chat.Packed(train, options.seq_length)
+        samples = packed = Packed(train, options.seq_length)
         flat = config.speed.attn_implementation.startswith("flash")
-        collate = partial(chat.collate_packed, flat=flat, multiple_of=64, at_most=options.seq_length)
+        collate = partial(collate_packed, flat=flat, multiple_of=64, at_most=options.seq_length)
         order = Order(len(packed), size, seed)
-        launch.say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
+        say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
         rows, other = ("packed rows", ", or --no_packing") if options.packing else ("rows", "")
         raise ConfigError(
             f"{len(train):,} samples in {len(samples):,} {rows} are fewer than one --global_batch_size of {size} rows: "
             f"choose {len(samples)} or less{other}"
         )
-    loading = parallel.share(accelerator)
+    loading = sharding.share(accelerator)
     workers, per_device = config.batch.dataloader_num_workers, config.batch.per_device_eval_batch_size
     train_loader = Loader(samples, collate, order, per_device=config.batch.micro_batch()[0], num_workers=workers, **loading)
     chosen = Spread(held_out, config.eval_samples)
     eval_order = Order(len(chosen), per_device * loading["world_size"], 0, shuffle=False)
-    padded = partial(chat.collate_padded, multiple_of=64, at_most=options.seq_length)
+    padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
     return train_loader, Loader(chosen, padded, eval_order, per_device=per_device, **loading), held_out, about_data
 
 
@@ -170,23 +187,23 @@ def load_base(config: Config, accelerator: Accelerator, device: torch.device) ->
             # FSDP2 shards 4-bit weights only if they are stored as the floating type that it communicates in.
             bnb_4bit_quant_storage=dtype if accelerator.distributed_type == DistributedType.FSDP else torch.uint8,
         )
-    base = models.from_hub(AutoModelForCausalLM, config.model_name_or_path, **options)
-    models.keep_quantized(base)
+    base = from_hub(AutoModelForCausalLM, config.model_name_or_path, **options)
+    keep_quantized(base)
     return base
 
 
 def build_model(config: Config, tokenizer, accelerator: Accelerator) -> nn.Module:
     """The base with trainable adapters."""
     base = load_base(config, accelerator, accelerator.device)
-    models.require_fit(base, tokenizer, config.chat.seq_length)
-    models.set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
+    require_fit(base, tokenizer, config.chat.seq_length)
+    set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.adapter_name_or_path:
-        model = models.from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True)
+        model = from_hub(PeftModel, config.adapter_name_or_path, first=base, is_trainable=True)
     else:
         model = add_adapters(config, base)
     if config.merge_adapter or config.init_lora_weights == "pissa":
-        models.require_own_embeddings(model, "--merge_adapter" if config.merge_adapter else "--init_lora_weights pissa")
-    return models.trained_in_fp32(model)
+        require_own_embeddings(model, "--merge_adapter" if config.merge_adapter else "--init_lora_weights pissa")
+    return trained_in_fp32(model)
 
 
 def add_adapters(config: Config, base: PreTrainedModel) -> PeftModel:
@@ -203,7 +220,7 @@ def add_adapters(config: Config, base: PreTrainedModel) -> PeftModel:
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=targets[0] if targets == ("all-linear",) else list(targets),
-        exclude_modules=models.outside_of_text(base),
+        exclude_modules=outside_of_text(base),
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -216,17 +233,17 @@ def add_adapters(config: Config, base: PreTrainedModel) -> PeftModel:
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard) -> dict[str, float]:
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: Guard) -> dict[str, float]:
     """Loss a learned token, and perplexity, of the validation samples, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    with models.eagerly(model):
+    with eagerly(model):
         for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
             for batch in window.micro_batches:
                 total += causal_lm_loss(model, batch)
             targets += window.num_targets
     model.train()
-    loss = parallel.total(accelerator, total).item() / targets
+    loss = sharding.total(accelerator, total).item() / targets
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
 
 
@@ -241,7 +258,7 @@ def save_final(
     with whole_folder(run_dir / "final") as folder:
         lora = peft_model.peft_config["default"]
         if config.init_lora_weights == "pissa":
-            weights = models.pissa_to_lora(weights, initial)
+            weights = pissa_to_lora(weights, initial)
             lora.r, lora.init_lora_weights = 2 * lora.r, True
             lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # type: ignore[assignment]  # the scale stays
         peft_model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
@@ -251,13 +268,13 @@ def save_final(
         base = load_base(config, accelerator, torch.device("cpu"))  # the device still holds the model in training
         base = base.dequantize() if config.load_in_4bit or config.load_in_8bit else base
         merged = PeftModel.from_pretrained(base, str(run_dir / "final")).merge_and_unload()
-        models.end_generation_at(merged, end)
+        end_generation_at(merged, end)
         with whole_folder(run_dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        launch.say(f"base with adapter in {run_dir}/merged")
+        say(f"base with adapter in {run_dir}/merged")
     elif (run_dir / "merged").exists():
-        launch.say(f"warning: {run_dir}/merged holds an earlier adapter: the same command with --merge_adapter renews it")
+        say(f"warning: {run_dir}/merged holds an earlier adapter: the same command with --merge_adapter renews it")
 
 
 def main(config: Config) -> None:
@@ -267,7 +284,7 @@ def main(config: Config) -> None:
     run_dir = open_run(accelerator, config.checkpoint.output_dir, "lora_finetune")
 
     # Data --------------------------------------------------------------------------------------------------------
-    tokenizer = models.from_hub(AutoTokenizer, config.model_name_or_path)
+    tokenizer = from_hub(AutoTokenizer, config.model_name_or_path)
     train_loader, eval_loader, held_out, about_data = build_datasets(config, tokenizer, accelerator)
     steps_per_epoch = train_loader.order.steps_per_epoch
     total_steps = config.batch.total_steps(steps_per_epoch, default=DEMO_STEPS if config.chat.is_demo else None)
@@ -278,12 +295,12 @@ def main(config: Config) -> None:
     initial = {}
     if config.init_lora_weights == "pissa":  # whose adapters begin elsewhere than at zero: see save_final
         initial = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
-    trainable, total = models.count_parameters(model)
-    flops_per_token = models.flops_per_token(model, held_out.meta["context"])
+    trainable, total = count_parameters(model)
+    flops = flops_per_token(model, held_out.meta["context"])
     if config.speed.torch_compile:
-        models.compile_blocks(model)
+        compile_blocks(model)
     optimizers = optim.build(model, config.optim)
-    model, optimizers = parallel.prepare(
+    model, optimizers = sharding.prepare(
         *(accelerator, model, optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
     packing = "off"
@@ -292,7 +309,7 @@ def main(config: Config) -> None:
         packing = attention.isolate_documents(model, accelerator.device, len(tokenizer), at_once)
 
     # Resume ------------------------------------------------------------------------------------------------------
-    base = models.identity_of_frozen(config.model_name_or_path, accelerator.unwrap_model(model))
+    base = identity_of_frozen(config.model_name_or_path, accelerator.unwrap_model(model))
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=held_out.meta["sha256"], base=base)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     last_made = run_dir / ("merged" if config.merge_adapter else "final")
@@ -302,15 +319,15 @@ def main(config: Config) -> None:
     loss_note = fuse_head(accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     batch_loss = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
-        rows = steps.largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss)
+        rows = largest_that_fits(accelerator, model, optimizers, train_loader, batch_loss)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
-    launch.summary(
+    summary(
         "lora_finetune",
         {
             "run on": launch.strategy(accelerator),
-            "each process holds": parallel.holds(accelerator, model, optimizers),
+            "each process holds": sharding.holds(accelerator, model, optimizers),
             "model": f"{config.model_name_or_path}, {total:,} parameters",
             "trained": f"{trainable:,} parameters ({trainable / total:.2%})",
             "batch": launch.batch_line(config.batch, accelerator, "rows"),
@@ -332,9 +349,9 @@ def main(config: Config) -> None:
         total_steps,
         settings,
         template="lora_finetune",
-        flops=flops_per_token,
+        flops=flops,
     )
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    guard = Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log(*, generate: bool = False) -> dict[str, float]:
         values = evaluate(accelerator, model, eval_loader, guard)
@@ -342,39 +359,37 @@ def main(config: Config) -> None:
         if state.step == 0:
             state.notes["before"] = values
         prompts = [held_out.prompt(i) for i in range(min(config.num_generations, len(held_out)) if generate else 0)]
-        outputs = models.continuations(
-            model, tokenizer, [p for p, _ in prompts], max_new_tokens=config.max_new_tokens, end=end
-        )
+        outputs = continuations(model, tokenizer, [p for p, _ in prompts], max_new_tokens=config.max_new_tokens, end=end)
         rows = [
             [tokenizer.decode(p), tokenizer.decode(r, skip_special_tokens=True).strip(), o]
             for (p, r), o in zip(prompts, outputs, strict=True)
         ]
         for prompt, reference, output in rows:
-            said = models.first_lines(output)
-            launch.say(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{said}\n---")
+            said = first_lines(output)
+            say(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{said}\n---")
         if rows:
             logger.log_table("generations", ["step", "prompt", "reference", "output"], [[str(state.step), *r] for r in rows])
         return values
 
-    steps.warm_up(accelerator, model, optimizers, train_loader, batch_loss)
+    warm_up(accelerator, model, optimizers, train_loader, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
-        steps.dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
+        dress_rehearsal(accelerator, model, optimizers, train_loader, batch_loss, saver, state)
     try:
         if state.step < total_steps and state.owes_evaluation(config.eval_steps):
             with logger.pause():
                 evaluate_and_log(generate=state.step == 0)
         for window in logger.waiting(train_loader.windows(state.step, total_steps)):
-            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            launch.seed_step(config.batch.seed, state.step, sharding.data_rank(accelerator))
             learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-            scale = steps.loss_scale(window.num_targets)
+            scale = step.loss_scale(window.num_targets)
             losses = []
-            for batch in steps.accumulate(accelerator, model, window.micro_batches):
+            for batch in step.accumulate(accelerator, model, window.micro_batches):
                 loss = batch_loss(batch)
-                steps.backward(accelerator, loss, scale)
+                step.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
-            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            grad_norm = step.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
-            steps.update(accelerator, optimizers, finite, grad_norm)
+            step.update(accelerator, optimizers, finite, grad_norm)
 
             state.advance(window)
             logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
@@ -399,7 +414,7 @@ def main(config: Config) -> None:
     # Finish ------------------------------------------------------------------------------------------------------
     values = evaluate_and_log(generate=True)
     before = {f"{name}_before": value for name, value in state.notes.get("before", {}).items()}
-    card = models.card(
+    card = model_card(
         *(f"LoRA adapter of {Path(config.model_name_or_path).name}", about_data, before | values, settings),
         load='peft.AutoPeftModelForCausalLM.from_pretrained("final")',
         library_name="peft",
@@ -407,10 +422,8 @@ def main(config: Config) -> None:
     )
     save_final(config, accelerator, model, tokenizer, end, run_dir, initial, card)
     logger.close()
-    launch.say(
-        f"validation loss {before.get('eval_loss_before', math.nan):.4f} before, {values['eval_loss']:.4f} after training"
-    )
-    launch.say(f"adapter in {run_dir}/final; curves.png, metrics.jsonl and config.yaml beside it")
+    say(f"validation loss {before.get('eval_loss_before', math.nan):.4f} before, {values['eval_loss']:.4f} after training")
+    say(f"adapter in {run_dir}/final; curves.png, metrics.jsonl and config.yaml beside it")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
 
-from shared import config as configs
-from shared.config import ConfigError
-from shared.options import BatchConfig, CheckpointConfig, CorpusConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.process.errors import ConfigError
+from shared.text.options import CorpusConfig
 
 DEMO_STEPS = 80  # about two minutes on two CPU cores
 PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
@@ -84,18 +85,33 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from shared import corpus, exits, launch, metrics, optim, parallel, records, steps
-from shared import model as models
-from shared.checkpoint import Checkpointer
-from shared.data import Loader, Order, Samples, Spread
-from shared.folder import open_run, whole_folder
-from shared.lm_loss import causal_lm_loss, fuse_head
-from shared.weights import gather_weights
+from shared.data import records
+from shared.data.loader import Loader
+from shared.data.order import Order, Samples, Spread
+from shared.models.blocks import compile_blocks, eagerly, set_gradient_checkpointing
+from shared.models.card import model_card
+from shared.models.checks import freeze_outside_of_text, require_fit
+from shared.models.counts import count_parameters, flops_per_token
+from shared.models.generation import continuations
+from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
+from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.weights import gather_weights
+from shared.parallel import sharding
+from shared.process.files import whole_folder
+from shared.process.printing import say, summary
+from shared.run import exits, launch, metrics
+from shared.run.checkpoint import Checkpointer
+from shared.run.folder import open_run
+from shared.run.guard import Guard
+from shared.run.rehearsal import dress_rehearsal, largest_that_fits, warm_up
+from shared.text import corpus
+from shared.text.stream import Rows, Stream
+from shared.training import optim, step
 
 
 @dataclass
 class Data:
-    train: Loader | corpus.Stream
+    train: Loader | Stream
     validation: Loader
     tokenizer: PreTrainedTokenizerFast
     about: str  # a line for people
@@ -107,15 +123,15 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
     """Tokenizer, and windows of training and validation sequences."""
     text, batch = config.text, config.batch
     name = text.tokenizer_name or config.model_name_or_path
-    tokenizer = models.from_hub(AutoTokenizer, name) if name else None
-    loading = parallel.share(accelerator) | {"per_device": batch.micro_batch()[0]}
+    tokenizer = from_hub(AutoTokenizer, name) if name else None
+    loading = sharding.share(accelerator) | {"per_device": batch.micro_batch()[0]}
     held_out: Samples
-    train: Loader | corpus.Stream
+    train: Loader | Stream
     if text.streaming:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
         source, _ = records.open_sources(text, demo=corpus.DEMO, streaming=True)
-        train = corpus.Stream(
+        train = Stream(
             source,
             tokenizer,
             config.seq_length,
@@ -124,7 +140,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
             validation_percent=text.validation_split_percentage,
             **loading,
         )
-        held_out = rows = corpus.Rows(train.held_out(config.eval_samples))
+        held_out = rows = Rows(train.held_out(config.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
         identity, bytes_per_token = train.identity(), None
     else:
@@ -154,7 +170,7 @@ def build_model(config: Config, tokenizer) -> nn.Module:
     if config.model_name_or_path:
         if config.config_overrides:
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
-        model = models.from_hub(
+        model = from_hub(
             AutoModelForCausalLM, config.model_name_or_path, dtype=torch.float32, use_safetensors=True, **options
         )
     else:
@@ -169,35 +185,35 @@ def build_model(config: Config, tokenizer) -> nn.Module:
             tie_word_embeddings=True,
         )
         if config.config_name:
-            architecture = models.from_hub(AutoConfig, config.config_name)
+            architecture = from_hub(AutoConfig, config.config_name)
         architecture.vocab_size = len(tokenizer)
         architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         architecture.pad_token_id = None  # nothing is padded; where it is another token, too, that would learn nothing
-        models.override(architecture, config.config_overrides)
-        model = models.from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
+        override(architecture, config.config_overrides)
+        model = from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
         model.config.pad_token_id = tokenizer.pad_token_id
-    models.require_fit(model, tokenizer, config.seq_length)
-    models.freeze_outside_of_text(model)
-    models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    require_fit(model, tokenizer, config.seq_length)
+    freeze_outside_of_text(model)
+    set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:
-        models.compile_blocks(model)
+        compile_blocks(model)
     return model.train()  # from_pretrained leaves dropout off
 
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, loader: Loader, guard: steps.Guard, bytes_per_token: float | None
+    accelerator: Accelerator, model: nn.Module, loader: Loader, guard: Guard, bytes_per_token: float | None
 ) -> dict[str, float]:
     """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    with models.eagerly(model):
+    with eagerly(model):
         for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
             for batch in window.micro_batches:
                 total += causal_lm_loss(model, batch)
             targets += window.num_targets
     model.train()
-    loss = parallel.total(accelerator, total).item() / targets
+    loss = sharding.total(accelerator, total).item() / targets
     values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
     return values | ({"eval_bits_per_byte": loss / math.log(2) / bytes_per_token} if bytes_per_token else {})
 
@@ -210,7 +226,7 @@ def main(config: Config) -> None:
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
     if config.text.preprocess_only:
-        launch.say(f"prepared {data.about}")
+        say(f"prepared {data.about}")
         return
     run_dir = open_run(accelerator, config.checkpoint.output_dir, "pretrain")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
@@ -222,15 +238,15 @@ def main(config: Config) -> None:
 
     # Model and optimizer -----------------------------------------------------------------------------------------
     model = build_model(config, data.tokenizer)
-    flops_per_token = models.flops_per_token(model, config.seq_length)
-    _, num_parameters = models.count_parameters(model)
+    flops = flops_per_token(model, config.seq_length)
+    _, num_parameters = count_parameters(model)
     optimizers = optim.build(model, config.optim)
-    model, optimizers = parallel.prepare(
+    model, optimizers = sharding.prepare(
         *(accelerator, model, optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
     )
 
     # Resume ------------------------------------------------------------------------------------------------------
-    base = models.identity_of_frozen(config.model_name_or_path or "", accelerator.unwrap_model(model))
+    base = identity_of_frozen(config.model_name_or_path or "", accelerator.unwrap_model(model))
     saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, base=base)
     state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
     if state.step >= total_steps and (run_dir / "final").exists():
@@ -240,15 +256,15 @@ def main(config: Config) -> None:
     batch_loss = partial(causal_lm_loss, model)
     if config.batch.find_batch_size:
         assert isinstance(data.train, Loader)
-        rows = steps.largest_that_fits(accelerator, model, optimizers, data.train, batch_loss)
+        rows = largest_that_fits(accelerator, model, optimizers, data.train, batch_loss)
         config = configs.replace(config, per_device_train_batch_size=rows)
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
-    launch.summary(
+    summary(
         "pretrain",
         {
             "run on": launch.strategy(accelerator),
-            "each process holds": parallel.holds(accelerator, model, optimizers),
+            "each process holds": sharding.holds(accelerator, model, optimizers),
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
             "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
@@ -261,39 +277,37 @@ def main(config: Config) -> None:
 
     # Train -------------------------------------------------------------------------------------------------------
     settings = configs.flatten(config)
-    logger = metrics.Logger(
-        accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain", flops=flops_per_token
-    )
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    logger = metrics.Logger(accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain", flops=flops)
+    guard = Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log() -> dict[str, float]:
         values = evaluate(accelerator, model, data.validation, guard, data.bytes_per_token)
         prompt = data.tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"] or [data.tokenizer.eos_token_id]
-        (text,) = models.continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
+        (text,) = continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
         logger.log_evaluation(values)
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
-        launch.say("  " + repr(config.sample_prompt + text))
+        say("  " + repr(config.sample_prompt + text))
         return values
 
-    steps.warm_up(accelerator, model, optimizers, data.train, batch_loss)
+    warm_up(accelerator, model, optimizers, data.train, batch_loss)
     if config.checkpoint.dress_rehearsal and state.step == 0:
-        steps.dress_rehearsal(accelerator, model, optimizers, data.train, batch_loss, saver, state)
+        dress_rehearsal(accelerator, model, optimizers, data.train, batch_loss, saver, state)
     try:
         if state.step < total_steps and state.owes_evaluation(config.eval_steps):
             with logger.pause():
                 evaluate_and_log()
         for window in logger.waiting(data.train.windows(state.step, total_steps)):
-            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            launch.seed_step(config.batch.seed, state.step, sharding.data_rank(accelerator))
             learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-            scale = steps.loss_scale(window.num_targets)
+            scale = step.loss_scale(window.num_targets)
             losses = []
-            for batch in steps.accumulate(accelerator, model, window.micro_batches):
+            for batch in step.accumulate(accelerator, model, window.micro_batches):
                 loss = batch_loss(batch)
-                steps.backward(accelerator, loss, scale)
+                step.backward(accelerator, loss, scale)
                 losses.append(loss.detach())
-            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            grad_norm = step.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
-            steps.update(accelerator, optimizers, finite, grad_norm)
+            step.update(accelerator, optimizers, finite, grad_norm)
 
             state.advance(window)
             logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
@@ -326,10 +340,10 @@ def main(config: Config) -> None:
             unwrapped.config.save_pretrained(folder)
             data.tokenizer.save_pretrained(folder)
             load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
-            card = models.card("Pretrained language model", data.about, values, settings, load=load)
+            card = model_card("Pretrained language model", data.about, values, settings, load=load)
             (folder / "README.md").write_text(card, encoding="utf-8")
     logger.close()
-    launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
+    say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from shared import config as configs
-from shared.config import ConfigError
-from shared.options import BatchConfig, CheckpointConfig, CorpusConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.process import ranks
+from shared.process.errors import ConfigError
+from shared.text.options import CorpusConfig
 
 DEMO_STEPS = 80  # about two minutes on two CPU cores
 PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
@@ -81,7 +83,7 @@ class Config:
             raise ConfigError("--dress_rehearsal does not work with a pipeline")
         if self.optim.layer_decay < 1 or self.optim.optim == "adamw_8bit":
             raise ConfigError("--layer_decay and --optim adamw_8bit do not work with a pipeline")
-        configs.set_pipeline_ranks(self.pipeline_ranks)
+        ranks.set_pipeline_ranks(self.pipeline_ranks)
         configs.require_at_least_one(self, "seq_length", "max_tokens", "eval_steps", "eval_samples")
         self.batch.micro_batch()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
@@ -96,12 +98,24 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from shared import checkpoint, corpus, exits, launch, metrics, optim, parallel, steps
-from shared import model as models
-from shared.checkpoint import Checkpointer
-from shared.data import Loader, Order, Spread
-from shared.folder import open_run, whole_folder
-from shared.pipeline import Pipeline
+from shared.data.loader import Loader
+from shared.data.order import Order, Spread
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.card import model_card
+from shared.models.checks import require_fit
+from shared.models.counts import count_parameters, flops_per_token
+from shared.models.hub import from_architecture, from_hub, override
+from shared.parallel import sharding
+from shared.parallel.pipeline import Pipeline
+from shared.process.files import whole_folder
+from shared.process.printing import say, summary
+from shared.run import exits, launch, metrics
+from shared.run.checkpoint import Checkpointer
+from shared.run.checkpoint_files import read_weights
+from shared.run.folder import open_run
+from shared.run.guard import Guard
+from shared.text import corpus
+from shared.training import optim, step
 
 
 @dataclass
@@ -118,7 +132,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
     """Tokenizer, and windows of training and validation sequences."""
     text, batch = config.text, config.batch
     name = text.tokenizer_name or config.model_name_or_path
-    tokenizer = models.from_hub(AutoTokenizer, name) if name else None
+    tokenizer = from_hub(AutoTokenizer, name) if name else None
     folder = corpus.prepare(text, tokenizer)
     tokenizer = tokenizer or corpus.load_tokenizer(folder)
     tokens, held_out, split = corpus.open_splits(folder, config.seq_length, text.validation_split_percentage)
@@ -127,7 +141,7 @@ def build_datasets(config: Config, accelerator: Accelerator) -> Data:
             f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
             f"of {batch.global_batch_size}: choose a smaller one"
         )
-    loading = parallel.share(accelerator) | {"per_device": batch.micro_batch()[0]}
+    loading = sharding.share(accelerator) | {"per_device": batch.micro_batch()[0]}
     order = Order(len(tokens), batch.global_batch_size, batch.seed)
     train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **loading)
     about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
@@ -142,7 +156,7 @@ def build_model(config: Config, tokenizer) -> nn.Module:
     if config.model_name_or_path:
         if config.config_overrides:
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
-        model = models.from_hub(
+        model = from_hub(
             AutoModelForCausalLM, config.model_name_or_path, dtype=torch.float32, use_safetensors=True, **options
         )
     else:
@@ -157,29 +171,29 @@ def build_model(config: Config, tokenizer) -> nn.Module:
             tie_word_embeddings=False,  # the first and the last stage would share them
         )
         if config.config_name:
-            architecture = models.from_hub(AutoConfig, config.config_name)
+            architecture = from_hub(AutoConfig, config.config_name)
         architecture.vocab_size = len(tokenizer)
         architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         architecture.pad_token_id = None  # nothing is padded; where it is another token, too, that would learn nothing
-        models.override(architecture, config.config_overrides)
-        model = models.from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
+        override(architecture, config.config_overrides)
+        model = from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
         model.config.pad_token_id = tokenizer.pad_token_id
-    models.require_fit(model, tokenizer, config.seq_length)
-    models.set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    require_fit(model, tokenizer, config.seq_length)
+    set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:
-        models.compile_blocks(model)
+        compile_blocks(model)
     return model.train()  # from_pretrained leaves dropout off
 
 
 def evaluate(
-    accelerator: Accelerator, pipeline: Pipeline, loader: Loader, guard: steps.Guard, bytes_per_token: float
+    accelerator: Accelerator, pipeline: Pipeline, loader: Loader, guard: Guard, bytes_per_token: float
 ) -> dict[str, float]:
     """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     total, targets = torch.zeros((), device=accelerator.device), 0
     for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
         total += pipeline.evaluate(window.micro_batches)
         targets += window.num_targets
-    loss = parallel.total(accelerator, total).item() / targets
+    loss = sharding.total(accelerator, total).item() / targets
     bits = loss / math.log(2) / bytes_per_token
     return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100)), "eval_bits_per_byte": bits}
 
@@ -192,7 +206,7 @@ def main(config: Config) -> None:
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
     if config.text.preprocess_only:
-        launch.say(f"prepared {data.about}")
+        say(f"prepared {data.about}")
         return
     run_dir = open_run(accelerator, config.checkpoint.output_dir, "pretrain_pipeline")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
@@ -204,8 +218,8 @@ def main(config: Config) -> None:
 
     # Model and optimizer -----------------------------------------------------------------------------------------
     model = build_model(config, data.tokenizer)
-    flops_per_token = models.flops_per_token(model, config.seq_length)
-    _, num_parameters = models.count_parameters(model)
+    flops = flops_per_token(model, config.seq_length)
+    _, num_parameters = count_parameters(model)
     pipeline = Pipeline(
         accelerator,
         model,
@@ -213,7 +227,7 @@ def main(config: Config) -> None:
         stages_per_rank=config.stages_per_rank,
         micro_batches=config.batch.micro_batch()[1],
     )
-    _, num_own = models.count_parameters(model)
+    _, num_own = count_parameters(model)
     optimizers = optim.build(model, config.optim)
 
     # Resume ------------------------------------------------------------------------------------------------------
@@ -224,7 +238,7 @@ def main(config: Config) -> None:
         return
     if accelerator.is_main_process:
         configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
-    launch.summary(
+    summary(
         "pretrain_pipeline",
         {
             "run on": launch.strategy(accelerator),
@@ -241,9 +255,9 @@ def main(config: Config) -> None:
     # Train -------------------------------------------------------------------------------------------------------
     settings = configs.flatten(config)
     logger = metrics.Logger(
-        accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain_pipeline", flops=flops_per_token
+        accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain_pipeline", flops=flops
     )
-    guard = steps.Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
+    guard = Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
 
     def evaluate_and_log() -> dict[str, float]:
         values = evaluate(accelerator, pipeline, data.validation, guard, data.bytes_per_token)
@@ -255,13 +269,13 @@ def main(config: Config) -> None:
             with logger.pause():
                 evaluate_and_log()
         for window in logger.waiting(data.train.windows(state.step, total_steps)):
-            launch.seed_step(config.batch.seed, state.step, parallel.data_rank(accelerator))
+            launch.seed_step(config.batch.seed, state.step, sharding.data_rank(accelerator))
             learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-            scale = steps.loss_scale(window.num_targets)
+            scale = step.loss_scale(window.num_targets)
             losses = [pipeline.train(window.micro_batches, scale)]
-            grad_norm = steps.clip_gradients(accelerator, model, config.optim.max_grad_norm)
+            grad_norm = step.clip_gradients(accelerator, model, config.optim.max_grad_norm)
             finite = guard.finite(losses, grad_norm, window)
-            steps.update(accelerator, optimizers, finite, grad_norm)
+            step.update(accelerator, optimizers, finite, grad_norm)
 
             state.advance(window)
             logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
@@ -287,7 +301,7 @@ def main(config: Config) -> None:
     assert saver.latest is not None
     values = evaluate_and_log()
     if accelerator.is_main_process:
-        weights = checkpoint.read_weights(saver.latest, dtype=getattr(torch, config.final_dtype))  # of all stages
+        weights = read_weights(saver.latest, dtype=getattr(torch, config.final_dtype))  # of all stages
         with whole_folder(run_dir / "final") as folder:
             with torch.device("meta"):
                 whole = AutoModelForCausalLM.from_config(model.config)
@@ -297,10 +311,10 @@ def main(config: Config) -> None:
             whole.config.save_pretrained(folder)
             data.tokenizer.save_pretrained(folder)
             load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
-            card = models.card("Pretrained language model", data.about, values, settings, load=load)
+            card = model_card("Pretrained language model", data.about, values, settings, load=load)
             (folder / "README.md").write_text(card, encoding="utf-8")
     logger.close()
-    launch.say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
+    say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import pytest
 # Before torch: the tests compute on the CPU, and parts of torch would use a GPU that is there.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from shared.config import STOP_SIGNALS
-from shared.options import BatchConfig, CheckpointConfig, SpeedConfig
+from shared.config.options import BatchConfig, CheckpointConfig, SpeedConfig
+from shared.process.signals import STOP_SIGNALS
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the model reads a line of text and says what comes next since it saw many before".split()  # noqa: SIM905
@@ -88,7 +88,7 @@ def make_model(folder: Path, **shape: int) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shared.corpus import train_tokenizer
+    from shared.text.corpus import train_tokenizer
 
     rng = random.Random(2)
     tokenizer = train_tokenizer([sentence(rng, 50) for _ in range(50)], vocab_size=320)
@@ -357,15 +357,15 @@ def run_here(template: str, *args: object) -> None:
     """Run a template in this process, for what does not depend on how it is launched; exits are exceptions."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from shared import config as configs
-    from shared import folder
+    from shared.config import parse as configs
+    from shared.run.folder import _locks
 
     module = load_template(template)
     for state in (AcceleratorState, PartialState, GradientState):
         state._shared_state.clear()
-    for lock in folder._locks.values():
+    for lock in _locks.values():
         lock.close()
-    folder._locks.clear()
+    _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))

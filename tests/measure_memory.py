@@ -14,8 +14,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from shared import launch, lm_loss, memory, model, optim, parallel, steps
-from shared.options import OptimConfig
+from shared.config.options import OptimConfig
+from shared.models import loss as lm_loss
+from shared.models import memory
+from shared.models.adapters import trained_in_fp32
+from shared.models.blocks import set_gradient_checkpointing
+from shared.parallel import sharding
+from shared.run import launch
+from shared.training import optim
 
 SHAPE = {
     "hidden_size": 256,
@@ -36,15 +42,15 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
     profiler.start()
     stored = torch.bfloat16 if accelerator.mixed_precision == "bf16" and lora_r else torch.float32
     whole = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=stored, attn_implementation="sdpa")
-    model.set_gradient_checkpointing(whole, checkpointing)
+    set_gradient_checkpointing(whole, checkpointing)
     if lora_r:
         from peft import LoraConfig, get_peft_model
 
         whole = get_peft_model(whole, LoraConfig(task_type="CAUSAL_LM", r=lora_r, target_modules="all-linear"))
-        whole = model.trained_in_fp32(whole)
+        whole = trained_in_fp32(whole)
     whole.train()
     config = OptimConfig()
-    prepared, optimizers = parallel.prepare(accelerator, whole, optim.build(whole, config), max_grad_norm=1.0)
+    prepared, optimizers = sharding.prepare(accelerator, whole, optim.build(whole, config), max_grad_norm=1.0)
     lm_loss.fuse_head(accelerator, prepared, SHAPE["vocab_size"])
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
@@ -52,10 +58,10 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
         batch["position_ids"] = (torch.arange(length) % (length // 4)).expand(ROWS, -1)
 
     def step() -> None:
-        for micro_batch in steps.accumulate(accelerator, prepared, [batch, batch]):
+        for micro_batch in step.accumulate(accelerator, prepared, [batch, batch]):
             accelerator.backward(lm_loss.causal_lm_loss(prepared, micro_batch) / 1000)
-        norm = steps.clip_gradients(accelerator, prepared, 1.0)
-        steps.update(accelerator, optimizers, norm.isfinite(), norm)
+        norm = step.clip_gradients(accelerator, prepared, 1.0)
+        step.update(accelerator, optimizers, norm.isfinite(), norm)
 
     step()
     start = time.time_ns()

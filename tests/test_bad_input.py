@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared import records
-from shared.config import ConfigError
+from shared.data import records
+from shared.data.files import find_files
+from shared.process.errors import ConfigError
 from tests.conftest import paint, run_here
 
 TEXTS = [f"the model reads line {number} of a text and says what comes next" for number in range(40)]
@@ -145,19 +146,19 @@ def test_a_file_that_may_not_be_read_is_named(public, name):
     (public / name).write_bytes(LINES)
     (public / name).chmod(0)
     with without_root(), pytest.raises(ConfigError) as caught:
-        list(records.read_records(records.find_files([str(public / name)], flag="train_file")))
+        list(records.read_records(find_files([str(public / name)], flag="train_file")))
     assert str(caught.value).startswith(f"{public / name}: ") and str(caught.value).endswith("Permission denied")
 
 
 def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(public):
-    from shared.images import _class_folders
+    from shared.images.files import _class_folders
 
     for kind in (0, 1):
         paint(public / f"class{kind}" / "sub" / "a.png", kind, 0, (8, 8))
     (public / "class1" / "sub").chmod(0)
     for read in (
         lambda: _class_folders(public, training=True),
-        lambda: records.find_files([str(public)], flag="train_file"),
+        lambda: find_files([str(public)], flag="train_file"),
     ):
         with without_root(), pytest.raises(ConfigError) as caught:
             read()
@@ -168,7 +169,7 @@ def test_a_link_to_nothing_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
     with pytest.raises(ConfigError) as caught:
-        records.find_files([str(tmp_path)], flag="train_file")
+        find_files([str(tmp_path)], flag="train_file")
     assert str(caught.value) == f"--train_file {tmp_path}/b.txt: a link to nothing"
 
 

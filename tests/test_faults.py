@@ -22,11 +22,12 @@ import psutil
 import pytest
 import torch
 
-from shared import audit, steps
-from shared.checkpoint import CheckpointError, checkpoints, verify
 from shared.commands.run import kill
 from shared.commands.verify_resume import compare
-from shared.config import ConfigError
+from shared.data import audit
+from shared.process.errors import ConfigError
+from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
+from shared.training import step
 from tests.conftest import ACCELERATE, LAUNCHER, ROOT, Run, command, run, run_here
 
 STEPS = 8
@@ -645,7 +646,7 @@ def test_what_wandb_refuses_is_one_line(small, tmp_path, monkeypatch, project, v
 
 def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    update = steps.update
+    update = step.update
 
     def with_a_kill(*args, **kwargs):
         for process in psutil.Process().children(recursive=True):
@@ -653,7 +654,7 @@ def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
                 process.kill()
         update(*args, **kwargs)
 
-    monkeypatch.setattr(steps, "update", with_a_kill)
+    monkeypatch.setattr(step, "update", with_a_kill)
     run_here("pretrain", *small, "--output_dir", tmp_path / "run")
     assert "warning: wandb failed and is left out from here on" in capsys.readouterr().err
     assert sorted(Run(tmp_path / "run", 0, "").losses) == [1, 2, 3, 4] and (tmp_path / "run/final").exists()

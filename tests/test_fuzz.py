@@ -16,10 +16,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from shared import chat, checkpoint, corpus, records
-from shared import config as configs
-from shared.config import CleanExit, ConfigError
-from shared.records import Source
+from shared.config import parse as configs
+from shared.data import records
+from shared.data.records import Source
+from shared.process import ranks
+from shared.process.errors import CleanExit, ConfigError
+from shared.process.printing import redact
+from shared.run.checkpoint_files import MANIFEST, CheckpointError, verify
+from shared.text import corpus
+from shared.text.encoder import Encoder
+from shared.text.forms import read_example, recognise
 from tests.conftest import load_template
 
 FUZZ = settings(
@@ -129,7 +135,7 @@ def encoder(request, tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     if request.param == "strict":
         tokenizer.chat_template = STRICT
-    return chat.Encoder(tokenizer, "assistant")
+    return Encoder(tokenizer, "assistant")
 
 
 @FUZZ
@@ -139,8 +145,8 @@ def test_any_conversation_gives_tokens_or_one_line(folder, encoder, record):
     path.write_bytes(json.dumps(record).encode())
     try:
         for where, read in records.read_records([path]):
-            form = chat.recognise(read, where)
-            ids, learned = encoder(chat.read_example(read, form, where), where)
+            form = recognise(read, where)
+            ids, learned = encoder(read_example(read, form, where), where)
             assert len(ids) == len(learned) and all(0 <= token < len(encoder.tokenizer) for token in ids)
             assert not learned.any() or ids[max(learned.nonzero()[0])] in encoder.special
     except ConfigError as error:
@@ -162,13 +168,13 @@ def parses(config_class: type, argv: list[str]) -> None:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             config = configs.parse(config_class, argv)
-        yaml.safe_load(yaml.safe_dump(configs.redact(configs.flatten(config))))
+        yaml.safe_load(yaml.safe_dump(redact(configs.flatten(config))))
     except ConfigError as error:
         one_line(error)
     except SystemExit as end:
         assert end.code in (0, None) and {"--help", "-h"} & {token.split("=")[0] for token in argv}
     finally:
-        configs.set_pipeline_ranks(1)  # which the template of pipelines has told the whole process
+        ranks.set_pipeline_ranks(1)  # which the template of pipelines has told the whole process
 
 
 @st.deferred  # so that no template is loaded before a test of this file runs
@@ -258,10 +264,10 @@ MANIFESTS = st.fixed_dictionaries(
 @example(content=b'{"files": {"\\n": {"sha256": "", "size": 0}}, "step": 1}')
 @given(content=st.binary(max_size=60) | (MANIFESTS | JSON).map(lambda m: json.dumps(m).encode()))
 def test_any_manifest_is_verified_or_one_line(saved, content):
-    (saved / checkpoint.MANIFEST).write_bytes(content)
+    (saved / MANIFEST).write_bytes(content)
     try:
-        manifest = checkpoint.verify(saved)
-    except checkpoint.CheckpointError as error:
+        manifest = verify(saved)
+    except CheckpointError as error:
         one_line(error)
         assert str(error).startswith(f"{saved}: ")
         return

@@ -47,9 +47,16 @@ def test_every_template_is_tested_here():
 def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     folder = projects / name
     modules = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if ".template" not in p.parts}
-    assert modules >= {"train.py", "smoke_test.py", "shared/__main__.py", "shared/commands/upgrade.py", "shared/config.py"}
+    assert modules >= {
+        "train.py",
+        "smoke_test.py",
+        "shared/__main__.py",
+        "shared/commands/upgrade.py",
+        "shared/config/parse.py",
+    }
     assert "shared/commands/new.py" not in modules
-    for unused, user in (("images", "image_classification"), ("chat", "lora_finetune"), ("pipeline", "pretrain_pipeline")):
+    users = {"images/files": "image_classification", "text/chat": "lora_finetune", "parallel/pipeline": "pretrain_pipeline"}
+    for unused, user in users.items():
         assert (f"shared/{unused}.py" in modules) == (name == user)
     for module in modules:  # every import of `shared` is there
         for node in ast.walk(ast.parse((folder / module).read_text())):
@@ -81,10 +88,10 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
 def test_a_module_that_is_added_later_is_found(tmp_path):
     """The closure is read from the code: also imports inside functions, and modules of modules."""
     script = tmp_path / "train.py"
-    script.write_text("def f():\n    from shared import classifier\n    import shared.corpus\n    import torchvision\n")
+    script.write_text("def f():\n from shared.models import classifier\n import shared.text.corpus\n import torchvision\n")
     modules, packages = closure([script])
     names = {path.name for path in modules}
-    assert {"classifier.py", "corpus.py", "records.py", "config.py", "data.py"} <= names
+    assert {"classifier.py", "corpus.py", "records.py", "parse.py", "order.py"} <= names
     assert {"torchvision", "torch", "tyro", "numpy"} <= packages
 
 
@@ -192,22 +199,22 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     change(project / "accelerate_configs/ddp.yaml", "mixed_precision: bf16", "mixed_precision: fp16")
     (project / "mine.py").write_text("print('mine')\n")
     (project / "accelerate_configs/hsdp.yaml").unlink()
-    change(project / "shared/optim.py", '"""', '"""Mine. ')
+    change(project / "shared/training/optim.py", '"""', '"""Mine. ')
 
     template = origin / "templates/pretrain.py"  # and what the templates do meanwhile
     change(template, "    # Finish ", "    # The end: Finish ")
     change(origin / "accelerate_configs/ddp.yaml", "mixed_precision: bf16", "mixed_precision: fp8")
-    change(origin / "shared/data.py", '"""', '"""Better. ')
+    change(origin / "shared/data/loader.py", '"""', '"""Better. ')
     change(origin / "accelerate_configs/hsdp.yaml", "mixed_precision: bf16", "mixed_precision: fp8")
-    (origin / "shared/extra.py").write_text('"""A module that was not there."""\n')
-    change(origin / "shared/corpus.py", "from shared import data", "from shared import data, extra")
+    (origin / "shared/data/extra.py").write_text('"""A module that was not there."""\n')
+    change(origin / "shared/text/corpus.py", "from shared.data import prepared", "from shared.data import extra, prepared")
     (origin / "accelerate_configs/fp8.yaml").unlink()
 
     before = {p: p.read_bytes() for p in project.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     told = shared("upgrade", "--check", cwd=project).stdout
     after = {p: p.read_bytes() for p in project.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
     assert before == after
-    for line in ("train.py: merged with your edits", "shared/data.py: updated", "shared/extra.py: new"):
+    for line in ("train.py: merged with your edits", "shared/data/loader.py: updated", "shared/data/extra.py: new"):
         assert line in told
     assert "accelerate_configs/ddp.yaml: merged, 1 conflict marked in it" in told
     assert "accelerate_configs/hsdp.yaml: has changed; you removed it" in told
@@ -223,9 +230,9 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     assert (
         "<<<<<<< yours\nmixed_precision: fp16\n" in config and "=======\nmixed_precision: fp8\n>>>>>>> templates" in config
     )
-    assert (project / "shared/data.py").read_text().startswith('"""Better. ')
-    assert (project / "shared/optim.py").read_text().startswith('"""Mine. ')
-    assert (project / "shared/extra.py").exists() and (project / "mine.py").exists()
+    assert (project / "shared/data/loader.py").read_text().startswith('"""Better. ')
+    assert (project / "shared/training/optim.py").read_text().startswith('"""Mine. ')
+    assert (project / "shared/data/extra.py").exists() and (project / "mine.py").exists()
     assert not (project / "accelerate_configs/fp8.yaml").exists() and not (project / "accelerate_configs/hsdp.yaml").exists()
     (project / "accelerate_configs/ddp.yaml").write_text(config.split("<<<<<<<")[0])
     assert "nothing has changed" in shared("upgrade", cwd=project).stdout

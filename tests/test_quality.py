@@ -103,7 +103,7 @@ def test_every_file_the_readme_names_exists():
 
 
 def test_every_flag_the_readme_names_exists():
-    from shared import config as configs
+    from shared.config import parse as configs
     from tests.conftest import load_template
 
     known = {"config", "help"}

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared import config as configs
+from shared.config import parse as configs
+from shared.process import ranks
 from tests.conftest import LAUNCHER, ROOT, free_port, load_template
 
 README = (ROOT / "README.md").read_text()
@@ -168,7 +169,7 @@ def test_the_global_batch_of_every_launch_divides_by_its_processes(line, world, 
     script = next(i for i, token in enumerate(tokens) if re.fullmatch(r"templates/\w+\.py", token))
     name = Path(tokens[script]).stem
     template = load_template(name)
-    monkeypatch.setattr(configs, "_pipeline_ranks", 1)  # which a pipeline's Config sets
+    monkeypatch.setattr(ranks, "_pipeline_ranks", 1)  # which a pipeline's Config sets
     for processes in launched_on(tokens[:script]):
         if processes > 1 or name != "pretrain_pipeline":
             monkeypatch.setenv("WORLD_SIZE", str(processes))

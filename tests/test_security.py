@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shared import config as configs
-from shared import model as models
-from shared.config import ConfigError
+from shared.models.hub import from_hub
+from shared.process.errors import ConfigError
+from shared.process.printing import redact
 from tests.conftest import paint, run_here
 
 # Secrets -------------------------------------------------------------------------------------------------------------
@@ -47,14 +47,14 @@ def canaries() -> dict[str, tuple[str, str]]:
 def test_what_looks_like_a_secret_is_masked_wherever_it_stands(kind):
     text, secret = canaries()[kind]
     for place in (text, f"a {text} b", f"--run_name={text}", f'"{text}"', f"({text})", f"{text}\n"):
-        masked = configs.redact(place)
+        masked = redact(place)
         assert secret not in masked and "***" in masked
-    assert configs.redact({"a": [text, (text,)], "b": {"c": text}, "n": 3}) == {
-        "a": [configs.redact(text), [configs.redact(text)]],
-        "b": {"c": configs.redact(text)},
+    assert redact({"a": [text, (text,)], "b": {"c": text}, "n": 3}) == {
+        "a": [redact(text), [redact(text)]],
+        "b": {"c": redact(text)},
         "n": 3,
     }
-    assert configs.redact(configs.redact(text)) == configs.redact(text)
+    assert redact(redact(text)) == redact(text)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_looks_like_a_secret_is_masked_wherever_it_stands(kind):
     ],
 )
 def test_what_only_resembles_a_secret_is_left_alone(text):
-    assert configs.redact(text) == text
+    assert redact(text) == text
 
 
 def files_with(needle: str, *folders: Path) -> list[Path]:
@@ -272,7 +272,7 @@ def test_no_library_unpickles_behind_our_back(tmp_path, payload, name):
     (tmp_path / name).write_bytes(payload)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="is a pickle, which can run code"):
-        models.from_hub(Loader, tmp_path)
+        from_hub(Loader, tmp_path)
     assert torch.load is before
 
 

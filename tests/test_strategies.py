@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.checkpoint import read_tensors
-from shared.config import ConfigError
-from shared.parallel import tensor_parallel
+from shared.parallel.tensor import tensor_parallel
+from shared.process.errors import ConfigError
+from shared.run.checkpoint_files import read_tensors
 from tests.conftest import ROOT, make_model, run
 
 # config: processes, as the manifest names it, share of the weights and of the optimizer state that each process holds

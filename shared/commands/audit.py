@@ -8,8 +8,8 @@ Reads what `--audit_data` wrote. Exit code 0 if it was so, 3 if not.
 import argparse
 from pathlib import Path
 
-from shared import audit
-from shared.config import CleanExit
+from shared.data import audit
+from shared.process.errors import CleanExit
 
 
 class Differs(CleanExit):

@@ -24,7 +24,7 @@ from typing import Any
 from shared import __version__
 from shared.commands.selftest import ALONE, FLAGS
 from shared.commands.upgrade import BASE, ORIGIN, mergeable, put
-from shared.config import ConfigError
+from shared.process.errors import ConfigError
 
 SOURCE = Path(__file__).resolve().parents[2]
 COMMANDS = ("run", "verify_resume", "audit", "upgrade", "selftest")  # that serve a project; and plan, for language models
@@ -245,7 +245,7 @@ def _smoke_test(names: tuple[str, ...]) -> str:
     return f'''"""Each script trains, is killed and resumes, small and without network: `python smoke_test.py`, or pytest."""
 
 from shared.commands.selftest import prove
-from shared.config import clean_exit
+from shared.process.signals import clean_exit
 
 # Flags of a small run, and on how many CPU processes: yours to change with the script.
 RUNS = {{

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shared import config as configs
 from shared import demo
-from shared.config import ConfigError, first_line
+from shared.config import parse as configs
+from shared.process.errors import ConfigError, first_line
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,13 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from transformers import AutoConfig
 
-    from shared import launch, memory
-    from shared import model as models
+    from shared.models import memory
+    from shared.models.hub import from_hub, override
+    from shared.run import launch
 
     launch.quieten_libraries()
-    architecture = models.from_hub(AutoConfig, config.model_name_or_path)
-    models.override(architecture, config.config_overrides)
+    architecture = from_hub(AutoConfig, config.model_name_or_path)
+    override(architecture, config.config_overrides)
     job = memory.Job(
         architecture,
         config.per_device_train_batch_size,

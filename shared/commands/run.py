@@ -19,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from shared.config import STOP_SIGNALS, ConfigError
+from shared.process.errors import ConfigError
+from shared.process.signals import STOP_SIGNALS
 
 STOPPED = 143
 

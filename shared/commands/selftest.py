@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from shared.commands.verify_resume import WHY, verify
-from shared.config import CleanExit, ConfigError
+from shared.process.errors import CleanExit, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4

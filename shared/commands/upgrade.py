@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.config import CleanExit, ConfigError
+from shared.process.errors import CleanExit, ConfigError
 
 ORIGIN = ".template/origin.json"  # which files came from where
 BASE = ".template/base"  # those files as they came, for a three-way merge

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import yaml
 
-from shared import audit
-from shared.checkpoint import checkpoints, read_tensors
 from shared.commands.run import kill
-from shared.config import CleanExit, ConfigError
-from shared.folder import read_json_lines
+from shared.data import audit
+from shared.process.errors import CleanExit, ConfigError
+from shared.process.files import read_json_lines
+from shared.run.checkpoint_files import checkpoints, read_tensors
 
 # Given anew for both runs, so taken out of the user's command.
 OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps", "save_total_limit", "logging_steps"}

@@ -1,4 +1,4 @@
-"""shared/attention.py: documents that share a row and cannot see each other, with a mask and without."""
+"""Documents that share a row and cannot see each other, with a mask and without."""
 
 import re
 from itertools import chain, pairwise
@@ -15,9 +15,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, masking_utils
 
-from shared import attention, chat, data, model
-from shared.config import ConfigError
-from shared.lm_loss import causal_lm_loss
+from shared.data.loader import cu_seqlens_of
+from shared.data.order import IGNORED
+from shared.models import attention
+from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
+from shared.models.loss import causal_lm_loss
+from shared.process.errors import ConfigError
+from shared.text.packing import Packed, collate_packed, collate_padded
 from tests.small_models import VOCAB, llama, make, tokens
 
 CPU = torch.device("cpu")
@@ -44,9 +48,9 @@ class Documents:
 def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
     subject = make(name, implementation)
     documents = Documents([11, 9, 6, 5, 4, 3, 1])
-    packed = chat.Packed(documents, 20)
+    packed = Packed(documents, 20)
     assert len(packed) == 2
-    batch = chat.collate_packed([packed[0], packed[1]])
+    batch = collate_packed([packed[0], packed[1]])
     logits = subject(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     for row, bin in enumerate(packed.bins):
         start = 0
@@ -71,9 +75,9 @@ def test_without_position_ids_packed_documents_do_see_each_other():
 def test_the_packed_loss_is_the_sum_of_the_documents_losses():
     subject = make("llama")
     documents = Documents([11, 9, 6, 5])
-    packed = chat.Packed(documents, 20)
-    batch = chat.collate_packed([packed[i] for i in range(len(packed))])
-    alone = [chat.collate_padded([documents[i]]) for i in range(4)]
+    packed = Packed(documents, 20)
+    batch = collate_packed([packed[i] for i in range(len(packed))])
+    alone = [collate_padded([documents[i]]) for i in range(4)]
     expected = sum(causal_lm_loss(subject, one) for one in alone)
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected, atol=1e-4, rtol=1e-5)
 
@@ -84,9 +88,9 @@ def test_the_padded_loss_is_the_sum_of_the_documents_losses_and_so_are_its_gradi
     """Without a mask: what fills a row up comes last, and no token looks ahead."""
     subject = make(name, implementation)
     documents = Documents([11, 9, 6, 5])
-    expected = sum(causal_lm_loss(subject, chat.collate_padded([documents[i]])) for i in range(4))
+    expected = sum(causal_lm_loss(subject, collate_padded([documents[i]])) for i in range(4))
     gradients = torch.autograd.grad(expected, list(subject.parameters()))
-    together = causal_lm_loss(subject, chat.collate_padded([documents[i] for i in range(4)], multiple_of=16))
+    together = causal_lm_loss(subject, collate_padded([documents[i] for i in range(4)], multiple_of=16))
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
     for one, other in zip(torch.autograd.grad(together, list(subject.parameters())), gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
@@ -106,15 +110,15 @@ class HostReads(TorchDispatchMode):
 def batches():
     """One batch of each kind: rows of one document, packed ones, padded ones, and such that hold no more than one."""
     documents = Documents([11, 9, 6, 5, 20, 20])
-    packed = chat.Packed(documents, 20)
+    packed = Packed(documents, 20)
     bins = {len(documents_of_row): number for number, documents_of_row in enumerate(packed.bins)}
     return {
         "plain": {"input_ids": tokens(1, 16), "labels": tokens(1, 16)},
-        "packed": chat.collate_packed([packed[bins[2]], packed[bins[1]]]),
-        "packed, nothing beside another": chat.collate_packed([packed[bins[1]]]),
-        "packed, one row": chat.collate_packed([packed[bins[1]], packed[bins[2]]], flat=True),
-        "padded": chat.collate_padded([documents[0], documents[1]]),
-        "padded, nothing to pad": chat.collate_padded([documents[4], documents[5]]),
+        "packed": collate_packed([packed[bins[2]], packed[bins[1]]]),
+        "packed, nothing beside another": collate_packed([packed[bins[1]]]),
+        "packed, one row": collate_packed([packed[bins[1]], packed[bins[2]]], flat=True),
+        "padded": collate_padded([documents[0], documents[1]]),
+        "padded, nothing to pad": collate_padded([documents[4], documents[5]]),
     }
 
 
@@ -129,7 +133,7 @@ def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(
     with HostReads() as plain:
         logits = subject(**inputs, use_cache=False).logits
     targets = batch["labels"].flatten()
-    plain_loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=data.IGNORED, reduction="sum")
+    plain_loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
     plain_loss.backward()
     expected = {n: p.grad.clone() for n, p in subject.named_parameters()}
     subject.zero_grad()
@@ -288,7 +292,7 @@ def test_bounds_of_documents_say_what_their_positions_say(rows):
     row_length = max(map(sum, rows))
     rows = [[*row[:-1], row[-1] + row_length - sum(row)] for row in rows]
     positions = np.stack([np.concatenate([np.arange(length) for length in row]) for row in rows])
-    bounds = data.cu_seqlens_of(positions)
+    bounds = cu_seqlens_of(positions)
     assert bounds.dtype == np.int32 and bounds.tolist() == np.cumsum([0, *chain(*rows)]).tolist()
     mask = attention._mask_of(torch.from_numpy(bounds), *positions.shape)
     number = attention._number_of_document(torch.from_numpy(positions))
@@ -323,7 +327,7 @@ def test_without_a_mask_the_same_is_learned(name, layers, checkpointing, kernel)
             module.p = 0.0  # of dropout
         for drop in ("attn_pdrop", "resid_pdrop", "embd_pdrop"):
             setattr(subject.config, drop, 0.0)
-        model.set_gradient_checkpointing(subject, checkpointing)
+        set_gradient_checkpointing(subject, checkpointing)
         with torch.autocast("cpu", torch.bfloat16):
             word = attention.isolate_documents(subject, CPU, VOCAB, 2)
         assert word == "documents kept apart by attention of variable lengths, without a mask"
@@ -514,8 +518,8 @@ def test_compiled_blocks_take_documents_for_a_mask_in_one_graph(checkpointing, m
     counter = CompileCounterWithBackend("aot_eager")
     with torch.device("meta"):
         subject = llama(attn_implementation="sdpa").to(torch.bfloat16).train()
-    model.set_gradient_checkpointing(subject, checkpointing)
-    for block in model.blocks(subject):
+    set_gradient_checkpointing(subject, checkpointing)
+    for block in repeated_blocks(subject):
         block.compile(backend=counter)
     try:
         for number in (5, 9, 3):

@@ -11,12 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from shared import chat, demo, records
-from shared.chat import Encoder, Example
-from shared.config import ConfigError
-from shared.data import IGNORED, Loader, Order
-from shared.options import ChatConfig
-from shared.records import read_records
+from shared import demo
+from shared.data import records
+from shared.data.loader import Loader
+from shared.data.order import IGNORED, Order
+from shared.data.records import read_records
+from shared.process.errors import ConfigError
+from shared.text import chat
+from shared.text.encoder import Encoder
+from shared.text.forms import Example, read_example, recognise
+from shared.text.options import ChatConfig
+from shared.text.packing import GroupedOrder, Packed, best_fit_decreasing, collate_packed, collate_padded
 from tests.conftest import put_a_token_before_texts
 
 CHATML = (
@@ -75,8 +80,8 @@ def learned_runs(tokenizer, ids, learned):
     ],
 )
 def test_each_form_is_recognised_and_learns_the_answer_and_its_end(tokenizer, record, form, learned):
-    assert chat.recognise(record, "here") == form
-    ids, mask = Encoder(tokenizer, "assistant")(chat.read_example(record, form, "here"), "here")
+    assert recognise(record, "here") == form
+    ids, mask = Encoder(tokenizer, "assistant")(read_example(record, form, "here"), "here")
     assert learned_runs(tokenizer, ids, mask) == [learned + "<|endoftext|>"]
 
 
@@ -107,7 +112,7 @@ def test_a_template_that_marks_nothing_is_read_by_its_prefixes(chatml, loss_on, 
     ],
 )
 def test_what_the_system_says_is_read_from_each_form(record, form):
-    assert chat.read_example(record, form, "here").messages == TURNS[:3]
+    assert read_example(record, form, "here").messages == TURNS[:3]
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -121,7 +126,7 @@ def test_a_turn_of_weight_0_is_shown_and_not_learned(chatml, marked):
         )
     for unlearned, expected in ((2, ["since it saw many<|im_end|>"]), (4, ["says what<|im_end|>"])):
         messages = [{**turn, "weight": 0} if number == unlearned else turn for number, turn in enumerate(TURNS)]
-        example = chat.read_example({"messages": messages}, "chat messages", "here")
+        example = read_example({"messages": messages}, "chat messages", "here")
         ids, mask = Encoder(chatml, "assistant")(example, "here")
         assert learned_runs(chatml, ids, mask) == expected
         assert ids == Encoder(chatml, "assistant")(Example(TURNS), "here")[0]
@@ -224,7 +229,7 @@ def test_calls_of_tools_are_no_matter_of_the_default_template(tokenizer):
 def test_tools_are_shown_to_the_model_or_refused(chatml):
     record = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
     for tools in (record["tools"], json.dumps(record["tools"])):
-        example = chat.read_example(record | {"tools": tools}, "chat messages", "here")
+        example = read_example(record | {"tools": tools}, "chat messages", "here")
         with pytest.raises(ConfigError, match=r"^here: has tools, of which the chat template knows nothing"):
             Encoder(chatml, "assistant")(example, "here")
     chatml.chat_template = "{% if tools %}{{ tools[0]['function']['name'] + '\n' }}{% endif %}" + CHATML
@@ -232,13 +237,13 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
     assert chatml.decode(ids).startswith("look_up")
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
     for nothing in (None, [], "[]", "null", ""):
-        assert chat.read_example(record | {"tools": nothing}, "chat messages", "here").tools is None
+        assert read_example(record | {"tools": nothing}, "chat messages", "here").tools is None
 
 
 def test_a_call_without_content_has_none(chatml):
     """What a template would write for it differs with the version of transformers."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    (read,) = chat.read_example({"messages": [call]}, "chat messages", "here").messages
+    (read,) = read_example({"messages": [call]}, "chat messages", "here").messages
     assert read == call
 
 
@@ -257,7 +262,7 @@ def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_n
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, written)))
     pq.write_table(pa.Table.from_pylist(written), tmp_path / "a.parquet")
     lines, table = (
-        [chat.read_example(record, "chat messages", "here") for _, record in read_records([tmp_path / name])]
+        [read_example(record, "chat messages", "here") for _, record in read_records([tmp_path / name])]
         for name in ("a.jsonl", "a.parquet")
     )
     assert [example.messages for example in lines] == [record["messages"] for record in written]
@@ -283,7 +288,7 @@ def test_arguments_of_calls_are_written_once(chatml, written, given):
     chatml.chat_template = CALLING.replace("CALL", written)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": given}}]}
     record = {"messages": [*TURNS[:2], call, {"role": "tool", "content": "sunny"}, TURNS[4]]}
-    example = chat.read_example(record | {"tools": [{"function": {"name": "weather"}}]}, "chat messages", "here")
+    example = read_example(record | {"tools": [{"function": {"name": "weather"}}]}, "chat messages", "here")
     ids, mask = Encoder(chatml, "assistant")(example, "here")
     assert learned_runs(chatml, ids, mask) == ['{"city": "Rome"}<|im_end|>', "since it saw many<|im_end|>"]
 
@@ -364,7 +369,7 @@ def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
 )
 def test_what_is_wrong_is_said_with_its_place(record, message):
     with pytest.raises(ConfigError, match=f"^data.jsonl:7: .*{message}"):
-        chat.read_example(record, chat.recognise(record, "data.jsonl:7"), "data.jsonl:7")
+        read_example(record, recognise(record, "data.jsonl:7"), "data.jsonl:7")
 
 
 def prepared(tokenizer, path, tmp_path, monkeypatch, **options):
@@ -503,21 +508,21 @@ def test_what_ends_a_learned_turn_is_kept(chatml, chat_file, tmp_path, monkeypat
 @given(lengths=st.lists(st.integers(1, 64), max_size=120))
 def test_packing_uses_each_sample_once_and_never_overfills(lengths):
     lengths = np.array(lengths, dtype=np.int64)
-    bins = chat.best_fit_decreasing(lengths, 64)
+    bins = best_fit_decreasing(lengths, 64)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(lengths[b].sum() <= 64 for b in bins)
     assert len(bins) <= 11 / 9 * -(-lengths.sum() // 64) + max(6 / 9, sum(lengths > 32))
-    assert bins == chat.best_fit_decreasing(lengths, 64)
+    assert bins == best_fit_decreasing(lengths, 64)
 
 
 def test_a_sample_above_the_capacity_is_an_error():
     with pytest.raises(ValueError, match="above the capacity"):
-        chat.best_fit_decreasing(np.array([65]), 64)
+        best_fit_decreasing(np.array([65]), 64)
 
 
 def test_packed_rows_restart_positions_and_keep_labels_apart(tokenizer, chat_file, tmp_path, monkeypatch):
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
-    packed = chat.Packed(train, 96)
+    packed = Packed(train, 96)
     row = packed[0]
     starts = np.flatnonzero(row["position_ids"] == 0)
     assert len(starts) == len(packed.bins[0])
@@ -536,20 +541,20 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
         {"input_ids": np.array([5, 6, 7]), "labels": np.array([IGNORED, 7, end]), "position_ids": np.arange(3)},
         {"input_ids": np.array([8]), "labels": np.array([end]), "position_ids": np.arange(1)},
     ]
-    padded, packed = chat.collate_padded(rows), chat.collate_packed(rows)
+    padded, packed = collate_padded(rows), collate_packed(rows)
     for batch in (padded, packed):
         assert batch["labels"].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
         assert batch["targets"].tolist() == [1, 2, 3]
         assert "attention_mask" not in batch
         assert "position_ids" not in batch  # of rows that hold a single conversation
-    for collate in (chat.collate_padded, chat.collate_packed):
+    for collate in (collate_padded, collate_packed):
         longer = collate(rows, multiple_of=8)
         assert longer["labels"].shape == longer["input_ids"].shape == (2, 8)
         assert longer["labels"][:, :3].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
         assert (longer["labels"][:, 3:] == IGNORED).all() and longer["targets"].tolist() == [1, 2, 8]
         assert collate(rows, multiple_of=8, at_most=5)["labels"].shape == (2, 5)
     rows[0]["position_ids"] = np.array([0, 0, 1])
-    several = chat.collate_packed(rows, multiple_of=4)
+    several = collate_packed(rows, multiple_of=4)
     assert several["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
 
 
@@ -575,13 +580,13 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
         return Loader(samples, collate, Order(len(samples), rows, 0), **place).longest(rows)
 
     talks = OfLengths(16, 3, 9, 7, 12)
-    padded = longest(talks, chat.collate_padded, 3)
+    padded = longest(talks, collate_padded, 3)
     assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
-    assert set(longest(talks, chat.collate_padded, 1)) == {"input_ids", "labels"}
-    packed = chat.Packed(talks, 16)
+    assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels"}
+    packed = Packed(talks, 16)
     assert [len(members) for members in packed.bins] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
     for rows in (1, 3):
-        batch = longest(packed, chat.collate_packed, rows)
+        batch = longest(packed, collate_packed, rows)
         assert batch["labels"].shape == (rows, 16) and batch["position_ids"][0].tolist() == [*range(9), *range(7)]
 
 
@@ -589,7 +594,7 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
 @given(size=st.integers(1, 700), batch=st.integers(1, 9), seed=st.integers(0, 5))
 def test_grouped_order_covers_each_epoch_once(size, batch, seed):
     lengths = np.random.default_rng(seed).integers(1, 500, size)
-    order = chat.GroupedOrder(size, batch, seed, lengths=lengths)
+    order = GroupedOrder(size, batch, seed, lengths=lengths)
     for epoch in range(2):
         steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
         assert sorted(np.concatenate([order.indices(s) for s in steps]).tolist()) == list(range(size))
@@ -597,7 +602,7 @@ def test_grouped_order_covers_each_epoch_once(size, batch, seed):
 
 def test_grouped_batches_come_in_an_order_that_changes():
     lengths = np.random.default_rng(0).integers(1, 500, 64)
-    order = chat.GroupedOrder(64, 8, 0, lengths=lengths)
+    order = GroupedOrder(64, 8, 0, lengths=lengths)
     longest = [[int(lengths[order.indices(8 * epoch + step)].max()) for step in range(8)] for epoch in range(3)]
     orders = {tuple(np.argsort(np.argsort(epoch)).tolist()) for epoch in longest}
     assert len(orders) == 3 and tuple(range(7, -1, -1)) not in orders
@@ -610,7 +615,7 @@ def test_grouped_order_pads_less():
         batches = [lengths[order.indices(step)] for step in range(order.steps_per_epoch)]
         return sum(int((b.max() - b).sum()) for b in batches)
 
-    assert padding(chat.GroupedOrder(1000, 8, 0, lengths=lengths)) < 0.2 * padding(Order(1000, 8, 0))
+    assert padding(GroupedOrder(1000, 8, 0, lengths=lengths)) < 0.2 * padding(Order(1000, 8, 0))
 
 
 def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_file, tmp_path, monkeypatch):
@@ -629,11 +634,11 @@ def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file
     from transformers import AutoModelForCausalLM
 
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
-    packed = chat.Packed(train, 96)
+    packed = Packed(train, 96)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention).eval()
     first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bins[index]))[:2]
     assert len(packed.bins[second]) > 1
-    batch = chat.collate_packed([packed[first], packed[second]])
+    batch = collate_packed([packed[first], packed[second]])
     with torch.no_grad():
         together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         for row, bin_ in enumerate([packed.bins[first], packed.bins[second]]):

@@ -13,13 +13,17 @@ import torch.distributed.checkpoint
 from accelerate import Accelerator
 from torch import nn
 
-from shared import checkpoint, folder, optim, parallel
-from shared import config as configs
-from shared.checkpoint import Checkpointer, CheckpointError, TrainState
 from shared.commands import verify_resume
-from shared.config import ConfigError, NotNow
-from shared.folder import digest, whole_folder
-from shared.options import OptimConfig
+from shared.config import parse as configs
+from shared.config.options import OptimConfig
+from shared.parallel import sharding
+from shared.process.errors import ConfigError, NotNow
+from shared.process.files import digest, whole_folder
+from shared.run import checkpoint, checkpoint_files
+from shared.run.checkpoint import Checkpointer, TrainState
+from shared.run.checkpoint_files import CheckpointError, _digest_of, _TensorReader, checkpoints
+from shared.run.folder import _tidy
+from shared.training import optim
 from tests.conftest import SmallConfig
 
 
@@ -29,7 +33,7 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     model[0].bias.requires_grad_(False)
     accelerator = Accelerator(cpu=True)
     optimizers = optim.build(model, OptimConfig(optim=optim_name))
-    model, optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
+    model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
     return (
@@ -178,7 +182,7 @@ def test_another_model_is_an_error_not_a_traceback(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 3)
     optimizers = optim.build(model, OptimConfig())
-    model, optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
+    model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     other = Checkpointer(accelerator, model, optimizers, tmp_path / "run", SmallConfig(), data="abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()
@@ -235,7 +239,7 @@ def test_a_pickle_in_metadata_runs_nothing(tmp_path, inside, payload):
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     del manifest["sha256"]
     manifest["files"][".metadata"] = digest(folder / ".metadata")
-    manifest["sha256"] = checkpoint._digest_of(manifest)
+    manifest["sha256"] = _digest_of(manifest)
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="which no checkpoint of tensors holds"):
         saver.resume()
@@ -253,7 +257,7 @@ def test_a_pickle_in_place_of_any_other_file_runs_nothing(tmp_path, name):
         manifest = json.loads((folder / "MANIFEST.json").read_text())
         del manifest["sha256"]
         manifest["files"][name] = digest(folder / name)
-        manifest["sha256"] = checkpoint._digest_of(manifest)
+        manifest["sha256"] = _digest_of(manifest)
         (folder / "MANIFEST.json").write_text(json.dumps(manifest))
     if name == "__0_1.distcp":  # a stray one, which nothing asks for
         assert saver.resume().step == 1
@@ -278,7 +282,7 @@ def test_whole_folder_replaces_or_leaves(tmp_path):
 def test_paths_are_read_as_every_release_of_python_names_them():
     for module in ("pathlib", "pathlib._local"):
         written = f"c{module}\nPosixPath\n(S'a'\ntR.".encode()
-        assert checkpoint._TensorReader._Unpickler(io.BytesIO(written)).load() == PurePosixPath("a")
+        assert _TensorReader._Unpickler(io.BytesIO(written)).load() == PurePosixPath("a")
 
 
 def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, monkeypatch):
@@ -291,7 +295,7 @@ def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, mon
             raise OSError(errno.ESTALE, "Stale file handle")
         return {"sha256": "", "size": 0}
 
-    monkeypatch.setattr(checkpoint, "digest", digest)
+    monkeypatch.setattr(checkpoint_files, "digest", digest)
     with pytest.raises(NotNow, match=r"checkpoint-000002: .* cannot be read \(Stale file handle\)"):
         saver.resume()
 
@@ -304,9 +308,9 @@ def test_one_that_was_found_damaged_stays_until_its_step_is_due(tmp_path):
     _, _, saver = make(tmp_path / "run")
     assert saver.resume().step == 1
     saver.save(TrainState(step=2))
-    assert [p.name[-1] for p in checkpoint.checkpoints(saver.run_dir)] == ["1", "2", "3"]
+    assert [p.name[-1] for p in checkpoints(saver.run_dir)] == ["1", "2", "3"]
     saver.save(TrainState(step=3))
-    assert [p.name[-1] for p in checkpoint.checkpoints(saver.run_dir)] == ["2", "3"]
+    assert [p.name[-1] for p in checkpoints(saver.run_dir)] == ["2", "3"]
     assert saver.resume().step == 3
 
 
@@ -349,8 +353,8 @@ def test_a_rehearsal_leaves_nothing_to_resume_from(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "remove", lambda folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # as if it had been killed there
         saver.save_and_load(TrainState())
-    assert checkpoint.checkpoints(saver.run_dir) == [] and len(list(saver.run_dir.iterdir())) == 1
-    folder._tidy(saver.run_dir)
+    assert checkpoints(saver.run_dir) == [] and len(list(saver.run_dir.iterdir())) == 1
+    _tidy(saver.run_dir)
     assert not list(saver.run_dir.iterdir())
 
 

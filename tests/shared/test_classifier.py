@@ -1,4 +1,4 @@
-"""shared/classifier.py: heads, BatchNorm, preprocessing, mixed images and export, on tiny models made here."""
+"""Heads, BatchNorm, preprocessing, mixed images and export, on tiny models made here."""
 
 import json
 
@@ -24,12 +24,15 @@ from transformers import (
 )
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from shared import classifier
-from shared import model as models
-from shared.classifier import ToModel, draw_mix, image_processor, load_pretrained, mix
-from shared.config import ConfigError
-from shared.data import IGNORED
-from shared.options import BatchConfig
+from shared.config.options import BatchConfig
+from shared.data.order import IGNORED
+from shared.images.mixing import draw_mix, mix
+from shared.images.processor import ToModel, image_processor
+from shared.models import batch_norm, classifier
+from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
+from shared.models.blocks import heads
+from shared.models.classifier import load_pretrained
+from shared.process.errors import ConfigError
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -68,7 +71,7 @@ NAMES = ("resnet", "vit", "convnext", "swin", "timm")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_head_is_what_turns_features_into_scores(name):
     model = make(name)
-    own = {id(p) for module in models.heads(model) for p in module.parameters()}
+    own = {id(p) for module in heads(model) for p in module.parameters()}
     found = {key: tuple(p.shape) for key, p in model.named_parameters() if id(p) in own}
     prefix, width = {"resnet": ("classifier.1", 16), "timm": ("timm_model.fc", 512)}.get(name, ("classifier", 16))
     assert found == {f"{prefix}.weight": (3, width), f"{prefix}.bias": (3,)}
@@ -77,7 +80,7 @@ def test_the_head_is_what_turns_features_into_scores(name):
 def test_both_heads_of_a_swiftformer_are_found():
     with torch.device("meta"):
         model = AutoModelForImageClassification.from_config(SwiftFormerConfig(embed_dims=[8, 16, 24, 32], depths=[1] * 4))
-    assert models.heads(model) == [model.head, model.dist_head]
+    assert heads(model) == [model.head, model.dist_head]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def saved(tmp_path_factory):
 
 
 def head_names(model):
-    own = {id(p) for module in models.heads(model) for p in module.parameters()}
+    own = {id(p) for module in heads(model) for p in module.parameters()}
     return {key for key, p in model.named_parameters() if id(p) in own}
 
 
@@ -180,13 +183,13 @@ def test_a_frozen_backbone_rests_and_its_statistics_do_not_move(name):
     model(pixel_values=torch.randn(4, 3, 32, 32)).logits.sum().backward()
     assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
     assert model.training
-    assert all(module.training for module in models.heads(model))
+    assert all(module.training for module in heads(model))
     backbone = getattr(model, model.base_model_prefix)
     resting = [module for module in backbone.modules() if not module.training]
     assert len(resting) > 5
     assert not any(p.requires_grad for module in resting for p in module.parameters())
     assert not any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    assert not classifier.has_batch_norm(model)
+    assert not has_batch_norm(model)
 
 
 def test_training_mode_of_a_trained_model_is_train():
@@ -211,7 +214,7 @@ def test_a_model_without_a_head_cannot_be_probed():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_norm_is_found_where_it_is(name):
-    assert classifier.has_batch_norm(make(name)) is (name in ("resnet", "timm"))
+    assert has_batch_norm(make(name)) is (name in ("resnet", "timm"))
 
 
 def batch(global_batch_size, per_device):
@@ -224,23 +227,23 @@ def batch(global_batch_size, per_device):
 )
 def test_advice_is_given_when_batch_norm_sees_few_images(sizes, world_size, quiet):
     model = make("resnet")
-    advice = classifier.batch_norm_advice(model, batch(*sizes), world_size)
+    advice = batch_norm_advice(model, batch(*sizes), world_size)
     if quiet:
         assert advice is None
     else:
         start = f"warning: BatchNorm takes its statistics from {sizes[1]} images at a time, not from the global batch of"
         assert advice.startswith(f"{start} {sizes[0]};")
         assert "Better: --sync_batchnorm, or a larger --per_device_train_batch_size" in advice
-    assert classifier.batch_norm_advice(make("vit"), batch(*sizes), world_size) is None
+    assert batch_norm_advice(make("vit"), batch(*sizes), world_size) is None
 
 
 def test_advice_counts_the_images_of_all_ranks_once_they_are_synchronised():
-    model = classifier.synchronise_batch_norm(make("resnet"), torch.device("cpu"))
-    assert classifier.batch_norm_advice(model, batch(64, 16), 2) is None
-    advice = classifier.batch_norm_advice(model, batch(64, 8), 2)
+    model = synchronise_batch_norm(make("resnet"), torch.device("cpu"))
+    assert batch_norm_advice(model, batch(64, 16), 2) is None
+    advice = batch_norm_advice(model, batch(64, 8), 2)
     assert "from 16 images at a time" in advice
     assert "--sync_batchnorm" not in advice
-    assert "--sync_batchnorm" not in classifier.batch_norm_advice(make("resnet"), batch(64, 8), 1)
+    assert "--sync_batchnorm" not in batch_norm_advice(make("resnet"), batch(64, 8), 1)
 
 
 def run_normalised(module, values):
@@ -253,11 +256,11 @@ def run_normalised(module, values):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_on_cpu_synchronised_batch_norm_of_one_rank_is_batch_norm(monkeypatch, momentum):
-    monkeypatch.setattr(classifier, "all_reduce", lambda tensor: tensor)
-    monkeypatch.setattr(classifier.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(batch_norm, "all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr(batch_norm.dist, "is_initialized", lambda: True)
     torch.manual_seed(0)
     plain, other = (nn.BatchNorm2d(3, momentum=momentum) for _ in range(2))
-    other = classifier.synchronise_batch_norm(nn.Sequential(other), torch.device("cpu"))[0]
+    other = synchronise_batch_norm(nn.Sequential(other), torch.device("cpu"))[0]
     for module in (plain, other):
         nn.init.constant_(module.weight, 1.5)
         nn.init.constant_(module.bias, 0.25)

@@ -1,4 +1,4 @@
-"""shared/config.py and shared/options.py: one frozen config from YAML and the command line, or one clear line."""
+"""One frozen config from YAML and the command line, or one clear line."""
 
 import contextlib
 import dataclasses
@@ -19,18 +19,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import config as configs
-from shared.config import ConfigError
-from shared.options import (
-    BatchConfig,
-    ChatConfig,
-    CheckpointConfig,
-    CorpusConfig,
-    DataConfig,
-    LogConfig,
-    OptimConfig,
-    SpeedConfig,
-)
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.data.options import DataConfig
+from shared.process import ranks, signals
+from shared.process.errors import CleanExit, ConfigError
+from shared.process.signals import clean_exit
+from shared.text.options import ChatConfig, CorpusConfig
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 
@@ -723,15 +718,15 @@ def test_the_batch_must_divide_over_the_processes_that_were_launched(templates, 
 
 def test_processes_that_share_a_model_read_the_same(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert configs.data_parallel_size() == 8
+    assert ranks.data_parallel_size() == 8
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for name, size in {"DP_REPLICATE": 2, "DP_SHARD": 2, "TP": 2, "CP": 1, "SP": 1}.items():
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
-    assert configs.data_parallel_size() == 4
+    assert ranks.data_parallel_size() == 4
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
     with pytest.raises(ConfigError, match="dp_replicate_size 2 x dp_shard_size 2 x tp_size 4"):
-        configs.data_parallel_size()
+        ranks.data_parallel_size()
 
 
 @settings(deadline=None, max_examples=100)
@@ -764,20 +759,20 @@ def test_total_steps_is_the_budget_that_was_given():
 # Exit codes and what is printed --------------------------------------------------------------------------------------
 
 
-class Stop(configs.CleanExit):
+class Stop(CleanExit):
     exit_code = 143
 
 
 @pytest.mark.parametrize(("error", "code", "line"), [(ConfigError("a"), 2, "error: a\n"), (Stop("saved"), 143, "saved\n")])
 def test_a_clean_exit_is_one_line_and_its_code(capsys, error, code, line):
-    with pytest.raises(SystemExit) as end, configs.clean_exit():
+    with pytest.raises(SystemExit) as end, clean_exit():
         raise error
     assert end.value.code == code
     assert capsys.readouterr() == ("", line)
 
 
 def test_ctrl_c_is_one_line(capsys):
-    with pytest.raises(SystemExit) as end, configs.clean_exit():
+    with pytest.raises(SystemExit) as end, clean_exit():
         raise KeyboardInterrupt
     assert end.value.code == 130
     assert capsys.readouterr() == ("", "interrupted\n")
@@ -792,26 +787,26 @@ def test_what_an_error_quotes_cannot_break_its_line_or_fill_the_console():
 def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     waits = []
-    monkeypatch.setattr(configs.time, "sleep", waits.append)
-    monkeypatch.setattr(configs.signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as end, configs.clean_exit():
+    monkeypatch.setattr(signals.time, "sleep", waits.append)
+    monkeypatch.setattr(signals.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as end, clean_exit():
         raise ConfigError("a")
     assert end.value.code == 2
     assert waits == [5] and capsys.readouterr() == ("", "error on rank 1: a\n")
-    with pytest.raises(SystemExit), configs.clean_exit():
+    with pytest.raises(SystemExit), clean_exit():
         raise Stop("all have agreed on it")
     assert waits == [5, 1] and capsys.readouterr() == ("", "")
 
 
 def test_a_traceback_is_there_for_whoever_asks(capsys, monkeypatch):
     monkeypatch.setenv("SHOW_TRACEBACK", "1")
-    with pytest.raises(SystemExit), configs.clean_exit():
+    with pytest.raises(SystemExit), clean_exit():
         raise ConfigError("a")
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_other_exceptions_are_not_hidden():
-    with pytest.raises(ZeroDivisionError), configs.clean_exit():
+    with pytest.raises(ZeroDivisionError), clean_exit():
         raise ZeroDivisionError
 
 
@@ -839,8 +834,8 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(argv, line):
 
 @pytest.mark.parametrize(("on_cpu", "seen"), [("true", "''"), ("false", "'0'")])
 def test_who_is_told_to_use_the_cpu_sees_no_gpu(on_cpu, seen):
-    code = "import dataclasses, os; from shared import config\n"
-    code += "config.parse_or_exit(dataclasses.make_dataclass('Config', [('x', int, 1)], frozen=True))\n"
+    code = "import dataclasses, os; from shared.config import parse\n"
+    code += "parse.parse_or_exit(dataclasses.make_dataclass('Config', [('x', int, 1)], frozen=True))\n"
     code += "print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     environment = os.environ | {"ACCELERATE_USE_CPU": on_cpu, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""shared/console.py: a run outlives who reads its output (with real launches: tests/test_faults.py)."""
+"""A run outlives who reads its output (with real launches: tests/test_faults.py)."""
 
 import io
 import subprocess
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.console import outlive_readers
+from shared.process.streams import outlive_readers
 
 SAYS_MUCH = """
 import sys
 from pathlib import Path
-from shared.console import outlive_readers
+from shared.process.streams import outlive_readers
 
 outlive_readers()
 for number in range(2000):

@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from shared import corpus, data, records
-from shared.config import ConfigError
-from shared.options import CorpusConfig
+from shared.data import records
+from shared.data.order import is_validation
+from shared.process.errors import ConfigError
+from shared.text import corpus
+from shared.text.options import CorpusConfig
+from shared.text.stream import Stream
 from tests.conftest import put_a_token_before_texts
 
 
@@ -40,7 +43,7 @@ def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, t
     monkeypatch.setattr(corpus, "SHARD_TOKENS", shard)
     monkeypatch.setattr(corpus, "CHUNK_BYTES", 500)
     folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
-    held_out = data.is_validation(np.arange(len(documents)), 5.0)
+    held_out = is_validation(np.arange(len(documents)), 5.0)
     assert 0 < held_out.sum() < 15
     for split, chosen in (("train", ~held_out), ("validation", held_out)):
         expected = [
@@ -75,7 +78,7 @@ def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tm
         for number, text in enumerate(documents):
             (path / f"{number:03d}.txt").write_text(text)
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    held_out = data.is_validation(np.arange(len(documents)), 5.0)
+    held_out = is_validation(np.arange(len(documents)), 5.0)
     whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
     for split, chosen in (("train", ~held_out), ("validation", held_out)):
         kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
@@ -106,7 +109,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text
 def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path, monkeypatch, shard):
     """A hash of their numbers would hold out the 13th of these, nine tenths of all tokens."""
     monkeypatch.setattr(corpus, "SHARD_TOKENS", shard)
-    assert data.is_validation(np.arange(16), 5).nonzero()[0].tolist() == [12]
+    assert is_validation(np.arange(16), 5).nonzero()[0].tolist() == [12]
     texts = [f"the model reads line {number} " * (400 if number == 12 else 3) for number in range(16)]
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -216,7 +219,7 @@ def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", 
     source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
     loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
     batch = {"global_batch_size": 4, "validation_percent": percent}
-    return corpus.Stream(source, tokenizer, length, column=column, **batch, **loading)
+    return Stream(source, tokenizer, length, column=column, **batch, **loading)
 
 
 def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):

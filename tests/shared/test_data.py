@@ -1,4 +1,4 @@
-"""shared/data.py: the order of samples is a function of (seed, epoch, step), whoever reads which slice of it."""
+"""The order of samples is a function of (seed, epoch, step), whoever reads which slice of it."""
 
 import math
 import multiprocessing
@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import corpus, data
-from shared.checkpoint import CheckpointError
-from shared.config import ConfigError
-from shared.data import IGNORED, Loader, Order, micro_batches, permute
+from shared.data.loader import Loader
+from shared.data.order import IGNORED, Order, Spread, is_validation, micro_batches, permute, seed_all
+from shared.process.errors import ConfigError
+from shared.run.checkpoint_files import CheckpointError
+from shared.text import corpus
+from shared.text.stream import Rows
 from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
@@ -275,7 +277,7 @@ def test_a_row_that_fills_a_ragged_batch_up_has_shape_but_no_targets():
 
 def test_seeding_reaches_all_three_generators_and_depends_on_the_whole_key():
     def draw(*key, **options):
-        data.seed_all(*key, **options)
+        seed_all(*key, **options)
         return torch.rand(1).item(), random.random(), np.random.rand()
 
     keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]
@@ -370,13 +372,13 @@ def test_windows_know_their_epoch():
 
 
 def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
-    spread = data.Spread(Numbers(22), 5)
+    spread = Spread(Numbers(22), 5)
     assert [int(spread[i]["input_ids"][0]) for i in range(len(spread))] == [0, 5, 10, 16, 21]
     assert spread.num_targets(np.array([1, 2])) == 5 % 4 + 10 % 4
 
 
 def test_a_row_that_fills_up_has_no_targets():
-    rows = corpus.Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
+    rows = Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
     given = {"per_device": 4, "rank": 0, "world_size": 1, "device": CPU}
     _, last = Loader(rows, corpus.collate, Order(5, 4, 0, shuffle=False), **given).windows(0, 2)
     assert last.micro_batches[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
@@ -435,8 +437,9 @@ def test_what_nobody_foresaw_keeps_its_type(num_workers, end_readers):
 ENDS = """
 import gc
 import numpy as np, torch
-from shared.config import ConfigError
-from shared.data import Loader, Order
+from shared.process.errors import ConfigError
+from shared.data.loader import Loader
+from shared.data.order import Order
 
 class Damaged:
     def __len__(self):
@@ -494,13 +497,13 @@ def test_a_stop_signal_does_not_end_a_reading_process_that_is_being_started():
 
 
 def test_the_validation_split_depends_on_the_number_alone():
-    whole = data.is_validation(np.arange(50_000), 5.0)
-    assert np.array_equal(data.is_validation(np.arange(1000, 2000), 5.0), whole[1000:2000])
+    whole = is_validation(np.arange(50_000), 5.0)
+    assert np.array_equal(is_validation(np.arange(1000, 2000), 5.0), whole[1000:2000])
     assert whole.mean() == pytest.approx(0.05, abs=0.005)
-    assert not data.is_validation(np.arange(1000), 0.0).any()
+    assert not is_validation(np.arange(1000), 0.0).any()
 
 
 def test_a_larger_validation_share_contains_the_smaller_one():
-    small, large = (data.is_validation(np.arange(5000), percent) for percent in (1.0, 10.0))
+    small, large = (is_validation(np.arange(5000), percent) for percent in (1.0, 10.0))
     assert (large | ~small).all()
     assert large.sum() > small.sum() > 0

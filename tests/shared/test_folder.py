@@ -1,4 +1,4 @@
-"""shared/folder.py and exit.json, on file systems that cannot do all (with real launches: tests/test_faults.py)."""
+"""Shared/folder.py and exit.json, on file systems that cannot do all (with real launches: tests/test_faults.py)."""
 
 import errno
 import json
@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-from shared import exits, folder
-from shared.config import CleanExit
-from shared.folder import open_run, whole_folder
+from shared.process import files
+from shared.process.errors import CleanExit
+from shared.process.files import whole_folder
+from shared.run import exits, folder
+from shared.run.folder import _tidy, open_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +78,7 @@ def test_two_starts_in_one_moment_are_not_in_each_others_way(monkeypatch, tmp_pa
         touch(path, *args, **kwargs)
         names.append(path.name)
         if len(names) == 1:
-            folder._tidy(tmp_path)  # as the run does that holds the folder
+            _tidy(tmp_path)  # as the run does that holds the folder
 
     monkeypatch.setattr(Path, "touch", touch_and_tidy)
     for _ in range(2):
@@ -133,7 +135,7 @@ def test_where_the_end_cannot_be_written_there_is_no_half_of_it(tmp_path, room):
 
 def test_files_then_their_folder_then_the_new_name_reach_the_disk(monkeypatch, tmp_path):
     done, temporary = [], tmp_path / ".tmp-final"
-    monkeypatch.setattr(folder, "_fsync", lambda path: done.append((path, (tmp_path / "final").exists())))
+    monkeypatch.setattr(files, "_fsync", lambda path: done.append((path, (tmp_path / "final").exists())))
     write(tmp_path / "final", "new")
     assert done == [(temporary / "weights", False), (temporary, False), (tmp_path, True)]
 

@@ -1,4 +1,4 @@
-"""shared/images.py: any file becomes an upright RGB image or one clear line, and images are looked at once."""
+"""Any file becomes an upright RGB image or one clear line, and images are looked at once."""
 
 import io
 import json
@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shared import images
-from shared.config import ConfigError
-from shared.images import BadImage, ImageData, decode, hold_out, prepare
-from shared.options import ImageConfig
+from shared.images import decoding
+from shared.images import files as images
+from shared.images.decoding import BadImage, decode
+from shared.images.files import ImageData, hold_out, prepare
+from shared.images.options import ImageConfig
+from shared.process.errors import ConfigError
 from tests.conftest import load_template, paint
 
 decode_pixels = load_template("image_classification").decode_pixels
@@ -483,8 +485,8 @@ def test_an_image_that_goes_bad_later_names_its_path(tmp_path):
 def reads(monkeypatch):
     """The images that are decoded from now on."""
     seen = []
-    original = images.decode
-    monkeypatch.setattr(images, "decode", lambda source, *a, **k: seen.append(source) or original(source, *a, **k))
+    original = decode
+    monkeypatch.setattr(decoding, "decode", lambda source, *a, **k: seen.append(source) or original(source, *a, **k))
     return seen
 
 

@@ -11,9 +11,10 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
-from shared import config as configs
-from shared import exits, launch
-from shared.config import ConfigError, NotNow, data_parallel_size, flag
+from shared.config import parse as configs
+from shared.process.errors import ConfigError, NotNow
+from shared.process.ranks import data_parallel_size, flag
+from shared.run import exits, launch
 from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, load_template, run
 
 
@@ -102,7 +103,7 @@ def test_sharded_gradients_are_summed_in_fp32(tmp_path):
     """And what a model returns is not rounded, though the launch config says bf16 alone."""
     script = tmp_path / "policy.py"
     script.write_text(
-        "from shared import launch\n"
+        "from shared.run import launch\n"
         "accelerator = launch.start(0)\n"
         "policy = accelerator.state.fsdp_plugin.mixed_precision_policy\n"
         "launch.say(f'{launch.strategy(accelerator)}: {policy.param_dtype}, {policy.reduce_dtype}, {policy.output_dtype}')\n"

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
-from shared import lm_loss
-from shared.data import IGNORED
-from shared.lm_loss import causal_lm_loss, fuse_head
+from shared.data.order import IGNORED
+from shared.models import loss as lm_loss
+from shared.models.loss import causal_lm_loss, fuse_head
 
 VOCAB = 96
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": VOCAB}

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfig, JambaConfig, LlamaConfig
 
-from shared import memory
 from shared.commands import plan
-from shared.config import ConfigError
+from shared.models import memory
+from shared.process.errors import ConfigError
 from tests.conftest import LAUNCHER, ROOT, free_port
 
 SCRIPT = ROOT / "tests" / "measure_memory.py"

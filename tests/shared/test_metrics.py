@@ -1,4 +1,4 @@
-"""shared/metrics.py: what is logged is what happened (curves: test_report.py; peaks of devices: test_profiling.py)."""
+"""What is logged is what happened (curves: test_report.py; peaks of devices: test_profiling.py)."""
 
 import json
 from types import SimpleNamespace
@@ -7,10 +7,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from shared import metrics
-from shared.checkpoint import TrainState
-from shared.data import IGNORED
-from shared.options import LogConfig
+from shared.config.options import LogConfig
+from shared.data.order import IGNORED
+from shared.run import metrics
+from shared.run.checkpoint import TrainState
 
 QUIET = LogConfig(report_to="none", logging_steps=2)
 

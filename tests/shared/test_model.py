@@ -1,4 +1,4 @@
-"""shared/model.py: what needs to know a model's blocks, and documents that are packed but cannot see each other."""
+"""What needs to know a model's blocks, and documents that are packed but cannot see each other."""
 
 import contextlib
 import copy
@@ -32,9 +32,15 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared import model
-from shared.config import ConfigError
-from shared.lm_loss import causal_lm_loss
+from shared.models.adapters import pissa_to_lora, trained_in_fp32
+from shared.models.blocks import compile_blocks, eagerly, repeated_blocks, set_gradient_checkpointing
+from shared.models.card import model_card
+from shared.models.checks import outside_of_text, require_fit, require_own_embeddings
+from shared.models.counts import flops_per_token, measure
+from shared.models.generation import continuations, end_generation_at, first_lines
+from shared.models.hub import from_hub, identity_of_frozen, override
+from shared.models.loss import causal_lm_loss
+from shared.process.errors import ConfigError
 from tests.small_models import VOCAB, llama, make, tokens
 
 # Gradient checkpointing ----------------------------------------------------------------------------------------------
@@ -44,7 +50,7 @@ def gradients(setting, *, dropout=0.0):
     """(gradients by name, forwards of each block's MLP) of one step with 5 blocks."""
     torch.manual_seed(0)
     subject = llama(num_hidden_layers=5, attention_dropout=dropout).train()
-    model.set_gradient_checkpointing(subject, setting)
+    set_gradient_checkpointing(subject, setting)
     forwards = [0] * 5
 
     def count(i):
@@ -53,7 +59,7 @@ def gradients(setting, *, dropout=0.0):
 
         return hook
 
-    for i, block in enumerate(model.blocks(subject)):
+    for i, block in enumerate(repeated_blocks(subject)):
         block.mlp.register_forward_pre_hook(count(i))
     torch.manual_seed(1)
     ids = tokens(2, 12)
@@ -77,14 +83,14 @@ def test_recomputing_blocks_changes_no_gradient(setting, recomputed, dropout):
 def test_a_model_whose_blocks_cannot_be_recomputed_is_refused():
     plain = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     with pytest.raises(ConfigError, match="does not support --gradient_checkpointing"):
-        model.set_gradient_checkpointing(plain, "full")
-    model.set_gradient_checkpointing(plain, "none")
+        set_gradient_checkpointing(plain, "full")
+    set_gradient_checkpointing(plain, "none")
 
 
 @pytest.mark.parametrize(("name", "path"), [("llama", "model.layers"), ("qwen2", "model.layers"), ("gpt2", "transformer.h")])
 def test_blocks_are_the_repeated_layers(name, path):
     subject = make(name)
-    found = model.blocks(subject)
+    found = repeated_blocks(subject)
     expected = list(subject.get_submodule(path))
     assert len(found) == 2
     assert all(a is b for a, b in zip(found, expected, strict=True))
@@ -95,9 +101,9 @@ def test_blocks_are_the_largest_list_of_one_class():
     subject.small = nn.ModuleList([nn.Linear(1, 1) for _ in range(9)])
     subject.mixed = nn.ModuleList([nn.Linear(50, 50), nn.LayerNorm(50)])
     subject.large = nn.ModuleList([nn.Linear(9, 9) for _ in range(3)])
-    assert model.blocks(subject) == list(subject.large)
+    assert repeated_blocks(subject) == list(subject.large)
     with pytest.raises(ConfigError, match="Linear has no list of equal blocks"):
-        model.blocks(nn.Linear(2, 2))
+        repeated_blocks(nn.Linear(2, 2))
 
 
 @pytest.fixture
@@ -118,12 +124,12 @@ def sizes_are_constants(graph):
 @pytest.mark.parametrize("aside", [False, True])
 def test_evaluations_and_texts_leave_the_compiled_training_step_its_constant_sizes(graphs, aside):
     subject = make("llama")
-    model.compile_blocks(subject)
-    with torch.no_grad(), model.eagerly(subject) if aside else contextlib.nullcontext():
+    compile_blocks(subject)
+    with torch.no_grad(), eagerly(subject) if aside else contextlib.nullcontext():
         for rows, length in ((3, 7), (2, 9)):
             causal_lm_loss(subject, {"input_ids": tokens(rows, length), "labels": tokens(rows, length)})
     if aside:
-        model.continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
+        continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
         assert not graphs
     for _ in range(2):
         causal_lm_loss(subject, {"input_ids": tokens(4, 16), "labels": tokens(4, 16)}).backward()
@@ -163,7 +169,7 @@ ATTENTION = 12 * 2 * 32 * 100
 
 
 def assert_flops(subject, by_hand, norm_factor):
-    assert by_hand <= (model.flops_per_token(subject, 100) or 0) <= by_hand + norm_factor * NORMS
+    assert by_hand <= (flops_per_token(subject, 100) or 0) <= by_hand + norm_factor * NORMS
 
 
 def test_flops_of_full_training():
@@ -180,16 +186,16 @@ def test_flops_of_frozen_weights_leave_out_their_own_gradient():
 
 def test_flops_count_packed_weights_by_their_unpacked_number():
     subject = llama()
-    expected = model.flops_per_token(subject.requires_grad_(False), 100)
+    expected = flops_per_token(subject.requires_grad_(False), 100)
     linear = subject.model.layers[0].mlp.up_proj
     linear.weight = nn.Parameter(torch.zeros(32 * 48 // 2, 1, dtype=torch.uint8), requires_grad=False)
     linear.weight.quant_state = SimpleNamespace(shape=torch.Size([48, 32]))
-    assert model.flops_per_token(subject, 100) == expected
+    assert flops_per_token(subject, 100) == expected
 
 
 def test_flops_of_attention_grow_with_the_length():
     subject = llama()
-    assert model.flops_per_token(subject, 300) - model.flops_per_token(subject, 200) == ATTENTION
+    assert flops_per_token(subject, 300) - flops_per_token(subject, 200) == ATTENTION
 
 
 def on_meta(config):
@@ -200,7 +206,7 @@ def on_meta(config):
 def test_flops_of_attention_follow_the_width_of_its_heads():
     subject = llama(head_dim=24)
     heads = subject.config.num_attention_heads
-    assert model.flops_per_token(subject, 300) - model.flops_per_token(subject, 200) == 12 * 2 * heads * 24 * 100
+    assert flops_per_token(subject, 300) - flops_per_token(subject, 200) == 12 * 2 * heads * 24 * 100
 
 
 EXPERTS = {"num_experts_per_tok": 2, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -219,13 +225,13 @@ def test_flops_of_experts_are_those_of_the_ones_that_a_token_is_sent_to(name):
     resting = 2 * 14 * 3 * 24 * 32
     head = subject.lm_head.weight is subject.model.embed_tokens.weight
     counted = sum(p.numel() for p in subject.parameters()) - (0 if head else 64 * 32)
-    per_length = model.flops_per_token(subject, 1) - model.flops_per_token(subject, 0)
-    assert model.flops_per_token(subject, 0) == pytest.approx(6 * (counted - resting))
+    per_length = flops_per_token(subject, 1) - flops_per_token(subject, 0)
+    assert flops_per_token(subject, 0) == pytest.approx(6 * (counted - resting))
     config = subject.config
     if name == "deepseek_v3":  # scores of 192 numbers a head, values of 128
         assert per_length == pytest.approx(12 * 2 * config.num_attention_heads * 160)
     subject.config.num_experts_per_tok = 0
-    assert model.flops_per_token(subject, 100) is None
+    assert flops_per_token(subject, 100) is None
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------
@@ -252,7 +258,7 @@ def test_adapters_keep_no_copy_of_their_input_in_fp32_and_learn_the_same(dora):
         return sum(storages.values()), loss, *torch.autograd.grad(loss, trained)
 
     found = [learn()]
-    model.trained_in_fp32(adapted)
+    trained_in_fp32(adapted)
     found.append(learn())
     (before, *expected), (after, *same) = found
     assert after == before if dora else after < 0.9 * before, (before, after)
@@ -270,7 +276,7 @@ def test_a_pissa_adapter_becomes_an_ordinary_one_of_twice_the_rank():
         "head.weight": (head, torch.randn(2, 2)),
     }
     weights = {name: now for name, (now, _) in names.items()}
-    converted = model.pissa_to_lora(weights, {name: start for name, (_, start) in names.items()})
+    converted = pissa_to_lora(weights, {name: start for name, (_, start) in names.items()})
     new_a, new_b = converted["x.lora_A.default.weight"], converted["x.lora_B.default.weight"]
     assert (new_a.shape, new_b.shape) == ((6, 7), (5, 6))
     torch.testing.assert_close(new_b @ new_a, b @ a - b0 @ a0)
@@ -295,15 +301,15 @@ class Scored(nn.Module):
 
 def test_measuring_counts_forward_and_both_backward_products_of_a_matrix():
     # 2 multiply-adds each: forward, gradient of the weight; the input needs none.
-    assert model.measure(Scored(nn.Linear(5, 7, bias=False)), {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7)
+    assert measure(Scored(nn.Linear(5, 7, bias=False)), {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7)
     two = Scored(nn.Linear(5, 7), nn.Linear(7, 2))
-    assert model.measure(two, {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7) + 3 * (2 * 3 * 7 * 2)
+    assert measure(two, {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7) + 3 * (2 * 3 * 7 * 2)
 
 
 def test_measuring_counts_the_filters_of_a_convolution():
     subject = Scored(nn.Conv2d(3, 4, kernel_size=3, stride=2, padding=1, bias=False))
     forward = 2 * 4 * 4 * (4 * 3 * 3 * 3) * 2  # batch, positions, filters, multiply and add
-    assert model.measure(subject, {"pixel_values": torch.zeros(2, 3, 8, 8)}) == 2 * forward
+    assert measure(subject, {"pixel_values": torch.zeros(2, 3, 8, 8)}) == 2 * forward
 
 
 def test_measuring_freezes_what_takes_no_part_and_leaves_no_gradient():
@@ -312,7 +318,7 @@ def test_measuring_freezes_what_takes_no_part_and_leaves_no_gradient():
     before = copy.deepcopy(subject.state_dict())
     for training in (True, False):
         subject.train(training)
-        model.measure(subject, {"pixel_values": torch.randn(3, 5)})
+        measure(subject, {"pixel_values": torch.randn(3, 5)})
         assert subject.training is subject.layers[2].training is training
         trained = {name for name, p in subject.named_parameters() if p.requires_grad}
         assert trained == {"layers.0.weight", "layers.1.weight", "layers.1.bias"}
@@ -323,16 +329,16 @@ def test_measuring_freezes_what_takes_no_part_and_leaves_no_gradient():
 def test_a_frozen_backbone_costs_no_backward():
     subject = Scored(nn.Linear(5, 7), nn.Linear(7, 2))
     subject.layers[0].requires_grad_(False)
-    flops = model.measure(subject, {"pixel_values": torch.zeros(3, 5)})
+    flops = measure(subject, {"pixel_values": torch.zeros(3, 5)})
     assert flops == 2 * 3 * 5 * 7 + 2 * (2 * 3 * 7 * 2)
 
 
 def test_images_of_a_size_that_a_model_cannot_take_are_refused_with_the_shape():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     subject = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes))
-    model.measure(subject, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+    measure(subject, {"pixel_values": torch.zeros(1, 3, 32, 32)})
     with pytest.raises(ConfigError) as error:
-        model.measure(subject, {"pixel_values": torch.zeros(1, 3, 40, 40)})
+        measure(subject, {"pixel_values": torch.zeros(1, 3, 40, 40)})
     assert str(error.value).startswith("ViTForImageClassification cannot take pixel_values (1, 3, 40, 40): ")
     assert "\n" not in str(error.value)
 
@@ -344,7 +350,7 @@ def test_a_model_that_fails_without_a_word_is_named():
     subject = Scored(nn.Linear(5, 7))
     subject.layers[0].forward = fail
     with pytest.raises(ConfigError, match=r"Scored cannot take pixel_values \(1, 5\)"):
-        model.measure(subject, {"pixel_values": torch.zeros(1, 5)})
+        measure(subject, {"pixel_values": torch.zeros(1, 5)})
 
 
 # What a user typed ---------------------------------------------------------------------------------------------------
@@ -352,7 +358,7 @@ def test_a_model_that_fails_without_a_word_is_named():
 
 def test_override_sets_numbers_text_and_switches():
     config = LlamaConfig()
-    model.override(config, "hidden_size=256,num_hidden_layers=4,hidden_act=gelu,attention_bias=true,rms_norm_eps=1e-4")
+    override(config, "hidden_size=256,num_hidden_layers=4,hidden_act=gelu,attention_bias=true,rms_norm_eps=1e-4")
     assert (config.hidden_size, config.num_hidden_layers, config.hidden_act) == (256, 4, "gelu")
     assert config.attention_bias is True
     assert config.rms_norm_eps == 1e-4
@@ -360,38 +366,38 @@ def test_override_sets_numbers_text_and_switches():
 
 def test_override_sets_lists():
     config = ResNetConfig()
-    model.override(config, "depths=[2,2,2,2],layer_type=basic,hidden_sizes=[8, 16, 32, 64]")
+    override(config, "depths=[2,2,2,2],layer_type=basic,hidden_sizes=[8, 16, 32, 64]")
     assert (config.depths, config.layer_type, config.hidden_sizes) == ([2, 2, 2, 2], "basic", [8, 16, 32, 64])
 
 
 def test_override_of_nothing_changes_nothing():
     config, before = LlamaConfig(), LlamaConfig().to_dict()
-    model.override(config, None)
-    model.override(config, "")
+    override(config, None)
+    override(config, "")
     assert config.to_dict() == before
 
 
 @pytest.mark.parametrize("change", ["hiden_size=256", "hidden_size", "=3"])
 def test_override_refuses_what_the_config_does_not_have(change):
     with pytest.raises(ConfigError, match=rf"--config_overrides {change}: expected key=value with a key of .*hidden_size"):
-        model.override(LlamaConfig(), change)
+        override(LlamaConfig(), change)
 
 
 def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
     subject = llama(max_position_embeddings=16)
-    model.require_fit(subject, range(VOCAB), 16)
+    require_fit(subject, range(VOCAB), 16)
     with pytest.raises(ConfigError, match="--seq_length 17 is longer than the model's context of 16 tokens"):
-        model.require_fit(subject, range(VOCAB), 17)
+        require_fit(subject, range(VOCAB), 17)
 
 
 def test_tokens_without_an_embedding_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=f"the tokenizer has {VOCAB + 1} tokens, the model only {VOCAB} embeddings"):
-        model.require_fit(llama(), range(VOCAB + 1), 8)
+        require_fit(llama(), range(VOCAB + 1), 8)
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path):
     with pytest.raises(ConfigError) as error:
-        model.from_hub(AutoModelForCausalLM, tmp_path)
+        from_hub(AutoModelForCausalLM, tmp_path)
     assert str(error.value).startswith(f"{tmp_path}: ")
     assert "\n" not in str(error.value)
 
@@ -400,7 +406,7 @@ def test_a_folder_without_a_model_is_one_line(tmp_path):
 @pytest.mark.parametrize("name", ["/no/such", "./no/such/folder", "no such"])
 def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
     with pytest.raises(ConfigError) as error:
-        model.from_hub(auto_class, name)
+        from_hub(auto_class, name)
     assert str(error.value) == f"{name}: no such folder, and no name of a model on the Hub, which is OWNER/MODEL"
 
 
@@ -409,7 +415,7 @@ def test_an_adapter_is_not_taken_for_a_model(tmp_path):
     get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
     for auto_class, options in ((AutoModelForCausalLM, {"use_safetensors": True}), (AutoConfig, {})):
         with pytest.raises(ConfigError, match=f"{tmp_path}/adapter: an adapter, not a model"):
-            model.from_hub(auto_class, tmp_path / "adapter", **options)
+            from_hub(auto_class, tmp_path / "adapter", **options)
 
     class OnTheHub:
         @staticmethod
@@ -419,14 +425,14 @@ def test_an_adapter_is_not_taken_for_a_model(tmp_path):
             return loaded, {}
 
     with pytest.raises(ConfigError, match="somebody/adapter: an adapter, not a model"):
-        model.from_hub(OnTheHub, "somebody/adapter", use_safetensors=True)
+        from_hub(OnTheHub, "somebody/adapter", use_safetensors=True)
 
 
 def test_pickled_weights_are_not_loaded(tmp_path):
     llama().config.save_pretrained(tmp_path)
     torch.save(llama().state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        model.from_hub(AutoModelForCausalLM, tmp_path, use_safetensors=True)
+        from_hub(AutoModelForCausalLM, tmp_path, use_safetensors=True)
 
 
 def test_a_model_s_own_code_is_not_run(tmp_path):
@@ -435,20 +441,20 @@ def test_a_model_s_own_code_is_not_run(tmp_path):
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_its_own", "auto_map": auto_map}))
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        model.from_hub(AutoModelForCausalLM, tmp_path)
+        from_hub(AutoModelForCausalLM, tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
 def test_safetensors_weights_are_loaded_equal(tmp_path):
     subject = llama()
     subject.save_pretrained(tmp_path)
-    loaded = model.from_hub(AutoModelForCausalLM, tmp_path, use_safetensors=True)
+    loaded = from_hub(AutoModelForCausalLM, tmp_path, use_safetensors=True)
     for name, value in subject.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
 
 
 def test_a_card_names_base_results_and_settings():
-    text = model.card(
+    text = model_card(
         *(
             "T",
             "D",
@@ -496,7 +502,7 @@ class Spells:
 
 def test_a_continuation_stops_at_the_end_of_text_or_at_its_length():
     subject = Counts().train()
-    texts = model.continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
+    texts = continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
     assert texts == ["5 6", "21 22 23 24"]
     assert set(subject.lengths) == {64} and len(subject.lengths) == 7
     assert subject.training
@@ -504,7 +510,7 @@ def test_a_continuation_stops_at_the_end_of_text_or_at_its_length():
 
 def test_a_continuation_never_looks_further_back_than_the_model_can():
     subject = Counts(context=3)
-    assert model.continuations(subject, Spells(), [[20, 21, 22, 23]], max_new_tokens=2) == ["24 25"]
+    assert continuations(subject, Spells(), [[20, 21, 22, 23]], max_new_tokens=2) == ["24 25"]
     assert subject.lengths == [3, 3]
 
 
@@ -516,7 +522,7 @@ def test_what_fills_a_row_up_changes_no_continuation(name):
         ids.append(int(subject(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     expected = Spells().decode(ids[3:], skip_special_tokens=True)
     assert Spells.eos_token_id not in ids
-    assert model.continuations(subject, Spells(), [[5, 9, 3]], max_new_tokens=6) == [expected]
+    assert continuations(subject, Spells(), [[5, 9, 3]], max_new_tokens=6) == [expected]
 
 
 def test_continuations_are_deterministic_and_sampling_follows_its_seed():
@@ -524,7 +530,7 @@ def test_continuations_are_deterministic_and_sampling_follows_its_seed():
     prompts = [[1, 2, 3], [4]]
 
     def run(**options):
-        return model.continuations(subject, Spells(), copy.deepcopy(prompts), max_new_tokens=8, **options)
+        return continuations(subject, Spells(), copy.deepcopy(prompts), max_new_tokens=8, **options)
 
     assert run() == run()
     assert run(sample=True, seed=1) == run(sample=True, seed=1)
@@ -534,7 +540,7 @@ def test_continuations_are_deterministic_and_sampling_follows_its_seed():
 
 def test_sampling_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
-    model.continuations(make_untouched(), Spells(), [[1]], max_new_tokens=3, sample=True)
+    continuations(make_untouched(), Spells(), [[1]], max_new_tokens=3, sample=True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -546,7 +552,7 @@ def make_untouched():
 @pytest.mark.parametrize("lines", [0, 1, 8, 9, 24])
 def test_a_long_text_is_shortened_for_a_log(lines):
     text = "\n".join("#" * lines)
-    shown = model.first_lines(text)
+    shown = first_lines(text)
     assert shown == (text if lines <= 8 else "\n".join([*"########", f"... and {lines - 8} more lines"]))
 
 
@@ -571,25 +577,25 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
         first, second = (subject(input_ids=t, use_cache=False).logits[:, :-1] for t in (tokens, other))
     assert torch.equal(first, second) == causal
     if causal:
-        model.require_fit(subject, range(VOCAB), 8)
+        require_fit(subject, range(VOCAB), 8)
     else:
         with pytest.raises(ConfigError, match="sees the tokens that it is to predict"):
-            model.require_fit(subject, range(VOCAB), 8)
+            require_fit(subject, range(VOCAB), 8)
 
 
 def test_a_loss_that_balances_experts_and_is_left_out_is_told(capsys):
     for asked in (False, True):
         config = MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=2, output_router_logits=asked)
-        model.require_fit(AutoModelForCausalLM.from_config(config), range(VOCAB), 8)
+        require_fit(AutoModelForCausalLM.from_config(config), range(VOCAB), 8)
         assert ("the loss that balances experts" in capsys.readouterr().err) == asked
 
 
 def test_adapters_are_put_where_text_passes():
-    assert model.outside_of_text(llama()) is None
+    assert outside_of_text(llama()) is None
     eyes = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
     text = TINY | {"num_key_value_heads": 1, "head_dim": 8}
     both = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=eyes))
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", exclude_modules=model.outside_of_text(both))
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", exclude_modules=outside_of_text(both))
     adapted = get_peft_model(both, lora)
     adapted(input_ids=torch.arange(8)[None] % VOCAB).logits.sum().backward()
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
@@ -602,30 +608,30 @@ def test_adapters_are_not_added_to_what_input_and_output_share(tied, target):
     adapted = get_peft_model(llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", target_modules=[target]))
     if tied and target != "q_proj":
         with pytest.raises(ConfigError, match=f"--merge_adapter adds the adapter of {target} to a matrix"):
-            model.require_own_embeddings(adapted, "--merge_adapter")
+            require_own_embeddings(adapted, "--merge_adapter")
     else:
-        model.require_own_embeddings(adapted, "--merge_adapter")
+        require_own_embeddings(adapted, "--merge_adapter")
 
 
 def test_frozen_weights_are_told_apart(tmp_path):
     subject = llama()
-    assert model.identity_of_frozen("anything", subject) == ""
+    assert identity_of_frozen("anything", subject) == ""
     subject.lm_head.requires_grad_(False)
     found = []
     for changed in (False, True, False):
         with torch.no_grad():
             subject.lm_head.weight[0, 0] = float(changed)
         subject.save_pretrained(tmp_path)
-        found.append(model.identity_of_frozen(str(tmp_path), subject))
+        found.append(identity_of_frozen(str(tmp_path), subject))
     assert found[0] == found[2] != found[1]
-    assert model.identity_of_frozen("on/the-hub", subject) == "None"  # made here
+    assert identity_of_frozen("on/the-hub", subject) == "None"  # made here
 
 
 def test_generation_ends_where_a_learned_turn_does():
     subject = llama()
     for before, after in ((None, 5), (5, 5), (3, [3, 5]), ([3, 4], [3, 4, 5])):
         subject.generation_config.eos_token_id = before
-        model.end_generation_at(subject, 5)
+        end_generation_at(subject, 5)
         assert subject.generation_config.eos_token_id == after
-        model.end_generation_at(subject, None)
+        end_generation_at(subject, None)
         assert subject.generation_config.eos_token_id == after

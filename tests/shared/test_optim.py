@@ -1,4 +1,4 @@
-"""shared/optim.py: which parameters decay, who optimises what, and learning rates as a function of the step."""
+"""Which parameters decay, who optimises what, and learning rates as a function of the step."""
 
 import dataclasses
 import importlib.util
@@ -29,9 +29,9 @@ from transformers import (
     ViTConfig,
 )
 
-from shared import optim
-from shared.config import ConfigError
-from shared.options import OptimConfig
+from shared.config.options import OptimConfig
+from shared.process.errors import ConfigError
+from shared.training import optim
 
 
 def tiny_llama(*, tied=False):

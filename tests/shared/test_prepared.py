@@ -1,4 +1,4 @@
-"""shared/prepared.py: what is made of the data once is whole or not there, and the same by any number of processes."""
+"""What is made of the data once is whole or not there, and the same by any number of processes."""
 
 import errno
 import multiprocessing.spawn
@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared import prepared
-from shared.config import ConfigError, cache_dir
+from shared.config.parse import cache_dir
+from shared.data import prepared
+from shared.process.errors import ConfigError
 from tests.conftest import ROOT
 
 
@@ -169,7 +170,7 @@ def test_the_results_come_in_the_order_of_the_items(processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(processes):
-    items = ["pass", "from shared.config import ConfigError as E; raise E('line 7: no text')", "pass"]
+    items = ["pass", "from shared.process.errors import ConfigError as E; raise E('line 7: no text')", "pass"]
     results = prepared.in_order(partial, (exec,), items, processes)
     assert next(results) is None
     with pytest.raises(ConfigError, match=r"^line 7: no text$"):
@@ -198,7 +199,7 @@ def test_a_process_that_dies_ends_the_work_and_nothing_waits_for_it(monkeypatch,
 def test_processes_do_not_import_the_script_and_leave_it_in_place(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "print('imported')\nfrom functools import partial\nfrom shared import prepared\n"
+        "print('imported')\nfrom functools import partial\nfrom shared.data import prepared\n"
         "if __name__ == '__main__':\n"
         "    print(sorted(prepared.in_order(partial, (eval,), ['1 + 1', '2 + 2', 'len(\"x\" * 9)'], 2)))\n"
         "    import __main__; print(__main__.__file__ == __file__)\n"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared import metrics, profiling
+from shared.run import metrics, profiling
 from tests.conftest import run
 
 

@@ -1,4 +1,4 @@
-"""shared/records.py: every format gives records with their place, and what cannot be read is one ConfigError."""
+"""Every format gives records with their place, and what cannot be read is one ConfigError."""
 
 import json
 import os
@@ -15,11 +15,15 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import images, records
-from shared import model as models
-from shared.config import CleanExit, ConfigError
-from shared.options import CorpusConfig, DataConfig, ImageConfig
-from shared.records import Source, find_files, open_sources, read_records
+from shared.data import records
+from shared.data.files import find_files
+from shared.data.options import DataConfig
+from shared.data.records import Source, open_sources, read_records
+from shared.images import files as images
+from shared.images.options import ImageConfig
+from shared.models.hub import from_hub
+from shared.process.errors import CleanExit, ConfigError
+from shared.text.options import CorpusConfig
 
 
 def write(folder, name, content):
@@ -435,7 +439,7 @@ def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error
         next(records.load_hub("org/name", None, "train"))
     assert raised.value.exit_code == (1 if expected else 2)
     with pytest.raises(CleanExit) as raised:
-        models.from_hub(SimpleNamespace(__name__="AutoModel", from_pretrained=fail), "org/name")
+        from_hub(SimpleNamespace(__name__="AutoModel", from_pretrained=fail), "org/name")
     assert raised.value.exit_code == (1 if expected else 2)
     with pytest.raises(CleanExit) as raised:
         images.prepare(ImageConfig(dataset_name="org/name"))

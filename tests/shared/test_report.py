@@ -1,4 +1,4 @@
-"""shared/report.py: figures of an evaluation equal those by hand and scikit-learn's, and the files are what they say."""
+"""Figures of an evaluation equal those by hand and scikit-learn's, and the files are what they say."""
 
 import json
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn import metrics
 
-from shared import report
-from shared.data import IGNORED
-from shared.images import Images
-from shared.report import Predictions, scores
+from shared.data.order import IGNORED
+from shared.images import report
+from shared.images.files import Images
+from shared.images.report import Predictions, scores
 
 
 def test_scores_of_a_batch_by_hand():

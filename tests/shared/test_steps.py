@@ -1,4 +1,4 @@
-"""shared/steps.py: a skipped update, and a step that waits for nothing (faults and signals: tests/test_faults.py)."""
+"""A skipped update, and a step that waits for nothing (faults and signals: tests/test_faults.py)."""
 
 import sys
 import time
@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shared import launch, metrics, optim, steps
-from shared.checkpoint import TrainState
-from shared.options import OptimConfig
+from shared.config.options import OptimConfig
+from shared.run import guard, launch, metrics
+from shared.run.checkpoint import TrainState
+from shared.run.guard import Guard, _OnItsWay
+from shared.run.rehearsal import largest_that_fits
+from shared.training import optim, step
 from tests.conftest import Run, run_here
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
@@ -39,25 +42,25 @@ def test_a_skipped_update_changes_nothing(name, bad_at):
     (model, optimizers), (other, others) = build(name), build(name)
     inputs = torch.randn(5, 4, 8)
 
-    def step(model, optimizers, batch, *, finite=True):
+    def train(model, optimizers, batch, *, finite=True):
         model(batch).square().mean().backward()
         if not finite:
             for parameter in model.parameters():
                 parameter.grad.fill_(torch.nan)
-        steps.update(accelerator, optimizers, torch.tensor(finite), torch.tensor(1.0))
+        step.update(accelerator, optimizers, torch.tensor(finite), torch.tensor(1.0))
         assert all(parameter.grad is None for parameter in model.parameters())
 
     for i, batch in enumerate(inputs):
         if i == bad_at:
             before = state_of(model, optimizers)
-            step(model, optimizers, batch, finite=False)
+            train(model, optimizers, batch, finite=False)
             after = state_of(model, optimizers)
             for key, value in before.items():
                 assert torch.equal(value, after[key]), key
             assert bad_at == 0 or len(before) > 6  # the optimizer's state, too
         else:
-            step(model, optimizers, batch)
-            step(other, others, batch)
+            train(model, optimizers, batch)
+            train(other, others, batch)
     for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
         assert torch.equal(one, two), key
 
@@ -70,7 +73,7 @@ def test_gradients_are_clipped_as_pytorch_clips_them(max_norm):
         one(inputs).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(other.parameters(), max_norm or torch.inf)
     assert 0.01 < expected < 100  # so that it is clipped by the first alone
-    assert steps.clip_gradients(launch.start(0), model, max_norm) == expected
+    assert step.clip_gradients(launch.start(0), model, max_norm) == expected
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad)
 
@@ -78,13 +81,13 @@ def test_gradients_are_clipped_as_pytorch_clips_them(max_norm):
 @pytest.mark.parametrize(("scale", "counts"), [(None, True), (0.5, True), (2.0, False)])
 def test_an_infinite_gradient_counts_unless_the_scale_of_fp16_can_still_fall(scale, counts, monkeypatch):
     accelerator = launch.start(0)
-    monkeypatch.setattr(steps.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
     if scale is not None:
         monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
         accelerator.scaler.scale(torch.tensor(1.0))  # which makes its scale
-    guard = steps.Guard(accelerator, nn.Linear(1, 1), TrainState(), max_skipped=1)
+    made = Guard(accelerator, nn.Linear(1, 1), TrainState(), max_skipped=1)
     window = SimpleNamespace(indices=np.zeros((1, 1), np.int64))
-    assert guard.finite([torch.tensor(1.0)], torch.tensor(torch.inf), window) == (not counts)
+    assert made.finite([torch.tensor(1.0)], torch.tensor(torch.inf), window) == (not counts)
 
 
 def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch):
@@ -99,7 +102,7 @@ def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch
         for optimizer in optimizers:
             accelerator.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        steps.update(accelerator, optimizers, torch.tensor(True), norm)
+        step.update(accelerator, optimizers, torch.tensor(True), norm)
         same = [torch.equal(parameter, was) for parameter, was in zip(model.parameters(), before, strict=True)]
         assert same == [bad] * 6
         assert accelerator.scaler.get_scale() == scale
@@ -111,7 +114,7 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     loader = SimpleNamespace(per_device=4, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
     (optimizer,) = optimizers = optim.build(model, OptimConfig())
     accelerator = launch.start(0)
-    assert steps.largest_that_fits(accelerator, model, optimizers, loader, lambda b: model(b["inputs"]).sum()) == 4
+    assert largest_that_fits(accelerator, model, optimizers, loader, lambda b: model(b["inputs"]).sum()) == 4
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
 
@@ -137,7 +140,7 @@ def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tm
     def watched(original):
         def read(tensor, *args, **kwargs):
             frame = sys._getframe(1)
-            if inside[0] and frame.f_code is not steps._OnItsWay.read.__code__:
+            if inside[0] and frame.f_code is not _OnItsWay.read.__code__:
                 found.append(f"{original.__name__}: {frame.f_code.co_filename}:{frame.f_lineno}")
             return original(tensor, *args, **kwargs)
 
@@ -153,11 +156,11 @@ def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tm
     for name in READS:
         monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
     monkeypatch.setattr(launch, "seed_step", switching(launch.seed_step, True))
-    monkeypatch.setattr(steps.Guard, "stop_if_asked", switching(steps.Guard.stop_if_asked, False))
+    monkeypatch.setattr(Guard, "stop_if_asked", switching(Guard.stop_if_asked, False))
     rows = ("--global_batch_size", 8, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 0)
     never = ("--max_steps", 4, "--logging_steps", 100, "--eval_steps", 100, "--save_steps", 100)
     run_here(template, *rows, *never, *given, "--output_dir", tmp_path / "run")
-    logged = [line for line in found if "shared/metrics.py" in line]
+    logged = [line for line in found if "shared/run/metrics.py" in line]
     assert logged  # the last step is, so that the watch is seen to work
     assert found == logged
 

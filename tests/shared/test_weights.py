@@ -1,14 +1,16 @@
-"""shared/weights.py: a second set of weights follows, is swapped in and out, and survives a checkpoint bit for bit."""
+"""A second set of weights follows, is swapped in and out, and survives a checkpoint bit for bit."""
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from shared import optim, parallel
-from shared.checkpoint import Checkpointer, CheckpointError, TrainState
-from shared.options import OptimConfig
-from shared.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+from shared.config.options import OptimConfig
+from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
+from shared.parallel import sharding
+from shared.run.checkpoint import Checkpointer, TrainState
+from shared.run.checkpoint_files import CheckpointError
+from shared.training import optim
 from tests.conftest import SmallConfig
 
 
@@ -182,7 +184,7 @@ def run(folder):
     accelerator = Accelerator(cpu=True)
     model = Subject()
     optimizers = optim.build(model, OptimConfig())
-    model, optimizers = parallel.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
+    model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     copies = {"ema": WeightCopy(accelerator, model), "best": WeightCopy(accelerator, model)}
     folder.mkdir(exist_ok=True)
     saver = Checkpointer(accelerator, model, optimizers, folder, SmallConfig(), data="abc", copies=copies)

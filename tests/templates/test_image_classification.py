@@ -14,8 +14,8 @@ from PIL import Image
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageClassification, pipeline
 
-from shared import optim
-from shared.config import ConfigError
+from shared.process.errors import ConfigError
+from shared.training import optim
 from tests.conftest import Run, load_template, paint, run, run_and_kill, run_here
 
 AUGMENTED = (
@@ -79,20 +79,25 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
     """Training crops uint8 tensors, faster than Pillow and (bicubic) rounded differently: on average by half a level."""
     from torchvision.transforms import v2
 
-    from shared import classifier, config, data, images, launch
+    from shared.config import parse as configs
+    from shared.data.order import seed_all
+    from shared.images import files as images
+    from shared.images.decoding import decode
+    from shared.images.processor import image_processor
+    from shared.run import launch
 
     template = load_template("image_classification")
     flags = ["--train_dir", str(image_folder), "--image_size", "24", "--global_batch_size", "4"]
-    settings = template.with_defaults(config.parse(template.Config, flags))
-    found, processor = images.prepare(settings.images), classifier.image_processor(None, 24, None)
+    settings = template.with_defaults(configs.parse(template.Config, flags))
+    found, processor = images.prepare(settings.images), image_processor(None, 24, None)
     loader, _ = template.build_loaders(settings, found, processor, torch.nn.Identity(), launch.start(0))
     crop = v2.RandomResizedCrop(24, scale=(settings.recipe.crop_min_scale, 1.0), interpolation=processor.resample)
     plain = v2.Compose([crop, v2.RandomHorizontalFlip(settings.recipe.horizontal_flip), v2.PILToTensor()])
     for window in loader.windows(0, 3):
         ours = torch.cat([batch["pixel_values"] for batch in window.micro_batches])
         for index, pixels in zip(window.indices.flatten().tolist(), ours, strict=True):
-            picture = images.decode(found.train.source[int(found.train.index[index, 0])])
-            data.seed_all(settings.batch.seed, window.epoch, index, 1, devices=False)
+            picture = decode(found.train.source[int(found.train.index[index, 0])])
+            seed_all(settings.batch.seed, window.epoch, index, 1, devices=False)
             difference = (plain(picture).int() - pixels.int()).abs()
             assert difference.max() <= 8 and difference.float().mean() < 0.5, (difference.max(), difference.float().mean())
 
@@ -449,7 +454,7 @@ def test_bad_input_is_one_config_error(base, tmp_path, flags, message):
 def test_layer_decay_reaches_the_optimizer(architectures):
     from transformers import AutoConfig
 
-    from shared.options import OptimConfig
+    from shared.config.options import OptimConfig
 
     model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(architectures / "vit"))
     (optimizer,) = optim.build(model, OptimConfig(layer_decay=0.5))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.config import ConfigError
+from shared.process.errors import ConfigError
 from tests.conftest import Run, run, run_and_kill, run_here
 
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -90,12 +90,12 @@ def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path, packing):
     rows = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
     packed_rows = None
     if packing == "--packing":
-        from shared import chat, options
-        from shared.data import Order  # noqa: F401  the count of packed rows is all that is taken from shared/
+        from shared.text import chat, options
+        from shared.text.packing import Packed
 
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         settings = options.ChatConfig(train_file=(str(chat_file),), validation_file=(str(chat_file),), seq_length=96)
-        packed_rows = len(chat.Packed(chat.Conversations(chat.prepare(settings, tokenizer), "train"), 96))
+        packed_rows = len(Packed(chat.Conversations(chat.prepare(settings, tokenizer), "train"), 96))
     size = packed_rows or len(rows)
     theirs = run(
         *("lora_finetune", tmp_path, "--model_name_or_path", tiny_model, "--train_file", chat_file),

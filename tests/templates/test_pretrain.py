@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config
 
-from shared import corpus
-from shared.config import ConfigError
+from shared.process.errors import ConfigError
+from shared.text import corpus
 from tests.conftest import ROOT, run, run_and_kill, run_here
 
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from shared import config as configs
-from shared.config import ConfigError
+from shared.config import parse as configs
+from shared.process.errors import ConfigError
 from tests.conftest import load_template, run
 
 SHAPE = "hidden_size=64,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"

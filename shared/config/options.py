@@ -1,0 +1,228 @@
+"""The groups of flags that templates compose their `Config` from. Each field's docstring is its --help.
+
+`FREE` names the fields that do not change what is learned: a run resumes with other values of these. Any other field that
+differs from the checkpoint's is refused unless --allow_changed names it. Data files are free: their content is compared.
+
+This module and the ones it imports stay clear of torch, so that --help and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from shared.config import parse as configs
+from shared.process import ranks
+from shared.process.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Batch and budget."""
+
+    FREE: ClassVar = frozenset(
+        {"per_device_train_batch_size", "per_device_eval_batch_size", "find_batch_size", "dataloader_num_workers"}
+    )
+
+    global_batch_size: int = 16
+    """Samples (rows, where samples are packed into rows) in one optimizer step, over all devices and accumulated
+    micro-batches."""
+    per_device_train_batch_size: int = 2
+    """Samples in one forward and backward of one device, at most: fewer where a device's share of the global batch does
+    not divide by it. Accumulation follows from it, and both are printed."""
+    find_batch_size: bool = False
+    """Try a step before training, and where memory runs out halve per_device_train_batch_size, doubling accumulation."""
+    per_device_eval_batch_size: int = 8
+    """Samples in one forward of one device in evaluation."""
+    max_steps: int | None = None
+    """Optimizer steps to train; at most one of max_steps and num_train_epochs is given."""
+    num_train_epochs: float | None = None
+    """Passes over the training data; if not given, 1, or about two minutes on two CPU cores for the embedded demo."""
+    dataloader_num_workers: int = 0
+    """Worker processes of each rank that read samples; 0 reads in the training process."""
+    seed: int = 0
+    """Decides initial weights, order of samples, augmentation and dropout."""
+
+    def __post_init__(self) -> None:
+        sizes = ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
+        configs.require_at_least_one(self, *sizes)
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed must be between 0 and 2**32 - 1, not {self.seed}")
+        if not 0 <= self.dataloader_num_workers < 2**10:
+            raise ConfigError(f"--dataloader_num_workers must be between 0 and 1023, not {self.dataloader_num_workers}")
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
+        for name in ("max_steps", "num_train_epochs"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name} must be positive, not {getattr(self, name)}")
+
+    def micro_batch(self) -> tuple[int, int]:
+        """(samples at once, micro-batches accumulated) of one rank in one optimizer step of this launch.
+
+        Raises:
+            ConfigError: the global batch does not divide by the processes that read data.
+        """
+        processes = ranks.data_parallel_size()
+        share, rest = divmod(self.global_batch_size, processes)
+        if rest:
+            raise ConfigError(
+                f"--global_batch_size {self.global_batch_size} is not a multiple of the {processes} processes that read "
+                f"data: {' or '.join(str(n * processes) for n in (share, share + 1) if n)} would be"
+            )
+        most = min(share, self.per_device_train_batch_size)
+        step = 1 if share % 2 or self.per_device_train_batch_size % 2 else 2  # an even one stays even: mixup mixes pairs
+        rows = max(n for n in range(step, most + 1, step) if share % n == 0)
+        return rows, share // rows
+
+    def total_steps(self, steps_per_epoch: int | None, *, default: int | None = None) -> int:
+        """Optimizer steps of the whole run; `default` when neither budget is given, else one epoch.
+
+        Raises:
+            ConfigError: the budget is in epochs and their length (None) is not known.
+        """
+        if self.max_steps is not None:
+            return self.max_steps
+        if self.num_train_epochs is None and default is not None:
+            return default
+        if steps_per_epoch is None:
+            raise ConfigError("a stream has no known length: give the budget as --max_steps")
+        return math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    FREE: ClassVar = frozenset({"max_skipped_steps"})
+
+    optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
+    """adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes. sgd:
+    with Nesterov momentum; its --weight_decay is usually 1e-4 and less."""
+    learning_rate: float = 3e-4
+    """Peak learning rate, of AdamW's parameters and (scaled to the same update size) of Muon's."""
+    weight_decay: float = 0.1
+    """Decoupled decay of weight matrices; norms, biases and embeddings are never decayed."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon."""
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm; 0 turns clipping off."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run."""
+    warmup_ratio: float = 0.03
+    """Share of the run in which the rate rises linearly to its peak."""
+    decay_ratio: float = 0.2
+    """Share of the run in which wsd decays."""
+    min_lr_ratio: float = 0.0
+    """Final learning rate as a share of the peak."""
+    max_skipped_steps: int = 5
+    """Steps whose update may be skipped because loss or gradient is not finite, in the whole run; one more ends it."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each block to the one before it; 1: the same rate everywhere."""
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ConfigError(f"--learning_rate must be positive, not {self.learning_rate}")
+        for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
+        if self.optim == "sgd" and not 0 < self.sgd_momentum < 1:
+            raise ConfigError(f"--sgd_momentum is between 0 and 1, not {self.sgd_momentum}")
+        for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"--{name} is at least 0 and below 1, not {getattr(self, name)}")
+        for name in ("weight_decay", "max_grad_norm", "max_skipped_steps", "adam_epsilon"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--{name} must not be negative, but is {getattr(self, name)}")
+        if not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"--layer_decay is a factor above 0 and at most 1, not {self.layer_decay}")
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """Memory and speed."""
+
+    FREE: ClassVar = frozenset(
+        {"gradient_checkpointing", "torch_compile", "ddp_comm_hook", "ddp_timeout", "attn_implementation"}
+    )
+
+    gradient_checkpointing: str = "none"
+    """none, full, or N: recompute the activations of every N-th block in the backward pass to save memory."""
+    torch_compile: bool = False
+    """torch.compile each block, and the loss (image models whole); needs a C compiler, pays off from some minutes of
+    training on, or from the second start, which finds what the first compiled."""
+    ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
+    """Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits."""
+    ddp_timeout: float = 1800.0
+    """Seconds that a process waits for the others before it ends the run, which may then be started again."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    """Attention kernel; flash_attention_* need their own packages."""
+
+    def __post_init__(self) -> None:
+        value = self.gradient_checkpointing
+        if value not in ("none", "full") and not (value.isdecimal() and int(value) >= 1):
+            raise ConfigError(f"--gradient_checkpointing is none, full or a number of blocks, not {value!r}")
+        if not 1 <= self.ddp_timeout < 1e7:
+            raise ConfigError(f"--ddp_timeout is a number of seconds from 1 on, not {self.ddp_timeout}")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Output and checkpoints."""
+
+    FREE: ClassVar = frozenset(
+        {
+            *("output_dir", "save_steps", "save_total_limit", "async_save"),
+            *("resume_from_checkpoint", "allow_changed", "dress_rehearsal"),
+        }
+    )
+
+    output_dir: Path | None = None
+    """Folder of the run; what is in it is continued; if not given, a new outputs/<template>/<time>."""
+    save_steps: int = 100
+    """Optimizer steps between checkpoints; one is always written at the end."""
+    save_total_limit: int = 2
+    """Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk."""
+    async_save: bool = False
+    """Write checkpoints in the background; training waits for a copy to the host's memory only."""
+    resume_from_checkpoint: Path | None = None
+    """Checkpoint to start from; if not given, the newest valid one in output_dir."""
+    allow_changed: tuple[str, ...] = ()
+    """Names of settings that may differ from the checkpoint's although they change what is learned; also data and base."""
+    dress_rehearsal: bool = False
+    """Before the first step: the longest batch forward and backward, an evaluation, a save and a load."""
+
+    def __post_init__(self) -> None:
+        configs.require_at_least_one(self, "save_steps", "save_total_limit")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Logging."""
+
+    FREE: ClassVar = frozenset({"report_to", "project_name", "run_name", "logging_steps", "audit_data", "profile"})
+
+    report_to: str = "wandb"
+    """Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written."""
+    project_name: str | None = None
+    """Project of the tracker; if not given, the template's name."""
+    run_name: str | None = None
+    """Name of the run in W&B; if not given, the run folder's name."""
+    logging_steps: int = 10
+    """Optimizer steps between logged values, which are means over them."""
+    audit_data: bool = False
+    """Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`."""
+    profile: bool = False
+    """Trace three steps after the first six, write profile.json, and print what took long and how long all idled."""
+
+    def __post_init__(self) -> None:
+        configs.require_at_least_one(self, "logging_steps")

@@ -1,0 +1,115 @@
+"""Which samples each optimizer step used, written down as a run goes and checked afterwards over all its restarts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from shared.data.loader import Window
+from shared.process import ranks
+from shared.process.errors import ConfigError
+from shared.process.files import read_json_lines
+
+FOLDER = "audit"
+
+
+class Recorder:
+    """Writes one line a step for each rank that reads data of its own. Every rank makes one.
+
+    Args:
+        accelerator: of the run.
+        run_dir: where `audit/` goes.
+        step: that the run continues from; what a killed run wrote after it is dropped.
+    """
+
+    def __init__(self, accelerator: Accelerator, run_dir: Path, step: int) -> None:
+        folder = run_dir / FOLDER
+        if accelerator.is_main_process:
+            folder.mkdir(exist_ok=True)
+            for path in folder.glob("rank-*.jsonl"):
+                kept = [json.dumps(line) + "\n" for line in read_json_lines(path) if line.get("step", step + 1) <= step]
+                temporary = path.with_suffix(".tmp")
+                temporary.write_text("".join(kept), encoding="utf-8")
+                temporary.replace(path)
+        accelerator.wait_for_everyone()
+        alike = accelerator.num_processes // ranks.data_parallel_size()  # ranks that read the same
+        self.file = None
+        if accelerator.process_index % alike == 0:
+            name = f"rank-{accelerator.process_index:05d}.jsonl"
+            self.file = (folder / name).open("a", encoding="utf-8", buffering=1)  # a line at a time reaches the disk
+
+    def write(self, step: int, window: Window) -> None:
+        """Note this rank's samples of the step that was just done."""
+        if self.file is not None:
+            samples = [int(i) for i in window.indices.flat if i >= 0]
+            counts = {"of": window.epoch_samples, "all": window.num_samples}
+            line = {"step": step, "epoch": window.epoch, **counts, "samples": samples}
+            self.file.write(json.dumps(line) + "\n")
+
+
+@dataclass
+class Findings:
+    """What an audit saw."""
+
+    steps: int = 0
+    epochs: dict[int, tuple[int, int | None]] = field(default_factory=dict)  # distinct samples used, of how many
+    problems: list[str] = field(default_factory=list)
+
+
+def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, int | None, list[int]]]:
+    """(epoch, samples of an epoch, sorted samples of all ranks) of each step.
+
+    Raises:
+        ConfigError: the run was not audited, or a line is not what `Recorder` writes.
+    """
+    files = sorted((run_dir / FOLDER).glob("rank-*.jsonl"))
+    if not files:
+        raise ConfigError(f"{run_dir}: no {FOLDER}/ in it; train with --audit_data")
+    steps: dict[int, tuple[int, int | None, list[int]]] = {}
+    sizes: dict[int, int] = {}  # samples of each step over all ranks
+    for path in files:
+        for line in read_json_lines(path):
+            step, epoch, of, whole, samples = (line.get(key) for key in ("step", "epoch", "of", "all", "samples"))
+            if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(of, int | None)):
+                raise ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit")
+            if not (isinstance(whole, int) and isinstance(samples, list) and all(isinstance(s, int) for s in samples)):
+                raise ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit")
+            steps.setdefault(step, (epoch, of, []))[2].extend(samples)
+            sizes[step] = whole
+    lacking = [step for step, (_, _, samples) in sorted(steps.items()) if len(samples) < sizes[step]]
+    if lacking:
+        raise ConfigError(f"{run_dir}: the records of some ranks are missing, of steps {_some(lacking)}")
+    return {step: (epoch, of, sorted(samples)) for step, (epoch, of, samples) in sorted(steps.items())}
+
+
+def check(run_dir: Path) -> Findings:
+    """Whether each sample was used exactly once an epoch, and each step done exactly once, over all restarts."""
+    steps = samples_of_steps(run_dir)
+    findings = Findings(len(steps))
+    missing = sorted(set(range(1, max(steps, default=0) + 1)) - set(steps))
+    if missing:
+        findings.problems.append(f"{_some(missing)}: no record of these steps")
+    used: dict[int, Counter[int]] = defaultdict(Counter)
+    sizes: dict[int, Any] = {}
+    for _step, (epoch, of, samples) in steps.items():
+        used[epoch].update(samples)
+        sizes[epoch] = of
+    for epoch, counts in sorted(used.items()):
+        of = sizes[epoch]
+        findings.epochs[epoch] = (len(counts), of)
+        twice = sorted(sample for sample, count in counts.items() if count > 1)
+        if twice:
+            findings.problems.append(f"epoch {epoch}: used more than once: samples {_some(twice)}")
+        over = epoch < max(used)
+        if over and of is not None and len(counts) != of:
+            findings.problems.append(f"epoch {epoch}: {of - len(counts)} of {of} samples were never used")
+    return findings
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")

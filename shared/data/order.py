@@ -1,0 +1,188 @@
+"""The order of samples, and each rank's share of every global batch.
+
+The order is a function of (seed, epoch, step) alone. The world size only decides who reads which slice of a global
+batch, so a run resumes with a jump, on any number of processes, and sees the samples it would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
+
+
+DRAWN_AT_ONCE = 4096  # positions of an epoch
+
+
+# Order -------------------------------------------------------------------------------------------------------------
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijective scramble of 64-bit words."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
+    """Where a keyed pseudo-random permutation of range(size) sends each entry of `index`.
+
+    A balanced Feistel network on the next even power of two, walked until it lands inside the range (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). Costs the same at any size and holds no table, so any
+    step of any epoch is a jump.
+
+    Args:
+        index: [n], integers in range(size).
+        size: number of samples, at most 2**62.
+        key: integers that choose the permutation, (seed, epoch).
+
+    Returns:
+        [n] int64.
+    """
+    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    round_keys = np.random.SeedSequence(key).generate_state(8, np.uint64)
+
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> np.uint64(half), x & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        return (left << np.uint64(half)) | right
+
+    with np.errstate(over="ignore"):
+        result = encrypt(np.asarray(index, dtype=np.uint64))
+        while (outside := result >= np.uint64(size)).any():
+            result[outside] = encrypt(result[outside])
+    return result.astype(np.int64)
+
+
+@lru_cache(maxsize=8)
+def permuted(size: int, key: tuple[int, ...], start: int, stop: int) -> np.ndarray:
+    """`permute` of range(start, stop), kept for the next calls: many cost little more than one. Not to be written to."""
+    result = permute(np.arange(start, stop), size, key)
+    result.flags.writeable = False
+    return result
+
+
+def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
+    """Which documents, by their number in the source, belong to the validation split. Shape kept, bool.
+
+    A hash of the number alone decides, so the split does not depend on seed, world size or corpus size.
+    """
+    with np.errstate(over="ignore"):
+        hashed = _mix(np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    return hashed % np.uint64(10_000) < np.uint64(round(percent * 100))
+
+
+def is_near(held_out: float, share: float) -> bool:
+    """Whether what whole documents hold out, in samples or tokens, is at least half and at most twice the share wanted."""
+    return share / 2 <= held_out <= 2 * share
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples make up each global batch. The last batch of an epoch may be smaller."""
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    shuffle: bool = True
+    drop_last: bool = False  # leave the smaller batch out; which samples that are differs from epoch to epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole, rest = divmod(self.num_samples, self.global_batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
+
+    def indices(self, step: int) -> np.ndarray:
+        """The samples of optimizer step `step`, counted from 0 over all epochs: [<= global_batch_size] int64."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first = step_in_epoch * self.global_batch_size
+        last = min(first + self.global_batch_size, self.num_samples)
+        if not self.shuffle:
+            return np.arange(first, last)
+        drawn = self.global_batch_size * math.ceil(DRAWN_AT_ONCE / self.global_batch_size)
+        start = first - first % drawn
+        stretch = permuted(self.num_samples, (self.seed, epoch), start, min(start + drawn, self.num_samples))
+        return stretch[first - start : last - start]
+
+
+def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: int) -> np.ndarray:
+    """One rank's micro-batches of a global batch: [micro-batches, per_device] sample indices.
+
+    All ranks get equally many, as their collectives require; where a ragged batch runs out, -1 stands for a row
+    that is computed and counts for nothing. Over all ranks each index appears exactly once.
+    """
+    at_once = per_device * world_size
+    padded = np.full(math.ceil(len(indices) / at_once) * at_once, -1, dtype=np.int64)
+    padded[: len(indices)] = indices
+    return padded.reshape(-1, world_size, per_device)[:, rank]
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+Row = Mapping[str, Any]
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(Protocol):
+    """A map-style dataset that knows how many targets each sample has, so that no rank need ask the others."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row: ...
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """Target tokens (or images) of these samples together."""
+        ...
+
+
+class Spread:
+    """`count` samples spread evenly over others, or all of them if there are fewer: what an evaluation uses."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        self.samples = samples
+        self.indices = np.linspace(0, len(samples) - 1, min(count, len(samples))).round().astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.samples[int(self.indices[index])]
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return self.samples.num_targets(self.indices[indices])
+
+
+def seed_all(*key: int, devices: bool = True) -> None:
+    """Seed the generators of torch (the CPU's alone unless `devices`), Python and NumPy with a hash of `key`.
+
+    Those of the device in use and no others: torch.manual_seed asks every kind of device, and takes 50 times as long.
+    """
+    text = ",".join(map(str, key))
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    torch.default_generator.manual_seed(seed)
+    if devices and (device := _accelerator()) is not None:
+        device.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed >> 32)  # torch on the CPU takes the lower half, and the same generator as NumPy
+
+
+@cache
+def _accelerator() -> Any:
+    """torch.cuda or the like, None where there is none."""
+    return torch.get_device_module() if torch.accelerator.is_available() else None

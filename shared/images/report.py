@@ -1,0 +1,181 @@
+"""What a classifier got right and wrong: numbers by class, a confusion matrix, and its worst mistakes as pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.nn import functional as F
+
+from shared.data.order import IGNORED
+from shared.images.files import Images
+from shared.process.errors import first_line
+from shared.process.printing import say
+
+MATRIX_CLASSES = 40  # in the picture, at most: those with the most mistakes
+MISTAKES = 32  # on the page, at most
+
+
+def scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What is kept of a batch.
+
+    Args:
+        logits: [batch, classes].
+        labels: [batch], -100 for rows that do not count.
+
+    Returns:
+        [batch, 5] fp32: label, predicted class, its probability, loss, classes scored above the true one.
+    """
+    logits = logits.float()
+    valid = labels.clamp(min=0)
+    confidence, predicted = logits.softmax(1).max(1)
+    loss = F.cross_entropy(logits, valid, reduction="none")
+    above = (logits > logits.gather(1, valid[:, None])).sum(1)
+    return torch.stack([labels.float(), predicted.float(), confidence, loss, above.float()], dim=1)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """One entry an image, in the order of the data set; all arrays [images]."""
+
+    labels: np.ndarray
+    predicted: np.ndarray
+    confidence: np.ndarray
+    losses: np.ndarray
+    above: np.ndarray  # classes that were scored above the true one
+    classes: tuple[str, ...]
+
+    @classmethod
+    def gather(
+        cls, accelerator: Accelerator, batches: list[torch.Tensor], num_images: int, classes: tuple[str, ...]
+    ) -> Predictions:
+        """Put together what all ranks computed, each image once. Every rank calls this and gets all.
+
+        Args:
+            batches: this rank's `scores` of each window in order, [per device, 5]; all ranks have equally many.
+            num_images: how many there are; what is left is the filling of the last window.
+        """
+        mine = torch.stack(batches)  # [windows, per device, 5]
+        everything = accelerator.gather(mine).view(accelerator.num_processes, *mine.shape)
+        rows = everything.transpose(0, 1).flatten(0, 2).double().cpu().numpy()
+        rows = rows[rows[:, 0] != IGNORED]
+        assert len(rows) == num_images
+        integers = rows[:, [0, 1, 4]].astype(np.int64).T
+        return cls(integers[0], integers[1], rows[:, 2], rows[:, 3], integers[2], classes)
+
+    def per_class(self) -> dict[str, np.ndarray]:
+        """precision, recall, f1 and support (images) of each class, [classes]; 0 where nothing defines them."""
+        from sklearn.metrics import precision_recall_fscore_support
+
+        numbers = range(len(self.classes))
+        values = precision_recall_fscore_support(self.labels, self.predicted, labels=numbers, zero_division=0.0)
+        return dict(zip(("precision", "recall", "f1", "support"), values, strict=True))
+
+    def summary(self) -> dict[str, float]:
+        """The figures of an evaluation; the mean F1 is over the classes that occur."""
+        by_class = self.per_class()
+        values = {"eval_loss": self.losses.mean(), "eval_accuracy": (self.labels == self.predicted).mean()}
+        if len(self.classes) > 5:
+            values["eval_top5_accuracy"] = (self.above < 5).mean()
+        values["eval_macro_f1"] = by_class["f1"][by_class["support"] > 0].mean()
+        return {name: float(value) for name, value in values.items()}
+
+    def confusion(self, chosen: np.ndarray) -> np.ndarray:
+        """[true class, predicted class] int64: images among `chosen` classes, [n] ascending."""
+        size = len(chosen)
+        inside = np.isin(self.labels, chosen) & np.isin(self.predicted, chosen)
+        true, predicted = (np.searchsorted(chosen, values[inside]) for values in (self.labels, self.predicted))
+        return np.bincount(true * size + predicted, minlength=size * size).reshape(size, size)
+
+    def mistakes(self) -> np.ndarray:
+        """The images that were classified wrongly, the most confident mistake first."""
+        wrong = np.flatnonzero(self.labels != self.predicted)
+        return wrong[np.argsort(-self.confidence[wrong], kind="stable")]
+
+    def write(self, run_dir: Path, images: Images) -> list[Path]:
+        """Write evaluation.json, confusion_matrix.png and mistakes.png into the run's folder. Call on one rank.
+
+        Returns:
+            The pictures.
+        """
+        by_class = {name: values.tolist() for name, values in self.per_class().items()}
+        content: dict[str, Any] = {
+            **{key.removeprefix("eval_"): value for key, value in self.summary().items()},
+            "images": len(self.labels),
+            "classes": {name: {key: by_class[key][i] for key in by_class} for i, name in enumerate(self.classes)},
+            "mistakes": [
+                {
+                    "image": images.where(int(i)),
+                    "label": self.classes[self.labels[i]],
+                    "predicted": self.classes[self.predicted[i]],
+                    "confidence": round(float(self.confidence[i]), 4),
+                }
+                for i in self.mistakes()
+            ],
+        }
+        (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        matrix, page = run_dir / "confusion_matrix.png", run_dir / "mistakes.png"
+        page.unlink(missing_ok=True)
+        try:
+            self._draw_confusion(matrix)
+            if len(self.mistakes()):
+                self._draw_mistakes(page, images)
+        except Exception as error:  # of a font or a picture, which must not cost the model
+            say(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
+        return [path for path in (matrix, page) if path.exists()]
+
+    def _draw_confusion(self, file: Path) -> None:
+        from matplotlib.figure import Figure
+
+        mistakes = self.mistakes()
+        wrong = sum(np.bincount(v[mistakes], minlength=len(self.classes)) for v in (self.labels, self.predicted))
+        shown = np.sort(np.argsort(-wrong, kind="stable")[:MATRIX_CLASSES])
+        matrix = self.confusion(shown)
+        names = [_short(self.classes[i]) for i in shown]
+        share = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
+        side = 2.5 + 0.45 * len(names)
+        figure = Figure(figsize=(side, side), layout="constrained")
+        axes = figure.subplots()
+        axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+        for true, predicted in np.argwhere(matrix):
+            colour = "white" if share[true, predicted] > 0.5 else "black"
+            text = str(matrix[true, predicted])
+            axes.text(predicted, true, text, ha="center", va="center", color=colour, fontsize=8)
+        axes.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 2 else 0)
+        axes.set_yticks(range(len(names)), names)
+        accuracy = (self.labels == self.predicted).mean()
+        title = f"{len(self.labels):,} validation images, {accuracy:.2%} right"
+        if len(names) < len(self.classes):
+            title += f"\nthe {len(names)} of {len(self.classes)} classes with the most mistakes"
+        axes.set(xlabel="predicted", ylabel="true", title=title)
+        figure.savefig(file, dpi=110)
+
+    def _draw_mistakes(self, file: Path, images: Images) -> None:
+        from matplotlib.figure import Figure
+
+        chosen = self.mistakes()[:MISTAKES]
+        columns = min(8, len(chosen))
+        rows = math.ceil(len(chosen) / columns)
+        figure = Figure(figsize=(1.7 * max(columns, 3), 2.1 * rows + 0.5), layout="constrained")
+        figure.suptitle(f"the most confident of {len(self.mistakes()):,} mistakes")
+        for axes in figure.subplots(rows, columns, squeeze=False).flat:
+            axes.axis("off")
+        for axes, i in zip(figure.axes, chosen, strict=False):
+            picture = images[int(i)]["image"].copy()
+            picture.thumbnail((160, 160))
+            axes.imshow(picture)
+            true, predicted = _short(self.classes[self.labels[i]]), _short(self.classes[self.predicted[i]])
+            axes.set_title(f"pred {predicted} {self.confidence[i]:.0%}\ntrue {true}", fontsize=8)
+        figure.savefig(file, dpi=110)
+
+
+def _short(name: str) -> str:
+    """At most 18 characters, and no $, which would begin a formula in a picture; what is not Unicode as its bytes."""
+    name = name.encode("utf-8", "backslashreplace").decode()
+    return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

@@ -1,0 +1,97 @@
+"""The repeated blocks of a model: checkpointing and compiling them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from shared.process.errors import ConfigError
+
+
+@contextlib.contextmanager
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Compute without the compiled forwards of a model's modules: an evaluation.
+
+    Sizes that come and go are compiled as variables, slower ones, and from then on for the training, too.
+    """
+    compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the entries of its largest `ModuleList` of one class.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of equal blocks to checkpoint or compile")
+    return max(([*modules] for modules in lists), key=lambda found: sum(p.numel() for b in found for p in b.parameters()))
+
+
+HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "dist_head", "head_dist", "score", "fc")
+
+
+def heads(model: Any) -> list[nn.Module]:
+    """The modules that turn an image's features into scores. Raises ConfigError where they have none of the usual names."""
+    if hasattr(model, "timm_model"):
+        found = model.timm_model.get_classifier()
+        return list(found) if isinstance(found, tuple) else [found]
+    found = [module for name, module in model.named_children() if name in HEADS]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no head named {', '.join(HEADS[:-1])} or {HEADS[-1]}")
+    return found
+
+
+def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
+    """Recompute the activations of all (`full`) or every N-th block in the backward pass; `none` changes nothing.
+
+    Numerically the same as without: non-reentrant checkpointing restores the generator states. Call it before the
+    model is prepared. For blocks of transformers' models (`GradientCheckpointingLayer`).
+    """
+    if setting == "none":
+        return
+    if any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules()):
+        raise ConfigError("--gradient_checkpointing would count each batch twice in the statistics of BatchNorm")
+    if hasattr(model, "timm_model") and setting == "full":
+        try:
+            model.timm_model.set_grad_checkpointing(True)  # type: ignore[operator, union-attr]
+        except (AssertionError, AttributeError):
+            raise ConfigError("this timm model does not support --gradient_checkpointing") from None
+        return
+    every = 1 if setting == "full" else int(setting)
+
+    def recompute(function, *args):
+        return checkpoint(function, *args, use_reentrant=False)
+
+    chosen = repeated_blocks(model)
+    if not all(hasattr(block, "gradient_checkpointing") for block in chosen):
+        raise ConfigError(f"{type(model).__name__} does not support --gradient_checkpointing")
+    for block in chosen[every - 1 :: every]:
+        block.gradient_checkpointing = True  # type: ignore[assignment]
+        block._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block in place. Call it before the model is prepared.
+
+    Regional: the compile time does not grow with depth, since equal blocks share the code; and the attention mask is
+    chosen outside, so that SDPA keeps `is_causal` and the kernels for it, which compiling the whole model loses.
+    """
+    # DDP would cut each into graphs of its buckets, to reduce one while the next is computed; between blocks it does anyway.
+    torch._dynamo.config.optimize_ddp = False
+    for block in repeated_blocks(model):
+        block.compile()

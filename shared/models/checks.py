@@ -1,0 +1,90 @@
+"""Whether a model can be trained on text, and which parts of it text reaches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shared.models.counts import _numel
+from shared.process.errors import ConfigError
+from shared.process.printing import say
+
+
+def _context(model: Any) -> int | None:
+    """Tokens that a model can see at once; None if any number."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
+    """Refuse a sequence longer than the model's context, tokens that the model has no embedding for, and models that do not
+    predict the next token from those before it alone.
+
+    Raises:
+        ConfigError: with both numbers, or what is wrong.
+    """
+    text = model.config.get_text_config()
+    if getattr(text, "cross_attention_layers", None):
+        raise ConfigError(f"{type(model).__name__} has blocks that only images reach: text alone cannot train them")
+    # Encoders can be made decoders, by a setting that GPT-NeoX has, too, and never looks at.
+    sees_all = getattr(text, "is_decoder", True) is False and "gpt_neox" not in text.model_type
+    if sees_all or text.model_type in ("xlm", "xlnet"):
+        raise ConfigError(
+            f"{type(model).__name__} sees the tokens that it is to predict (its config says is_decoder: "
+            f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
+        )
+    if getattr(text, "output_router_logits", False):
+        say("warning: the loss that balances experts, which the model's config asks for (output_router_logits), is left out")
+    context = _context(model)
+    if context is not None and seq_length > context:
+        raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
+    embeddings = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > embeddings:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model only {embeddings} embeddings: "
+            "they do not belong together, or one of them was extended alone"
+        )
+
+
+def outside_of_text(model: Any) -> str | None:
+    """A pattern of the names of modules that text does not pass through: the vision tower of a multimodal model."""
+    inside = {model.get_decoder(), model.get_output_embeddings()}
+
+    def outer(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if child not in inside:
+                around = not inside.isdisjoint(child.modules())
+                yield from outer(child, f"{prefix}{name}.") if around else [re.escape(prefix + name)]
+
+    names = [] if model in inside else list(outer(model, ""))
+    return rf"({'|'.join(names)})(\..*)?" if names else None
+
+
+def freeze_outside_of_text(model: Any) -> None:
+    """Leave what text does not pass through as it is: no gradient reaches it, and DDP would wait for one."""
+    if model.config.get_text_config() is model.config:
+        return
+    inside = {model.get_decoder(), model.get_output_embeddings()}
+    used = {parameter for module in inside if module is not None for parameter in module.parameters()}
+    unused = [parameter for parameter in model.parameters() if parameter not in used]
+    for parameter in unused:
+        parameter.requires_grad_(False)
+    if unused:
+        say(f"{sum(map(_numel, unused)):,} parameters, which text does not pass through, stay as they are")
+
+
+def require_own_embeddings(model: Any, why: str) -> None:
+    """Refuse adapters on an embedding that input and output share: added to it, they change both.
+
+    Raises:
+        ConfigError: which one it is, and `why` it is added.
+    """
+    ends = [getattr(end, "base_layer", end) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    for name, module in model.named_modules():
+        if getattr(module, "base_layer", None) in ends and hasattr(module, "lora_A") and ends[0].weight is ends[1].weight:
+            raise ConfigError(
+                f"{why} adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's input and output share: "
+                "name it in --modules_to_save in place of --lora_target_modules"
+            )

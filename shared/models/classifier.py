@@ -1,0 +1,151 @@
+"""Heads of image classifiers, and their export."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from shared.models.blocks import heads
+from shared.models.hub import from_hub
+from shared.process.errors import ConfigError, first_line
+from shared.process.printing import say
+
+# Heads -----------------------------------------------------------------------------------------------------------------
+
+
+def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    """A classifier of these classes with the weights of `name`, and the order in which it scores them.
+
+    If its labels are these classes, its head is kept, and its order with it. Otherwise it gets a new head: also where
+    only the names differ, since the old head means other things.
+
+    Raises:
+        ConfigError: it cannot be loaded, or weights of its backbone are missing.
+    """
+    config = from_hub(AutoConfig, name)
+    known = config.id2label
+    keeps_head = set(known.values()) == set(classes) and len(known) == len(classes)
+    if keeps_head:
+        classes = tuple(known[number] for number in range(len(classes)))
+    name_classes(config, classes)
+    model, info = from_hub(
+        AutoModelForImageClassification,
+        name,
+        config=config,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        use_safetensors=True,
+        dtype=torch.float32,
+        **options,
+    )
+    own = {id(p) for module in heads(model) for p in module.parameters()}
+    of_head = {key for key, p in model.named_parameters() if id(p) in own}
+    lost = {key if isinstance(key, str) else key[0] for key in [*info["missing_keys"], *info["mismatched_keys"]]} - of_head
+    if lost:
+        raise ConfigError(f"{name}: {len(lost)} weights of the backbone are missing or of another shape: {min(lost)}")
+    if not keeps_head:
+        for module in heads(model):
+            for part in module.modules():
+                if isinstance(part, nn.Linear | nn.Conv2d):
+                    nn.init.trunc_normal_(part.weight, std=0.02)
+                    if part.bias is not None:
+                        nn.init.zeros_(part.bias)
+    say(f"{name}: {'its head is kept' if keeps_head else f'a new head for {len(classes)} classes'}")
+    return model, classes
+
+
+def name_classes(config: Any, classes: tuple[str, ...]) -> None:
+    """Put the names of the classes, and so their number, into a model's config."""
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in config.id2label.items()}
+    if hasattr(config, "label_names"):  # timm's own, which would win when the config is saved
+        config.label_names = list(classes)
+
+
+def make_shardable(model: Any) -> None:
+    """Give Accelerate's FSDP2 what it asks of a model and image models lack: no input embeddings, names of blocks."""
+    # Patch embeddings are in blocks already, or none are known.
+    model.get_input_embeddings = lambda: None
+    if not {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ()):
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+        model._no_split_modules = sorted({type(b).__name__ for blocks in lists if _alike(blocks) for b in blocks})
+
+
+def _alike(modules: Any) -> bool:
+    return len({type(module) for module in modules}) == 1 and any(True for module in modules for _ in module.parameters())
+
+
+def freeze_backbone(model: nn.Module) -> None:
+    """Leave only the head to be trained: linear probing. Raises ConfigError if it has no parameters."""
+    trained = [p for module in heads(model) for p in module.parameters()]
+    if not trained:
+        raise ConfigError(f"{type(model).__name__} has no head that could be trained alone: drop --freeze_backbone")
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+
+
+def training_mode(model: nn.Module) -> None:
+    """`model.train()`, but for modules of which nothing is trained: a frozen backbone's statistics and dropout rest."""
+    model.train()
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad for p in parameters):
+            module.eval()
+
+
+# Export ----------------------------------------------------------------------------------------------------------------
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=pixel_values).logits
+
+
+def export_onnx(folder: Path, image_size: int) -> str:
+    """Write `folder/model.onnx` for the model saved in `folder`: pixel_values [batch, 3, size, size] -> logits.
+
+    For any batch size if the model can be traced so, else for one image. Call on one rank.
+
+    Returns:
+        A line about it.
+    """
+    import contextlib
+    import io
+    import warnings
+
+    model = _Logits(AutoModelForImageClassification.from_pretrained(folder)).eval()
+    images = torch.zeros(2, 3, image_size, image_size)
+    any_batch: tuple[Any, ...] = ({0: torch.export.Dim("batch")},)
+    problem = ""
+    for example, shapes, size in ((images, any_batch, "any number of images"), (images[:1], None, "one image at a time")):
+        try:
+            # The exporter prints its progress and draws boxes around its errors.
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.onnx.export(
+                    model,
+                    (example,),
+                    folder / "model.onnx",
+                    dynamo=True,
+                    input_names=["pixel_values"],
+                    output_names=["logits"],
+                    dynamic_shapes=shapes,
+                    external_data=False,
+                    verbose=False,
+                )
+            return f"model.onnx takes {size}"
+        except Exception as error:  # the exporter's own types are not public
+            while error.__cause__ is not None:
+                error = error.__cause__  # type: ignore[assignment]
+            problem = re.sub(r"\x1b\[[0-9;]*m", "", first_line(error))
+    return f"warning: model.onnx could not be written ({problem}); everything else in final/ is complete"

@@ -1,0 +1,77 @@
+"""Text that a model in training writes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast, extract_model_from_parallel
+from torch import nn
+
+from shared.models.checks import _context
+from shared.models.hub import _try_to_save
+from shared.process.printing import say
+
+
+def end_generation_at(model: Any, end: int | None) -> None:
+    """Let `generate` end at the token `end`, too: what ends a turn need not be what ends a base model's text."""
+    settings = model.generation_config
+    before = settings.eos_token_id
+    ends = [] if before is None else [before] if isinstance(before, int) else list(before)
+    if end is None or end in ends:
+        return
+    settings.eos_token_id = [*ends, end] if ends else end
+    try:
+        _try_to_save(settings)
+    except ValueError:  # settings that contradict each other are saved only as they were
+        settings.eos_token_id = before
+        say(f"warning: the model's generation settings cannot be changed, so that they do not end a text at token {end}")
+
+
+def first_lines(text: str, most: int = 8) -> str:
+    """What a log needs of a text: a model that has not learned yet repeats itself."""
+    lines = text.splitlines()
+    return text if len(lines) <= most else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
+
+
+@torch.no_grad()
+def continuations(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    end: int | None = None,
+    sample: bool = False,
+    seed: int = 0,
+) -> list[str]:
+    """Continue each prompt (token ids) up to the end-of-text token or the token `end`, greedily or by sampling.
+
+    Goes through the prepared model's own forward, without a cache, so that it works under every strategy. What fills a
+    row up comes after all that is looked at; without it each token would be a new length to choose kernels for. Every
+    rank calls this with the same prompts.
+    """
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    context = _context(extract_model_from_parallel(model)) or sys.maxsize
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(max_new_tokens):
+            seen = ids[-context:]
+            row = [*seen, *[0] * (min(-len(seen) % 64, context - len(seen)))]
+            with torch.compiler.set_stance("force_eager"):
+                logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits
+            logits = logits[0, len(seen) - 1].float().cpu()
+            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0] if sample else logits.argmax()
+            # One rank's choice for all: kernels that differ in the last bit would have them end at different lengths.
+            ids.append(int(broadcast(choice.to(PartialState().device))))
+            if ids[-1] in (tokenizer.eos_token_id, end):
+                break
+        texts.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
+    model.train(training)
+    return texts

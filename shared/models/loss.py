@@ -1,0 +1,207 @@
+"""The loss of a language model, without ever holding all logits: with a vocabulary of 128k they are the peak of memory.
+
+Nor is a logit computed that no loss counts, where batches say which these are: prompts, and what fills rows up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+
+from shared.data.order import IGNORED
+from shared.models.attention import told_of_rows
+from shared.parallel.gradients import end_step
+from shared.process.errors import first_line, is_out_of_memory
+from shared.process.ranks import data_parallel_size, world_size
+
+AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
+LEAST = 1024  # tokens of a chunk of a trained head, each of which is added to the whole matrix: with 128k, 525 MB in fp32
+_asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the head, while a forward pass computes the loss
+
+
+def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy summed over this micro-batch's target tokens; the caller divides by the global batch's.
+
+    Args:
+        model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
+        batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
+            `position_ids` only where rows hold several documents. May have `targets`: [any], the places in the flattened
+            labels that are not -100, in their order; and `cu_seqlens`, see `data.cu_seqlens_of`.
+
+    Returns:
+        Scalar, fp32.
+    """
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
+    rows = told_of_rows(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens"))
+    with _asked_of_the_head(batch["labels"].flatten(), batch.get("targets")), rows:
+        logits = model(**inputs, use_cache=False).logits
+    if logits.ndim == 0:
+        return logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@contextlib.contextmanager
+def _asked_of_the_head(labels: torch.Tensor, targets: torch.Tensor | None) -> Iterator[None]:
+    global _asked
+    _asked = labels, targets
+    try:
+        yield
+    finally:
+        _asked = None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(hidden @ weight.T)[label], chunk by chunk over the tokens.
+
+    A chunk's logits become their own gradient at once, so backward computes nothing again: as many operations as without.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        dtype: torch.dtype,
+        learning: bool,
+        compiled: bool,
+    ) -> torch.Tensor:
+        """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the matrix products."""
+        states, matrix = hidden.to(dtype), weight.to(dtype)
+        to_states, to_matrix = (learning and needed for needed in ctx.needs_input_grad[:2])
+        states_grad = torch.empty_like(states) if to_states else None
+        matrix_grad: torch.Tensor | None = None
+        total = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        chunk = max(1, AT_ONCE // weight.shape[0], LEAST if to_matrix else 0)
+        chunk *= 2 if compiled and dtype.itemsize == 2 else 1  # whose chunks take half of the memory
+        chunk -= chunk % 128 if chunk > 128 else 0  # whole tiles
+        for start in range(0, max(1, len(states)), chunk):  # once for no tokens, too: DDP waits for each gradient
+            here, label = slice(start, start + chunk), labels[start : start + chunk]
+            place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
+            part = states[here].masked_fill(left_out, 0.0)  # here and not in the logits, which are far more numbers
+            if compiled and (to_states or to_matrix) and len(label) > 1:
+                loss, gradient = _compiled()(*(_of_any_number(tensor) for tensor in (part @ matrix.T, place, left_out)))
+                total += loss
+            else:
+                log_probs = F.log_softmax(part @ matrix.T, -1, dtype=torch.float32)
+                total -= log_probs.gather(-1, place).masked_fill_(left_out, 0.0).sum()
+                gradient = log_probs.exp_() if to_states or to_matrix else None
+                if gradient is not None:
+                    gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=torch.float32))
+                    gradient = gradient.to(dtype)
+                del log_probs
+            if gradient is not None:
+                if states_grad is not None:
+                    torch.mm(gradient, matrix, out=states_grad[here]).masked_fill_(left_out, 0.0)
+                if to_matrix:
+                    product = gradient.T @ part
+                    matrix_grad = product.float() if matrix_grad is None else matrix_grad.add_(product)
+                del gradient
+        ctx.save_for_backward(states_grad, matrix_grad)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(g.mul_(gradient).to(dtype) if g is not None else None for g, dtype in grads), None, None, None, None
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, place: torch.Tensor, left_out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk's loss, and its gradient for the logits in their type, written for a compiler: which reads them two or three
+    times and writes the gradient, without another number for each logit in between.
+
+    Args:
+        logits: [tokens, vocab].
+        place: [tokens, 1], of each target.
+        left_out: [tokens, 1] bool, what counts for nothing.
+    """
+    log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    loss = -log_probs.gather(-1, place).masked_fill(left_out, 0.0).sum()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == place
+    return loss, (log_probs.exp() - is_target.float()).to(logits.dtype)
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_loss_and_gradient)
+
+
+def _of_any_number(tensor: torch.Tensor) -> torch.Tensor:
+    """The number of tokens is no reason to compile anew: the last chunk has fewer, and targets vary."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
+def _forward(head: nn.Linear, compiled: bool, hidden: torch.Tensor) -> torch.Tensor:
+    """The head's logits, or the loss while `causal_lm_loss` is asking for it."""
+    if _asked is None:
+        return F.linear(hidden, head.weight)
+    (labels, targets), states = _asked, hidden.flatten(0, -2)
+    if targets is not None:
+        labels, states = labels[targets], states.index_select(0, targets)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(states, head.weight, labels, dtype, torch.is_grad_enabled(), compiled)
+
+
+def is_plain(head: Any) -> bool:
+    """Whether a head is one matrix and no more: no bias, no adapter, not quantised."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
+
+
+def attach(head: Any, *, compiled: bool = False) -> None:
+    """Let a head, a plain matrix, compute the loss where `causal_lm_loss` asks for it."""
+    head.forward = partial(_forward, head, compiled)
+
+
+@torch.no_grad()
+def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, compiled: bool = False) -> str:
+    """Let the model's last layer compute the loss itself, where that gives the same; a word about it for the summary.
+
+    Tried on a few tokens, since some models change their logits after the head (soft caps, scales), and then all stays as
+    it was. Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
+
+    Args:
+        compiled: what lies between the products of matrices, too, in training.
+    """
+    head = accelerator.unwrap_model(model).get_output_embeddings()
+    if not is_plain(head):
+        return "from whole logits: the head is not a plain matrix"
+    if accelerator.mixed_precision == "fp16":  # whose gradients need the scale before they are computed
+        return "from whole logits, for fp16"
+    if data_parallel_size() < world_size():  # tensor parallelism
+        return "from whole logits, which are cut over ranks"
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(accelerator.device)
+    labels[0, 3] = IGNORED
+    training = model.training
+    model.eval()
+    trial = {"input_ids": tokens, "labels": labels}
+    # Compiled blocks are not to see these few tokens: the sizes that they meet first are compiled as constants.
+    why = f"{type(model).__name__} changes what its head returns"
+    with torch.compiler.set_stance("force_eager"):
+        plain = causal_lm_loss(model, trial)
+        attach(head, compiled=compiled)
+        try:
+            fused = causal_lm_loss(model, trial)
+        except Exception as error:  # whatever a model does with what it takes for logits
+            end_step(model)
+            if is_out_of_memory(error):
+                raise
+            fused, why = None, first_line(error)
+    model.train(training)
+    if fused is not None and fused.dtype == torch.float32 and torch.allclose(plain.float(), fused, rtol=1e-3):
+        return "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
+    del head.forward
+    return f"from whole logits: {why}"

@@ -1,0 +1,326 @@
+"""Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
+
+What a strategy divides (weights, gradients, optimizer state) is counted. What it does not (activations, temporaries) is
+measured: a forward and backward of one and of two blocks (of as many as hold all that differs between blocks, and of one
+pattern more) run on fake tensors, which have shapes and no contents, while the bytes of living storages are counted, and
+more blocks follow a straight line.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shared.models import loss as lm_loss
+from shared.models.adapters import spare_input_casts
+from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
+from shared.models.hub import from_architecture
+from shared.process.errors import ConfigError
+
+CHECKPOINTING = ("none", "2", "full")
+UNCHECKED = ("deepspeed_zero2", "deepspeed_zero3")  # estimates that were never held against a measurement
+MOST_BLOCKS = 8  # that are measured at once, since each takes seconds
+ZERO_BUCKETS = 1e9  # numbers that DeepSpeed's reduction and gathering hold by default
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, and of those scales 32 bits a block of 256
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, apart from where."""
+
+    config: Any = field(hash=False)  # of transformers
+    batch: int  # rows of one micro-batch
+    length: int  # tokens of a row
+    mixed: bool = True  # bf16 over fp32 weights, else fp32
+    lora_r: int = 0  # 0: all weights are trained
+    four_bits: bool = False  # of the frozen base
+    packed: bool = False  # several documents in a row, which takes a mask
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes on one device at the worst moment of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: dict[str, float]  # by gradient checkpointing, temporaries and gathered weights included
+
+    def total(self, checkpointing: str) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations[checkpointing]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters: all, those outside the blocks (embeddings, head, last norm), and those of the largest block."""
+
+    all: int
+    trained: int
+    rest: int
+    trained_rest: int
+    block: int
+    trained_block: int
+    matrices: int  # in all blocks, of what 4 bits quantise
+    block_matrices: int
+
+
+def _on_meta(job: Job, depth: int | None = None, gathered: bool = False) -> nn.Module:
+    """The model, with `depth` blocks if given, on the meta device.
+
+    Args:
+        gathered: weights as FSDP2 gathers them: all in the precision that is computed in.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(job.config)
+    if depth is not None:
+        config = text = config.get_text_config()  # what sees pictures takes no part
+        whole, text.num_hidden_layers = text.num_hidden_layers, depth
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == whole:  # something of each block
+                setattr(text, name, (value * depth)[:depth])
+    dtype = torch.bfloat16 if job.mixed and (gathered or job.lora_r) else torch.float32
+    with torch.device("meta"):
+        try:
+            model = from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="sdpa")
+        except ConfigError:  # which some architectures do not have
+            model = from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="eager")
+        if job.lora_r:
+            from peft import LoraConfig, get_peft_model
+
+            lora = LoraConfig(task_type="CAUSAL_LM", r=job.lora_r, target_modules="all-linear")
+            model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+            spare_input_casts(model)
+    return model
+
+
+def _build(job: Job, depth: int, gathered: bool) -> nn.Module:
+    """The model with `depth` blocks, of tensors of the fake mode that this is called in."""
+    trained_dtype = torch.bfloat16 if job.mixed and gathered else torch.float32
+    model: Any = _on_meta(job, depth, gathered)
+    head = model.get_output_embeddings()
+    if lm_loss.is_plain(head):
+        lm_loss.attach(head)
+    made: dict[Any, Any] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                kind = trained_dtype if p.requires_grad else p.dtype
+                fake = made.setdefault(p, nn.Parameter(torch.empty(p.shape, dtype=kind), requires_grad=p.requires_grad))
+                module._parameters[name] = fake
+        for name, b in module._buffers.items():
+            if b is not None:
+                module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
+    return model.train()
+
+
+def count(job: Job) -> Counts:
+    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or has no blocks."""
+    model = _on_meta(job)
+    chosen = repeated_blocks(model)
+
+    def number(modules: list[nn.Module], *, trained: bool = False, matrices: bool = False) -> int:
+        found = {p: n for module in modules for n, p in module.named_parameters() if p.requires_grad or not trained}
+        return sum(p.numel() for p, n in found.items() if not matrices or (p.ndim == 2 and "lora_" not in n))
+
+    largest = [max(chosen, key=lambda block: number([block]))]
+    everything, trained = number([model]), number([model], trained=True)
+    return Counts(
+        all=everything,
+        trained=trained,
+        rest=everything - number(chosen),
+        trained_rest=trained - number(chosen, trained=True),
+        block=number(largest),
+        trained_block=number(largest, trained=True),
+        matrices=number(chosen, matrices=True),
+        block_matrices=number(largest, matrices=True),
+    )
+
+
+@cache
+def _depths(job: Job) -> tuple[int, int]:
+    """The fewest blocks that begin as the model does and end with a whole pattern of blocks, and one pattern more.
+
+    (1, 2) where all blocks are alike, (4, 5) where the first three are unlike the rest, (4, 8) where each 4th is another.
+
+    Raises:
+        ConfigError: the blocks follow no pattern, or too long a one.
+    """
+    model = _on_meta(job)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in repeated_blocks(model)]
+    for most in range(2, min(max(len(sizes), 2), MOST_BLOCKS) + 1):
+        for period in range(1, most // 2 + 1):
+            if all(a == b for a, b in zip(sizes[most - 2 * period :], sizes[most - period :], strict=False)):
+                return most - period, most
+    raise ConfigError(f"{type(job.config).__name__}: its blocks are not alike, so that a few cannot stand for the rest")
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make, until they are freed; those of `known` are left out."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._note, result)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self.seen:
+            self.seen[storage] = True
+            self._add(storage.nbytes())
+            weakref.finalize(storage, self._add, -storage.nbytes())
+
+    def cut(self) -> float:
+        """The peak so far; another begins."""
+        peak, self.peak = self.peak, self.now
+        return peak
+
+    def _add(self, count: int) -> None:
+        self.now += count
+        self.peak = max(self.peak, self.now)
+
+
+@cache
+def _measure(job: Job, depth: int, checkpointing: str, gathered: bool) -> tuple[float, float]:
+    """Bytes at the peak around the loss and at the peak in the blocks' backward, weights and gradients left out.
+
+    Of a second micro-batch, when gradients exist.
+    """
+    with FakeTensorMode():
+        model = _build(job, depth, gathered)
+        set_gradient_checkpointing(model, checkpointing)
+        tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
+        batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
+        around_loss: list[float] = []
+        repeated_blocks(model)[-1].register_full_backward_pre_hook(lambda *_: around_loss.append(live.cut()))
+        with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            for _ in range(2):
+                live.peak = live.now
+                with torch.autocast("cpu", torch.bfloat16, enabled=job.mixed):
+                    loss = lm_loss.causal_lm_loss(model, batch)
+                loss.backward()
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return around_loss[-1] - gradients, live.peak - gradients
+
+
+def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_blocks: float = 0) -> dict[str, float]:
+    """Bytes of activations and temporaries by gradient checkpointing.
+
+    Args:
+        gathered: for weights as FSDP2 gathers them.
+        around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
+    """
+    depth = job.config.get_text_config().num_hidden_layers
+    fewer, more_blocks = _depths(job)
+    peaks: dict[str, list[float]] = {setting: [] for setting in CHECKPOINTING}
+    for moment, more in ((0, around_loss), (1, in_blocks)):
+        lines = {}
+        for setting in ("none", "full"):
+            one, two = (_measure(job, d, setting, gathered)[moment] for d in (fewer, more_blocks))
+            slope = (two - one) / (more_blocks - fewer)
+            lines[setting] = (one - fewer * slope + more, slope)  # at no block, and for each
+        (start, slope), (start_full, slope_full) = lines["none"], lines["full"]
+        peaks["none"].append(start + slope * depth)
+        peaks["2"].append(max(start, start_full) + (slope + slope_full) / 2 * depth)
+        peaks["full"].append(start_full + slope_full * depth)
+    return {setting: max(found) for setting, found in peaks.items()}
+
+
+def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
+    """Most bytes that were allocated at once on the CPU after `since` (time.time_ns()), of a profile with memory.
+
+    What other threads free (those of collectives, which may be the last to let go of what they sent) is not in the
+    profile; it is known by its address, once that is given out again.
+
+    Args:
+        profiler: stopped, and started before anything that is to be counted was allocated.
+    """
+    trace: Any = profiler.profiler
+    todo = trace.kineto_results.experimental_event_tree()
+    found = []
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    live: dict[int, int] = {}
+    now = peak = 0
+    for moment, address, size in sorted(found, key=lambda event: event[0]):
+        now -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            now += size
+        peak = max(peak, now) if moment > since else peak
+    return peak
+
+
+def groups(devices: int) -> int:
+    """Groups that HSDP forms: nodes of 8 devices, or halves of one; 1 where that makes none of equal size."""
+    size = 8 if devices > 8 else devices // 2
+    return devices // size if size > 1 and devices % size == 0 else 1
+
+
+def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
+    """Yield (launch config, devices it uses, peak of one device); estimates that are not checked come last.
+
+    With accumulation, so that gradients exist beside all activations. FSDP2 casts weights as it gathers them, two blocks
+    at a time with the embeddings; without it autocast keeps 16-bit copies of all that are trained.
+    """
+    numbers = count(job)
+    cast = 2 if job.mixed else 4
+    frozen, trained = numbers.all - numbers.trained, numbers.trained
+    in_4bits = numbers.matrices if job.four_bits else 0
+    weights = (frozen - in_4bits) * cast + in_4bits * NF4_BYTES + trained * 4
+    gradients, optimizer = trained * 4, trained * 8
+    whole = activations(job)
+    if job.four_bits:
+        whole = {k: v + numbers.block_matrices * cast for k, v in whole.items()}  # dequantised where they are used
+    yield "single_gpu", 1, Peak(weights, gradients, optimizer, whole)
+    if devices == 1:
+        return
+    yield "ddp", devices, Peak(weights, gradients, optimizer, whole)
+    rest = cast * (numbers.rest + numbers.trained_rest)  # gathered, with its gradient, all the time
+    block = 2 * cast * numbers.block + (cast + 8) * numbers.trained_block  # two gathered, two gradients being reduced
+    sharded = activations(job, gathered=True, around_loss=rest, in_blocks=rest + block)
+    for name, pieces in (("hsdp", devices // groups(devices)), ("fsdp2", devices)):
+        if name == "fsdp2" or 1 < pieces < devices:
+            yield name, devices, Peak(weights / pieces, gradients / pieces, optimizer / pieces, sharded)
+    text = job.config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", 0)
+    if heads and heads % devices == 0 and not job.four_bits and getattr(job.config, "base_model_tp_plan", None):
+        cut = copy.deepcopy(job.config)
+        narrow = cut.get_text_config()
+        narrow.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        narrow.num_attention_heads, narrow.num_key_value_heads = text.num_attention_heads // devices, heads // devices
+        for width in {"intermediate_size", "moe_intermediate_size"} & set(vars(text)):
+            setattr(narrow, width, getattr(text, width) // devices)
+        piece = Job(cut, job.batch, job.length, job.mixed, job.lora_r, packed=job.packed)
+        local = count(piece)
+        mine = (local.all - local.trained) * cast + local.trained * 4
+        yield "tensor_parallel", devices, Peak(mine, local.trained * 4, local.trained * 8, activations(piece))
+    yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)
+    if not job.four_bits:
+        buckets = {k: v + ZERO_BUCKETS * cast for k, v in whole.items()}
+        moments = (trained * 4 + optimizer) / devices
+        yield "deepspeed_zero2", devices, Peak(numbers.all * cast, trained * cast / devices, moments, buckets)
+        cut = (numbers.all * cast / devices, trained * cast / devices, moments)
+        yield "deepspeed_zero3", devices, Peak(*cut, {k: v + ZERO_BUCKETS * cast for k, v in sharded.items()})

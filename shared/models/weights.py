@@ -1,0 +1,127 @@
+"""Sets of a model's weights, under any strategy: gathered whole, averaged, kept aside, swapped in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shared.parallel import zero
+from shared.process.errors import ConfigError
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to a model's state, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop weights that FSDP2 has gathered, perhaps in 16 bits, for a forward and not let go of yet."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather_weights(
+    accelerator: Accelerator, model: nn.Module, *, trainable_only: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank calls this."""
+    model = accelerator.unwrap_model(model)
+    reshard(model)
+    weights = {}
+    values: dict[str, torch.Tensor] = dict(model.named_parameters())
+    if trainable_only:
+        values = {name: p for name, p in values.items() if p.requires_grad}
+    for name, value in (values | persistent_buffers(model)).items():
+        if zero.is_used(accelerator) and isinstance(value, nn.Parameter):
+            value = zero.full_weight(value)
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if accelerator.is_main_process:
+            cast = dtype is not None and full.is_floating_point()
+            copy = full.detach().to("cpu", dtype if cast else None, copy=True)  # training may go on meanwhile
+            weights[name] = copy.contiguous()
+    return weights
+
+
+@torch.no_grad()
+def average_buffers(accelerator: Accelerator, groups: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Make buffers of floating-point numbers the same on all ranks, their mean. Every rank calls this.
+
+    These are BatchNorm's running statistics: each rank's are of the images that it saw. Updates are linear in the
+    statistics, so averaging now and then amounts to averaging after each step.
+    """
+    buffers = [b for group in groups for b in group.values() if b.is_floating_point()]
+    if accelerator.num_processes == 1 or not buffers:
+        return
+    flat = accelerator.reduce(torch.cat([b.flatten() for b in buffers]), "mean")
+    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class WeightCopy:
+    """A second set of a model's trainable weights and buffers, sharded as the model's own are.
+
+    Made after `parallel.prepare`, as a copy of the present ones; it goes into checkpoints through `Checkpointer`.
+    Used for the moving average of the weights, and for those of the best evaluation.
+    """
+
+    @torch.no_grad()
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
+        self.model = accelerator.unwrap_model(model)
+        if zero.is_used(accelerator):
+            raise ConfigError(
+                "DeepSpeed keeps no second set of weights (moving average, best ones): use ddp.yaml or fsdp2.yaml"
+            )
+        live: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+        buffers = persistent_buffers(self.model)
+        self.live = live | buffers
+        self.tensors = {name: value.clone() for name, value in self.live.items()}
+        self.buffers = {name: self.tensors[name] for name in buffers}
+
+    @torch.no_grad()
+    def average_in(self, decay: float) -> None:
+        """Move to the model's present weights: copy = decay * copy + (1 - decay) * present. Integers are taken over."""
+        pairs = [(_local(self.tensors[name]), _local(value)) for name, value in self.live.items()]
+        floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        torch._foreach_lerp_([c for c, _ in floats], [v for _, v in floats], 1 - decay)
+        for copy, value in pairs:
+            if not copy.is_floating_point():
+                copy.copy_(value)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Become a copy of the model's present weights."""
+        for name, value in self.live.items():
+            _local(self.tensors[name]).copy_(_local(value))
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Let the model have these weights, and this copy the model's, until the block ends."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, value in self.live.items():
+            mine, theirs = _local(self.tensors[name]), _local(value)
+            kept = theirs.clone()
+            theirs.copy_(mine)
+            mine.copy_(kept)
+        reshard(self.model)  # or a forward would go on with the gathered weights of the one before

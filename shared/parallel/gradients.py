@@ -1,0 +1,77 @@
+"""Gradients that are spread over processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from shared.process import ranks
+
+
+def keeps_gradients(accelerator: Accelerator) -> bool:
+    """Whether to zero gradients in place: DDP's are views of its buckets; new ones would take their memory once more."""
+    ddp = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    sizes = accelerator.parallelism_config
+    return ddp and not (sizes is not None and sizes.tp_enabled)
+
+
+def end_step(model: nn.Module) -> None:
+    """Let FSDP forget a forward or backward that an exception has ended.
+
+    As `FSDPModule.reset_iter_state` of torch 2.15 does, which 2.11 has not.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.post_backward_final_callback_queued = False
+            state._state_ctx.iter_forward_root = None
+            state._modules_to_run_forward.clear()
+            for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+                if group is not None:
+                    group._training_state = TrainingState.IDLE
+                    group._post_forward_indices.clear()
+            module.reshard()
+
+
+# Gradients -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """L2 norm of all gradients as one vector, wherever their pieces are: scalar, the same on all ranks.
+
+    Each rank adds up its pieces, each divided by the number of ranks that hold the same piece, so that one sum over all
+    ranks counts everything once. Not a collective where every rank holds whole gradients. Every rank calls this.
+    """
+    pieces: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        copies = accelerator.num_processes // ranks.pipeline_ranks()
+        if isinstance(gradient, DTensor):
+            for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+                assert not isinstance(placement, Partial)
+                copies //= 1 if isinstance(placement, Replicate) else size
+            gradient = gradient.to_local()
+        pieces.setdefault(copies, []).append(gradient)
+    if set(pieces) <= {accelerator.num_processes}:
+        return nn.utils.get_total_norm(next(iter(pieces.values()), [])).to(accelerator.device)
+    norms = {copies: nn.utils.get_total_norm(tensors).to(accelerator.device) for copies, tensors in pieces.items()}
+    squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all gradients in place by `factor`, a scalar tensor."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        piece = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_device.setdefault(piece.device, []).append(piece)
+    for device, pieces in by_device.items():
+        torch._foreach_mul_(pieces, factor.to(device))

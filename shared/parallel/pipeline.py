@@ -1,0 +1,184 @@
+"""Pipeline parallelism: a model's blocks spread over ranks, micro-batches passing through them (PipeDream-Flush's 1F1B,
+arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own schedules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from shared.data.order import IGNORED, Batch
+from shared.models.attention import told_of_rows
+from shared.process.errors import ConfigError
+
+# Settings of what is done besides a decoder's modules and the head: not at all here, or by each stage anew.
+APART = (
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "lm_head_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "scale_emb",
+)
+
+
+class _Through(nn.Module):
+    """In place of what another rank has."""
+
+    def forward(self, x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return x
+
+
+class _Stage(nn.Module):
+    """Some consecutive blocks of a causal language model, with its embeddings or its head if they are at that end.
+
+    The model's own forward does the work, with blocks that pass their input on where others have them.
+    """
+
+    def __init__(self, model: nn.Module, blocks: range, *, first: bool, last: bool, autocast: Any) -> None:
+        super().__init__()
+        decoder = copy.copy(model.get_decoder())  # type: ignore[operator]
+        decoder._modules = dict(decoder._modules)
+        decoder.layers = nn.ModuleList(block if i in blocks else _Through() for i, block in enumerate(decoder.layers))
+        if not first:
+            decoder.embed_tokens = _Through()
+        if not last:
+            decoder.norm = _Through()
+        self.decoder, self.first, self.autocast = decoder, first, autocast
+        self.head = model.get_output_embeddings() if last else None  # type: ignore[operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or logits."""
+        with self.autocast(), told_of_rows():
+            hidden = self.decoder(**{"input_ids" if self.first else "inputs_embeds": x}, use_cache=False).last_hidden_state
+            return hidden if self.head is None else self.head(hidden)
+
+
+class Pipeline:
+    """This rank's stages of `model`, and what passes micro-batches through all of them. Every rank makes one.
+
+    Ranks next to each other hold the stages of one model; groups of them read different data. What other ranks hold is
+    taken out of `model`; the names of what stays do not change, so checkpoints are those of any other strategy.
+
+    Args:
+        model: a causal language model of transformers, whole, on every rank.
+        ranks: that hold one model's stages.
+        stages_per_rank: above 1 the schedule is interleaved.
+        micro_batches: of one optimizer step.
+
+    Raises:
+        ConfigError: the model, or its number of blocks or micro-batches, cannot be spread so.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: Any, *, ranks: int, stages_per_rank: int, micro_batches: int
+    ) -> None:
+        kind, sizes = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
+        plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (sizes is None or sizes.total_size == 1)
+        if not plain:
+            raise ConfigError("a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: it spreads the model itself")
+        known = {"embed_tokens", "layers", "norm", "rotary_emb"}
+        if not {"embed_tokens", "layers", "norm"} <= set(dict(model.get_decoder().named_children())) <= known:
+            raise ConfigError(f"{type(model).__name__} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
+        text = model.config.get_text_config()
+        if apart := [name for name in APART if getattr(text, name, None) not in (None, 1)]:
+            raise ConfigError(f"{type(model).__name__} has {', '.join(apart)}, which a pipeline leaves out: use fsdp2.yaml")
+        stages = ranks * stages_per_rank
+        decoder = model.get_decoder()
+        blocks = len(decoder.layers)
+        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+            raise ConfigError("the first and the last stage cannot share embeddings: the model has tie_word_embeddings")
+        if accelerator.scaler is not None:
+            raise ConfigError("a pipeline does not work with fp16's loss scaling: use bf16")
+        if accelerator.mixed_precision == "fp8":
+            raise ConfigError("a pipeline does not work with fp8: use bf16")
+        if blocks < stages:
+            raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
+        if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
+            raise ConfigError(
+                f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a --global_batch_size "
+                f"so that there are at least {ranks}" + (f", and a multiple of {ranks}" if stages_per_rank > 1 else "")
+            )
+        mesh = init_device_mesh(
+            accelerator.device.type, (accelerator.num_processes // ranks, ranks), mesh_dim_names=("data", "pipeline")
+        )
+        self.data_group, self.group = mesh["data"].get_group(), mesh["pipeline"].get_group()
+        self.readers = accelerator.num_processes // ranks
+        self.device, self.micro_batches, self.scale = accelerator.device, micro_batches, 1.0
+        rank = dist.get_rank(self.group)
+        cuts = [blocks * i // stages for i in range(stages + 1)]
+        mine = [rank + ranks * i for i in range(stages_per_rank)]
+        self.has_first, self.has_last = 0 in mine, stages - 1 in mine
+        parts: list[Any] = []
+        for number in mine:
+            ends = {"first": number == 0, "last": number == stages - 1}
+            part = _Stage(model, range(cuts[number], cuts[number + 1]), **ends, autocast=accelerator.autocast)
+            part.to(accelerator.device)
+            parts.append(PipelineStage(part, number, stages, accelerator.device, group=self.group))
+        self.stages, self.parts = parts, [part.submod for part in parts]
+        owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
+        decoder.layers = nn.ModuleList(block if i in owned else _Through() for i, block in enumerate(decoder.layers))
+        if not self.has_first:
+            model.set_input_embeddings(_Through())
+        if not self.has_last:
+            decoder.norm = _Through()
+            model.set_output_embeddings(_Through())
+        options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": self._loss, "scale_grads": False}
+        self.schedule: Any = (
+            Schedule1F1B(parts[0], **options) if stages_per_rank == 1 else ScheduleInterleaved1F1B(parts, **options)
+        )
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Summed over the targets of a micro-batch, and scaled."""
+        flat = logits.flatten(0, 1).float()
+        return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum") * self.scale
+
+    def _pass(self, run: Any, batches: list[Batch]) -> torch.Tensor:
+        filling = {"input_ids": batches[0]["input_ids"], "labels": torch.full_like(batches[0]["labels"], IGNORED)}
+        batches = batches + [filling] * (self.micro_batches - len(batches))  # which counts for nothing
+        inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.has_first else ()
+        target = torch.cat([batch["labels"] for batch in batches]) if self.has_last else None
+        losses: list[torch.Tensor] = []
+        run(*inputs, target=target, losses=losses)
+        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return total / self.scale
+
+    def train(self, batches: list[Batch], scale: float) -> torch.Tensor:
+        """Forward and backward of all micro-batches; gradients are those of `scale` times the summed loss, mean over data.
+
+        Every rank calls this with the micro-batches that its group reads.
+
+        Returns:
+            Scalar: the group's summed loss, on each of its ranks.
+        """
+        self.scale = scale
+        loss = self._pass(self.schedule.step, batches)
+        if self.readers > 1:
+            for gradient in [p.grad for part in self.parts for p in part.parameters() if p.grad is not None]:
+                dist.all_reduce(gradient, group=self.data_group)
+                gradient /= self.readers
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+        """The summed loss of micro-batches, without gradients. Every rank calls this."""
+        self.scale = 1.0
+        for part in self.parts:
+            part.eval()
+        loss = self._pass(self.schedule.eval, batches)
+        for part in self.parts:
+            part.train()
+        for stage in self.stages:  # PyTorch 2.11 leaves what it receives without gradients if it has evaluated first
+            for received in stage.args_recv_info.values():
+                for info in received:
+                    if isinstance(getattr(info, "buffer", None), torch.Tensor):
+                        info.buffer.requires_grad_(True)
+        return loss

@@ -1,0 +1,144 @@
+"""How a model is spread over processes: who reads which data, tensor parallelism, one gradient norm for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shared.parallel import zero
+from shared.parallel.tensor import _one_mesh_a_group, _replace_parameters, tensor_parallel, tensor_parallel_mesh
+from shared.process import ranks
+from shared.process.errors import ConfigError
+
+# Who reads what ------------------------------------------------------------------------------------------------------
+
+
+def data_rank(accelerator: Accelerator) -> int:
+    """This process's place among those that read different data: ranks that share a model's pieces read the same."""
+    return accelerator.process_index // (accelerator.num_processes // ranks.data_parallel_size())
+
+
+def share(accelerator: Accelerator) -> dict[str, Any]:
+    """What a `Loader` must know of this process: rank and world_size among those that read different data, device."""
+    return {
+        "rank": data_rank(accelerator),
+        "world_size": ranks.data_parallel_size(),
+        "device": accelerator.device,
+    }
+
+
+def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
+    """The sum of `value` over the data that all processes read, each piece counted once. Every rank calls this."""
+    return accelerator.reduce(value, "sum") / (accelerator.num_processes // ranks.data_parallel_size())
+
+
+# Spreading a model -----------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizers: list[Any], *, max_grad_norm: float, comm_hook: str = "none"
+) -> tuple[Any, list[Any]]:
+    """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
+
+    Args:
+        model: whole, on every rank, the same weights.
+        optimizers: of its parameters, without state.
+        max_grad_norm: DeepSpeed clips inside its own step, so it must know.
+        comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
+
+    Returns:
+        The model; the optimizers without Accelerate's wrappers, which `steps.update` has no use for.
+
+    Raises:
+        ConfigError: the model or the optimizers cannot be spread that way, or the launch config has an answer of its own
+            to a question that the template's config answers.
+    """
+    mesh = tensor_parallel_mesh(accelerator)
+    if zero.is_used(accelerator):
+        zero.configure(accelerator, optimizers, max_grad_norm)
+    if mesh is not None:
+        if accelerator.mixed_precision == "fp16":
+            raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
+        if any(type(optimizer).__module__.startswith("bitsandbytes") for optimizer in optimizers):
+            raise ConfigError("--optim adamw_8bit cannot work on weights that are cut over ranks: use adamw")
+        if accelerator.mixed_precision == "fp8":
+            raise ConfigError("tensor parallelism does not work with fp8: use bf16, or fsdp2.yaml")
+        names = {p: name for name, p in model.named_parameters()}
+        tensor_parallel(model, mesh)
+        _replace_parameters(optimizers, names, dict(model.named_parameters()))
+    if mesh is not None and accelerator.distributed_type != DistributedType.FSDP:
+        # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has no sharded weights.
+        prepared = [accelerator.prepare_model(model, evaluation_mode=True)]
+        prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+    else:
+        layout = accelerator.parallelism_config
+        if mesh is not None:
+            layout.tp_size = 1  # done above; Accelerate would do it again
+        if accelerator.distributed_type == DistributedType.FSDP:
+            _own_what_is_left(model)
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+            # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
+            named = set(getattr(model, "_no_split_modules", None) or ())
+            plugin.transformer_cls_names_to_wrap = sorted(named & {type(module).__name__ for module in model.modules()})
+        prepared = accelerator.prepare(model, *optimizers)
+        if mesh is not None:
+            layout.tp_size = mesh.size()
+    model, *wrapped = prepared
+    optimizers = [wrapper.optimizer for wrapper in wrapped]
+    if comm_hook != "none":
+        if not isinstance(model, DistributedDataParallel):
+            raise ConfigError("--ddp_comm_hook needs the processes of ddp.yaml")
+        model.register_comm_hook(None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook])
+    if mesh is not None:
+        for optimizer in optimizers:
+            _one_mesh_a_group(optimizer)
+    return model, optimizers
+
+
+def _own_what_is_left(model: nn.Module) -> None:
+    """Give the modules that `modules_to_save` replaced weights of their own: FSDP cannot cut a tied one in two places."""
+    places = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    for module in list(model.modules()):
+        if hasattr(module, "modules_to_save") and isinstance(old := getattr(module, "original_module", None), nn.Module):
+            for part in old.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None and places[parameter] > 1:
+                        part._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+
+
+def held(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:
+    """The share of all weights, and of the optimizer's state, that this process keeps between steps.
+
+    Empty for a pipeline, whose ranks do not know the whole.
+    """
+    if ranks.pipeline_ranks() > 1:
+        return {}
+
+    def pieces(parameters: Iterable[torch.Tensor]) -> float:
+        mine = everything = 0
+        for p in parameters:
+            local = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
+            mine, everything = mine + local.numel(), everything + getattr(p, "ds_numel", p.numel())
+        return mine / everything
+
+    shares = {"weights": pieces(accelerator.unwrap_model(model).parameters())}
+    if zero.is_used(accelerator):
+        return shares | {"optimizer state": 1 / accelerator.num_processes}  # from stage 1 on
+    trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return shares | {"optimizer state": pieces(trained)}
+
+
+def holds(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> str | None:
+    """`held` in words, for the summary; None where one process has everything."""
+    if accelerator.num_processes == 1:
+        return None
+    return ", ".join(f"{share:.0%} of the {name}" for name, share in held(accelerator, model, optimizers).items())

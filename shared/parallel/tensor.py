@@ -1,0 +1,86 @@
+"""Tensor parallelism."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shared.process.errors import ConfigError
+
+
+def tensor_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
+    """The ranks over which each matrix is cut, or None."""
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the matrices of each block over the ranks of `mesh`, in place (Megatron-LM, arXiv 1909.08053).
+
+    Follows the plan that transformers ships with an architecture: colwise [out / ranks, in], rowwise [out, in / ranks].
+    An adapter is cut as the matrix that it belongs to: B with its columns, A with its rows. What the plan does not name
+    (norms, embeddings) stays whole on every rank, with equal gradients.
+
+    Raises:
+        ConfigError: there is no plan, or it has a kind of cut that is not supported.
+    """
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    decoder = getattr(whole, getattr(whole, "base_model_prefix", ""), whole)
+    plan: dict[str, str] = getattr(whole.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr, assignment]
+    plan = {name: kind for name, kind in plan.items() if "*" in name}  # some versions' plans cut tied embeddings, too
+    kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    name_of_model = type(whole).__name__
+    if not plan or not set(plan.values()) <= set(kinds):
+        foreign = ", ".join(sorted(set(plan.values()) - set(kinds))) or "none"
+        raise ConfigError(f"{name_of_model} cannot be tensor parallel here (its plan: {foreign}): use fsdp2.yaml")
+    for which in ("key_value", "attention"):
+        heads = getattr(whole.config, f"num_{which}_heads", None) or mesh.size()
+        if heads % mesh.size():
+            what = which.replace("_", "-")
+            raise ConfigError(f"{name_of_model} has {heads} {what} heads, which tp_size {mesh.size()} does not divide")
+    for name, module in decoder.named_modules():
+        if re.search(r"\b(q|k|query|key)_(layer_?)?norm$", name) and any(True for _ in module.parameters()):
+            raise ConfigError(f"{name_of_model} cannot be tensor parallel here ({name} sees all heads): use fsdp2.yaml")
+    if any(getattr(p, "quant_state", None) is not None or not p.is_floating_point() for p in model.parameters()):
+        raise ConfigError("tensor parallelism cannot cut quantised weights: use ddp.yaml or fsdp2.yaml")
+    patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): kind for name, kind in plan.items()}
+    matches = [
+        (name, module, kind)
+        for name, module in decoder.named_modules()
+        for pattern, kind in patterns.items()
+        if pattern.fullmatch(name)
+    ]
+    for name, module, kind in matches:
+        size: Any = module.out_features if kind == "colwise" else module.in_features
+        if size % mesh.size():
+            raise ConfigError(f"{name_of_model}: tp_size {mesh.size()} does not divide the {size} features of {name}")
+        if getattr(module, "lora_magnitude_vector", None):
+            raise ConfigError("tensor parallelism does not work with --use_dora")
+    for _, module, kind in matches:
+        adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
+        for matrix in (getattr(module, "base_layer", module), *adapters.values()):
+            parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())  # one by one: whole, they may not fit
+
+
+def _replace_parameters(optimizers: Iterable[Any], names: dict[nn.Parameter, str], new: dict[str, nn.Parameter]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new[names[p]] for p in group["params"]]
+
+
+def _one_mesh_a_group(optimizer: Any) -> None:
+    """Split parameter groups so that those of one group are sharded over the same ranks, as fused kernels require."""
+    split = []
+    for group in optimizer.param_groups:
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        split += [{**group, "params": parameters} for parameters in by_mesh.values()]
+    optimizer.param_groups[:] = split

@@ -1,0 +1,128 @@
+"""What DeepSpeed's ZeRO hides from the outside: its settings, and its weights and moments as plain tensors.
+
+DeepSpeed keeps fp32 weights and optimizer state in flat pieces of its own. Reading them out by parameter name gives a ZeRO
+run the same checkpoints as any other: no pickles, and what ZeRO saved resumes under FSDP or in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from shared.process.errors import ConfigError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def is_used(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def make_whole_models() -> None:
+    """Have transformers make models whole, the same on every rank, for DeepSpeed to cut; the draws would differ."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: float) -> None:
+    """Give DeepSpeed the template's answers before `accelerator.prepare`, which `parallel.prepare` calls.
+
+    Raises:
+        ConfigError: the launch config has other answers, or DeepSpeed cannot work with these optimizers.
+    """
+    if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:
+        raise ConfigError("under DeepSpeed only --optim adamw works: choose it, or fsdp2.yaml")
+    if accelerator.mixed_precision == "fp16":
+        raise ConfigError("under DeepSpeed fp16's loss scale would not be in checkpoints: use bf16")
+    if accelerator.mixed_precision == "fp8":
+        raise ConfigError("fp8 works with ddp.yaml and fsdp2.yaml, not with DeepSpeed")
+    if accelerator.state.deepspeed_plugin.zero_stage == 0:
+        raise ConfigError("zero_stage is 0 in the launch config, which cuts nothing: use ddp.yaml")
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    answers = {"gradient_clipping": ("--max_grad_norm", max_grad_norm), "gradient_accumulation_steps": (None, 1)}
+    for key, (flag, value) in answers.items():
+        theirs = settings.get(key, "auto")
+        if theirs not in ("auto", None) and float(theirs) != value:
+            ours = f"{flag} is {value}" if flag else "accumulation follows from --global_batch_size"
+            raise ConfigError(f"{key} is {theirs} in the DeepSpeed config, but {ours}: remove it from the DeepSpeed config")
+        settings[key] = value
+    for section, flag in (("optimizer", "--optim"), ("scheduler", "--lr_scheduler_type")):
+        if section in settings:
+            raise ConfigError(
+                f"the DeepSpeed config has {section!r}, which {flag} decides: remove it from the DeepSpeed config"
+            )
+    settings["train_micro_batch_size_per_gpu"] = 1  # counts for DeepSpeed's own throughput log alone
+    settings["zero_force_ds_cpu_optimizer"] = False  # PyTorch's AdamW runs on offloaded state, and needs no compiler
+
+
+def full_weight(parameter: nn.Parameter) -> torch.Tensor:
+    """A parameter's whole value, fp32 if it is trained. Every rank calls this."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if parameter.requires_grad:
+        return safe_get_full_fp32_param(parameter)
+    if not hasattr(parameter, "ds_id"):  # whole on every rank, as before ZeRO-3
+        return parameter.detach()
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def _link_moments(zero: Any) -> None:
+    """Let parameters find their moments: ZeRO-2 does so after its first step, but of the first parameter group alone."""
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def state(accelerator: Accelerator, trainable: dict[str, nn.Parameter], step: int) -> dict[str, torch.Tensor]:
+    """Weights and AdamW's state by name, whole, in the main rank's memory; empty on the others. Every rank calls this."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    _link_moments(accelerator.deepspeed_engine_wrapped.engine.optimizer)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in trainable.items():
+        values = {f"model.{name}": full_weight(parameter)}
+        for key in MOMENTS:
+            values[f"optimizer.{name}.{key}"] = safe_get_full_optimizer_state(parameter, key)
+        if accelerator.is_main_process:
+            tensors |= {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
+            tensors[f"optimizer.{name}.step"] = torch.tensor(float(step))
+    return tensors
+
+
+def load(
+    accelerator: Accelerator,
+    trainable: dict[str, nn.Parameter],
+    step: int,
+    read: Callable[[dict[str, torch.Tensor]], None],
+) -> None:
+    """Set what `state` gave, one parameter at a time. Every rank calls this.
+
+    Args:
+        read: fills tensors, whole ones, by name from the checkpoint; every rank calls it alike.
+    """
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    zero = accelerator.deepspeed_engine_wrapped.engine.optimizer
+    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    for piece in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
+        zero.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in MOMENTS}
+        zero.optimizer.state[piece]["step"] = torch.tensor(float(step), device=piece.device)  # for the fused kernel
+    _link_moments(zero)
+    for name, parameter in trainable.items():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        weight = torch.empty(shape, device=accelerator.device)
+        moments = {key: torch.empty(shape, device=accelerator.device) for key in MOMENTS}
+        read({f"model.{name}": weight} | {f"optimizer.{name}.{key}": value for key, value in moments.items()})
+        safe_set_full_fp32_param(parameter, weight)
+        for key, value in moments.items():
+            safe_set_full_optimizer_state(parameter, value, key)
+        with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0, enabled=stage3):
+            parameter.copy_(weight)  # what the next forward computes with

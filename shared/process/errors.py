@@ -1,0 +1,69 @@
+"""What a user is told: errors that end a run in one line with a stated exit code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+class CleanExit(Exception):
+    """An end that a user can act on: one line on the console, no traceback, and a stated exit code."""
+
+    exit_code = 1
+    alone = False  # this process ends by itself, for what all of them have not agreed on
+
+
+class ConfigError(CleanExit):
+    """Wrong input or configuration: what, where, and what to do.
+
+    One line, whatever of the input it quotes: control characters are written out, and a very long middle is left out.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
+        super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-700:]}")
+
+
+class NotNow(CleanExit):
+    """Nobody's input is wrong: a server, a machine or another run stands in the way, and the same command may work later."""
+
+
+def is_of_the_network(error: BaseException | None) -> bool:
+    """Whether an error, or one that it follows from, is a connection's or a server's, and not the user's.
+
+    By names, since the libraries that raise these types need not be there.
+    """
+    names: set[str] = set()
+    codes: list[Any] = []
+    while error is not None:
+        names |= {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+        codes += [getattr(getattr(error, "response", None), "status_code", 0), getattr(error, "status", 0)]
+        error = error.__cause__ or error.__context__
+    if "huggingface_hub.OfflineModeIsEnabled" in names:  # which `datasets` turns into a ConnectionError
+        return False
+    known = [code for code in codes if isinstance(code, int)]
+    return bool(names & _OF_THE_NETWORK) or any(code in (408, 429) or code >= 500 for code in known)
+
+
+_OF_THE_NETWORK = {
+    *("builtins.ConnectionError", "builtins.TimeoutError", "socket.gaierror", "httpx.TransportError"),
+    *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
+    *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "urllib3.HTTPError"),
+}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's memory does not suffice: cuBLAS and cuDNN say so in plain RuntimeErrors."""
+    import torch  # not by those who only parse a command line
+
+    words = r"(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|CUDA error: out of memory"
+    known = isinstance(error, torch.OutOfMemoryError)
+    return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))

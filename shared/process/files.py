@@ -1,0 +1,113 @@
+"""Files and folders that are whole or do not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shared.process import faults
+from shared.process.errors import ConfigError
+
+# The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
+_FILES_ONLY = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES}
+
+
+def _fsync(path: Path) -> None:
+    """Wait until a file is on disk, or a folder's list of names, where the file system can do that.
+
+    Raises:
+        OSError: it did not get there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _FILES_ONLY or not path.is_dir():
+            raise
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary sibling that becomes `folder`, replacing it, when the block ends without an error.
+
+    All files are on disk before the rename, and the rename before the return, where the file system can sync folders.
+    Call on one rank.
+    """
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    faults.point("finish")
+    commit(temporary, folder)
+
+
+def commit(temporary: Path, folder: Path) -> None:
+    """Give a folder that is completely written its name, so that it is there whole or not at all. Call on one rank."""
+    os.umask(umask := os.umask(0o077))  # the only way to read it; files made meanwhile are not open to all
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            with contextlib.suppress(OSError):  # where a mount decides on owners and permissions, nobody may change them
+                path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
+        _fsync(path)
+    _fsync(temporary)
+    faults.point("save.rename")
+    if folder.exists():  # rename cannot replace a folder that is not empty
+        old = folder.with_name(f".old-{folder.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        temporary.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        temporary.rename(folder)
+    faults.point("save.renamed")
+    _fsync(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder, which is never seen half deleted under its name. Call on one rank."""
+    gone = folder.with_name(f".tmp-gone-{folder.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def digest(path: Path) -> dict[str, Any]:
+    """SHA-256 and size of a file."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": path.stat().st_size}
+
+
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Refuse to start what would fill the disk. Call on one rank.
+
+    Args:
+        needed: bytes that will be written.
+
+    Raises:
+        ConfigError: there are fewer free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"--output_dir {folder} has {free / 1e9:.1f} GB free, but {what} need {needed / 1e9:.1f} GB: make room, "
+            "lower --save_total_limit, or choose another folder"
+        )
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; a half-written line, which a kill can leave, is passed over."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(value := json.loads(line), dict):
+                    yield value

@@ -1,0 +1,76 @@
+"""This process's place in the launch, from the environment alone: no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from shared.process.errors import ConfigError
+
+
+def rank() -> int:
+    """This process's number in the launch, known from the environment before any process group exists."""
+    return int(os.environ.get("RANK") or "0")
+
+
+def is_main_rank() -> bool:
+    """Whether this process prints."""
+    return rank() == 0
+
+
+def world_size() -> int:
+    """Processes of this launch, known from the environment before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def flag(name: str) -> bool:
+    """Whether an environment variable, of Accelerate's launcher for one, says yes, in the words that Accelerate knows."""
+    return os.environ.get(name, "").lower() in ("y", "yes", "t", "true", "on", "1")
+
+
+_pipeline_ranks = 1
+
+
+def set_pipeline_ranks(ranks: int) -> None:
+    """Say that each model's stages are on so many neighbouring ranks. A template of pipelines calls this at its start."""
+    global _pipeline_ranks
+    _pipeline_ranks = ranks
+
+
+def pipeline_ranks() -> int:
+    """Ranks that hold the stages of one model."""
+    return _pipeline_ranks
+
+
+def data_parallel_size() -> int:
+    """Processes of this launch that read different data: all, over those that share one model's pieces.
+
+    Raises:
+        ConfigError: the launch config's sizes do not divide the number of processes.
+    """
+    if not flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        if world_size() % _pipeline_ranks:
+            raise ConfigError(
+                f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} ranks: "
+                f"`accelerate launch --num_processes {_pipeline_ranks}`, or a multiple of that"
+            )
+        return world_size() // _pipeline_ranks
+    sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLELISM}
+    if world_size() != math.prod(sizes.values()):
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise ConfigError(f"{world_size()} processes were launched, but the launch config's sizes are {product}")
+    if flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] == 1:
+        raise ConfigError("dp_shard_size is 1 in the launch config, so FSDP has nothing to cut: use ddp.yaml")
+    if sizes["cp_size"] * sizes["sp_size"] > 1:
+        raise ConfigError("cp_size and sp_size are to be 1 in the launch config: no template cuts sequences over processes")
+    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not flag("ACCELERATE_USE_FSDP"):
+        raise ConfigError("dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or fsdp2_tensor_parallel.yaml")
+    return sizes["dp_replicate_size"] * sizes["dp_shard_size"]
+
+
+PARALLELISM = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")

@@ -1,0 +1,223 @@
+"""How a run ends: one line for people, an exit code that names the cause, and exit.json in the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shared.process import ranks
+from shared.process.errors import CleanExit, first_line, is_out_of_memory
+from shared.process.printing import redact
+from shared.process.signals import STOP_SIGNALS, clean_exit
+
+C = TypeVar("C")
+
+_folder: Path | None = None
+_step = 0
+_signal = 0  # that ends the run at once
+
+
+class Stopped(CleanExit):
+    """A signal asked the run to stop. The same command again continues it."""
+
+    exit_code = 143
+
+    def __str__(self) -> str:
+        again = f"; the same command with --output_dir {_folder} continues" if _folder else ""
+        return super().__str__() + again
+
+
+class _EndNow(BaseException):
+    """Raised in a signal's handler: no Exception, which a library or a `suppress` on the way could take for its own."""
+
+
+class NoRoom(CleanExit):
+    """A file of the run cannot be written. Checkpoints that were saved are what they were."""
+
+    exit_code = 3
+
+
+class LostRank(CleanExit):
+    """Another rank does not answer: it hangs, or has ended."""
+
+    exit_code = 1
+
+
+class OutOfMemory(CleanExit):
+    """The device's memory does not suffice: what it holds, and which lever to pull next."""
+
+    exit_code = 2
+
+    def __init__(self, error: BaseException, config: Any) -> None:
+        rows, checkpointing = config.batch.micro_batch()[0], config.speed.gradient_checkpointing
+        sharded, deepspeed = ranks.flag("ACCELERATE_USE_FSDP"), ranks.flag("ACCELERATE_USE_DEEPSPEED")
+        pipeline, cut = ranks.pipeline_ranks() > 1, ranks.flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+        images, streamed = hasattr(config, "images"), getattr(getattr(config, "text", None), "streaming", False)
+        find = "" if deepspeed or pipeline or streamed or config.batch.find_batch_size else " (or --find_batch_size)"
+        whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
+        levers = [
+            (rows > 1, f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same"),
+            (
+                os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
+                "--mixed_precision bf16 after `accelerate launch`: activations in half the size",
+            ),
+            (
+                checkpointing != "full",
+                f"--gradient_checkpointing full{' (without BatchNorm)' * images}: recomputes activations, a third slower",
+            ),
+            (whole and config.optim.optim == "adamw", "--optim adamw_8bit: a quarter of the optimizer's state"),
+            (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
+            (pipeline, "more --pipeline_ranks"),
+            (
+                not (pipeline or images or ranks.flag("FSDP_OFFLOAD_PARAMS")),
+                "accelerate_configs/fsdp2_offload.yaml: weights in the machine's memory",
+            ),
+            (True, "smaller images, or a smaller model" if images else "shorter rows, or a smaller model"),
+        ]
+        if torch.cuda.is_available():
+            print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
+        advice = [text for applies, text in levers if applies]
+        super().__init__(
+            f"out of memory: {first_line(error)}\n  next: {advice[0]}"
+            + (f"\n  then: {'; '.join(advice[1:])}" if advice[1:] else "")
+            + ("" if images else "\n  `python -m shared plan --help` predicts what fits")
+        )
+
+
+def run(main: Callable[[C], None], config: C) -> None:
+    """Call `main(config)` and end with one line and the exit code that names the cause. Every rank calls this.
+
+    Exit codes: 0 done, 2 input or configuration, 3 checkpoint or disk, 4 loss or gradient not finite, 143 stopped by a
+    signal after a checkpoint, 1 for anything unforeseen (with a traceback) and for a rank that waited for another in
+    vain. `accelerate launch` itself turns every failure into 1; the true code is in exit.json, too, which is missing
+    where the run was killed.
+    """
+    with clean_exit():
+        try:
+            main(config)
+        except BaseException as error:
+            end = _as_clean_exit(error, config)
+            _report(end or error)
+            if end is None or end is error:
+                raise
+            raise end from error
+    _report(None)
+    if ranks.world_size() > 1:
+        # All ranks are done and every file is written. The interpreter's own teardown can abort in a thread that a
+        # process group left behind, which would make a finished run look failed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
+    if _signal:  # whatever the code on the way made of it
+        stopped = Stopped(f"stopped by {signal.Signals(_signal).name} at step {_step}")
+        stopped.alone = True
+        return stopped
+    if isinstance(error, CleanExit):
+        return error
+    if is_out_of_memory(error):
+        return OutOfMemory(error, config)
+    number = getattr(error, "errno", None)
+    no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
+    if number in no_room or any(f"os error {n})" in str(error) for n in no_room):  # as safetensors says it
+        where = getattr(error, "filename", None) or _folder
+        return NoRoom(f"{where}: cannot be written ({first_line(error)}); checkpoints that were saved are good")
+    if is_of_a_lost_rank(error):
+        return LostRank(
+            f"rank {ranks.rank()} at step {_step + 1}: {_silent_ranks()}. The same command continues from the last "
+            f"checkpoint ({first_line(error)[:200]})"
+        )
+    return None
+
+
+def is_of_a_lost_rank(error: BaseException) -> bool:
+    """Whether a collective has failed: gloo and NCCL raise plain RuntimeErrors."""
+    words = r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe|Timed out waiting|timed? ?out.*(collective|operation)"
+    return ranks.world_size() > 1 and isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+
+
+def _silent_ranks() -> str:
+    """Which ranks do not answer within some seconds, asked through the launcher's store."""
+    world_size, mine = ranks.world_size(), ranks.rank()
+    silent = [r for r in range(world_size) if r != mine]
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"lost/{mine}", str(_step))
+        deadline = time.monotonic() + 4
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.1)
+            silent = [r for r in silent if not store.check([f"lost/{r}"])]
+    if not silent:
+        return "the connection between ranks was lost"
+    return f"rank {', '.join(map(str, silent))} does not answer: it has ended, or hangs"
+
+
+def report_end_in(folder: Path) -> None:
+    """From now on, say in this folder's exit.json how the run ends. Every rank calls this."""
+    global _folder
+    _folder = folder
+    if ranks.is_main_rank():
+        (folder / "exit.json").unlink(missing_ok=True)
+
+
+def at_step(step: int) -> None:
+    """Note how many optimizer steps are done, for exit.json and for the last message."""
+    global _step
+    _step = step
+
+
+def _report(error: BaseException | None) -> None:
+    """Write exit.json, whole or not at all, unless another rank has: the first cause is the true one."""
+    if _folder is None or (error is None and not ranks.is_main_rank()):
+        return
+    code = error.exit_code if isinstance(error, CleanExit) else int(error is not None)
+    cause = "finished" if error is None else redact(first_line(error))
+    content = {"exit_code": code, "cause": cause, "step": _step, "rank": ranks.rank(), "time": time.time()}
+    path, temporary = _folder / "exit.json", _folder / f".tmp-exit-{ranks.rank()}"
+    with contextlib.suppress(OSError):
+        try:
+            temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            _place(temporary, path)
+        finally:  # also where it could not be written whole: no exit.json says more than an empty one
+            temporary.unlink(missing_ok=True)
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Give a file that is completely written its name, unless there is one of that name."""
+    try:
+        os.link(temporary, path)  # which, unlike a rename, replaces nothing
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            temporary.rename(path)
+
+
+# Signals ---------------------------------------------------------------------------------------------------------------
+
+
+def stop_at_once(*_: object) -> None:
+    """From now on, end the run where a signal asks to: there is nothing to save."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _end)
+
+
+def _end(number: int, _frame: object) -> None:
+    global _signal
+    if not _signal:  # Ctrl-C brings two: its own, and that of the launcher's end
+        _signal = number
+        raise _EndNow

@@ -1,0 +1,274 @@
+"""The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, a settings summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import (
+    AORecipeKwargs,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    compare_versions,
+    set_seed,
+)
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from shared.config import parse as configs
+from shared.config.options import BatchConfig
+from shared.data.order import seed_all
+from shared.parallel import zero
+from shared.process import faults, ranks
+from shared.process.errors import ConfigError, NotNow
+from shared.process.printing import say
+from shared.process.signals import end_with_the_launcher
+from shared.run import exits
+
+T = TypeVar("T")
+
+
+def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> Accelerator:
+    """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this, first of all.
+
+    Accumulation, clipping and learning-rate schedules are the template's own; the launch config decides on
+    processes, strategy and precision alone. From here on `config.STOP_SIGNALS` end the run with code 143.
+
+    Args:
+        seed: of all generators.
+        log_with: tracker, by Accelerate's name.
+        timeout: seconds that a rank waits for the others in a collective before it ends with an error.
+
+    Raises:
+        ConfigError: the launch would train something else than it seems to: processes that each believe they are
+            alone, or a second answer to a question that the template's config already answers.
+        NotNow: processes for GPUs, of which none is visible, or GPUs that PyTorch cannot use.
+    """
+    exits.stop_at_once()
+    end_with_the_launcher()
+    faults.point("setup")
+    on_cpu = ranks.flag("ACCELERATE_USE_CPU")
+    if not on_cpu:
+        _refuse_to_leave_gpus_idle()
+    quieten_libraries()
+    _refuse_second_answers()
+    world_size = ranks.world_size()
+    if world_size > 1 and not on_cpu and not _has_accelerator_device():
+        raise NotNow(
+            f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
+            "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
+        )
+    _use_all_cores(world_size)
+    wait = datetime.timedelta(seconds=timeout)
+    rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
+    accelerator = Accelerator(
+        log_with=log_with,
+        # Trackers that write files insist on a folder; `metrics.Logger` names the run's.
+        project_config=ProjectConfiguration(logging_dir="."),
+        # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=wait),
+            *([_fp8_recipe()] if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" else []),
+        ],
+    )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        # Sums over ranks in fp32, as DDP's are, and a loss that the model returns is not rounded to 16 bits.
+        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None)
+        plugin.mixed_precision_policy = policy
+    if rehearsal and plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
+    if zero.is_used(accelerator):
+        zero.make_whole_models()
+    if zero.is_used(accelerator) != ranks.flag("ACCELERATE_USE_DEEPSPEED"):
+        raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
+    if accelerator.num_processes != world_size:
+        raise ConfigError(
+            f"{world_size} processes were launched but Accelerate sees {accelerator.num_processes}: "
+            "start with `accelerate launch --config_file accelerate_configs/...`"
+        )
+    if accelerator.device.type == "cuda":
+        # TF32 where fp32 is asked for; but models of older versions compute angles of positions by matrix products, also in
+        # mixed precision, and TF32 cannot tell the position 2049 from 2048.
+        if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
+            torch.set_float32_matmul_precision("high")
+        if accelerator.mixed_precision == "no" and torch.cuda.is_bf16_supported():
+            say(
+                "warning: training in fp32 on a GPU that has bf16, which is several times faster: "
+                "add `--mixed_precision bf16` after `accelerate launch`"
+            )
+    if on_cpu and (world_size > 1 or rehearsal):
+        say(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
+    set_seed(seed)
+    return accelerator
+
+
+def say_finished(run_dir: Path, steps: int, config: Any) -> None:
+    """Print, on the main rank, that the run's budget is used up, and what to do if more is wanted."""
+    given = configs.flatten(config)
+    budget = next((name for name in ("max_tokens", "num_train_epochs") if given.get(name)), "max_steps")
+    more = f"Train longer with a larger --{budget} and --allow_changed {budget}"
+    say(f"{run_dir} is finished: {steps} steps. {more}, or choose another --output_dir")
+
+
+def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
+    """How a global batch is made up, for the summary."""
+    (at_once, accumulation), readers = batch.micro_batch(), ranks.data_parallel_size()
+    processes = f"{readers} process(es)"
+    if accelerator.num_processes > readers:
+        processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
+    line = f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x {accumulation} accumulated"
+    share, most = at_once * accumulation, batch.per_device_train_batch_size
+    if at_once < min(most, share):
+        better = -(-share // most) * most * readers
+        line += f" (its share of {share} does not divide by {most}; that of --global_batch_size {better} would)"
+    return line
+
+
+def strategy(accelerator: Accelerator) -> str:
+    """How this run is spread, for people: `1 process on cuda`, `FSDP x 8 on cuda, bf16`."""
+    kind, count = accelerator.distributed_type, accelerator.num_processes
+    sizes = getattr(accelerator, "parallelism_config", None)
+    if kind == DistributedType.NO:
+        spread = "1 process"
+    elif ranks.pipeline_ranks() > 1:
+        spread = f"PP {ranks.pipeline_ranks()} x DDP {ranks.data_parallel_size()}"
+    elif kind == DistributedType.DEEPSPEED:
+        spread = f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} x {count}"
+    elif sizes is not None and sizes.total_size > 1:
+        parts = {
+            "HSDP": f"{sizes.dp_replicate_size} x {sizes.dp_shard_size}" if sizes.dp_replicate_size > 1 else "",
+            "FSDP2": str(sizes.dp_shard_size) if sizes.dp_replicate_size == 1 and sizes.dp_shard_size > 1 else "",
+            "TP": str(sizes.tp_size) if sizes.tp_size > 1 else "",
+        }
+        spread = " x ".join(f"{name} {size}" for name, size in parts.items() if size)
+    else:
+        spread = f"{'FSDP2' if kind == DistributedType.FSDP else 'DDP'} x {count}"
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    return f"{spread} on {accelerator.device.type}, {precision}"
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Derive all randomness of one optimizer step (dropout, say) from (seed, step, rank).
+
+    Nothing random is carried from step to step, so a resumed run needs no saved generator state to continue bit
+    for bit, and evaluation, sampling or a library that draws in between changes nothing. Every rank calls this.
+    """
+    seed_all(seed, step, rank)
+
+
+def _has_accelerator_device() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _refuse_second_answers() -> None:
+    """Raise ConfigError where the launch config answers what the template's config answers, or a way that is not offered.
+
+    Wrappers that the launch config asks for would also give weights other names, in final/ and in checkpoints.
+    """
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto"):
+        raise ConfigError(
+            f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation follows from "
+            "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
+        )
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo.lower() not in ("", "no"):
+        raise ConfigError(f"dynamo_backend is {dynamo} in the launch config: remove it there, and give --torch_compile")
+    if ranks.flag("ACCELERATE_USE_FSDP"):
+        if ranks.flag("FSDP_ACTIVATION_CHECKPOINTING"):
+            raise ConfigError(
+                "fsdp_activation_checkpointing is set in the launch config: remove it there, and give "
+                "--gradient_checkpointing full"
+            )
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise ConfigError("fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2")
+
+
+def _refuse_to_leave_gpus_idle() -> None:
+    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use: a CPU would train, a hundred times slower."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if not hidden and _nvidia_gpus() and not _has_accelerator_device():
+        built = f"for CUDA {torch.version.cuda}, which needs a newer driver" if torch.version.cuda else "without CUDA"
+        raise NotNow(
+            f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built {built}, or the driver "
+            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the command to train on the CPU"
+        )
+
+
+def _nvidia_gpus() -> list[Path]:
+    return list(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _use_all_cores(world_size: int) -> None:
+    """Share this machine's cores among its processes where the model is computed on them.
+
+    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores but one idle.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and not _has_accelerator_device():
+        torch.set_num_threads(max(1, ranks.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+
+
+def _fp8_recipe() -> AORecipeKwargs:
+    """Matrix products of the blocks in fp8 with one scale a tensor; the head, adapters and odd shapes stay in bf16."""
+    try:
+        from torchao.float8 import Float8LinearConfig
+    except ImportError:
+        raise ConfigError("mixed_precision fp8 needs torchao: pip install torchao==0.18.0") from None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(f"{torch.cuda.get_device_name()} has no fp8 (H100 and later, L4, RTX 40 have): use bf16")
+
+    def is_of_a_block(module: nn.Module, name: str) -> bool:
+        if type(module) is not nn.Linear or not re.search(r"\.\d+\.", name) or "lora_" in name:
+            return False
+        return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    # Accelerate's default would have FSDP gather weights in fp8, as a kind of tensor that cannot be saved. Kernels ask for
+    # multiples of 16, the tokens of a micro-batch included, which rows of any length are padded to.
+    return AORecipeKwargs(config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=is_of_a_block)
+
+
+def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
+    """Make Accelerate honour DeepSpeed, FSDP and parallelism configs in a CPU process group, not turn them to DDP.
+
+    Accelerate looks at `fsdp_config` and `ParallelismConfig` only where the state says MULTI_GPU, and at DeepSpeed only
+    where it is not told to use the CPU. Plain DDP stays MULTI_CPU, because MULTI_GPU would hand it device ids of GPUs.
+
+    Returns:
+        Whether this is a rehearsal of a sharded strategy.
+    """
+    asked = {name for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG") if ranks.flag(f"ACCELERATE_USE_{name}")}
+    state = PartialState(cpu=True, timeout=timeout)
+    if not asked or state.distributed_type != DistributedType.MULTI_CPU:
+        return False
+    if "DEEPSPEED" in asked:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        del os.environ["ACCELERATE_USE_CPU"]
+    state.distributed_type = DistributedType.DEEPSPEED if "DEEPSPEED" in asked else DistributedType.MULTI_GPU
+    return True
+
+
+def quieten_libraries() -> None:
+    """Keep from the console what a user cannot act on. Errors stay."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not (ranks.is_main_rank() and sys.stderr.isatty()):
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+    noisy = ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib", "DeepSpeed")
+    for name in noisy:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")

@@ -1,0 +1,401 @@
+"""What a run reports: W&B or any tracker, metrics.jsonl, curves.png, a progress bar, throughput and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import resource
+import secrets
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from shared.config.options import LogConfig
+from shared.data import audit
+from shared.data.loader import Window
+from shared.parallel.sharding import total
+from shared.process.collectives import wait_for_main
+from shared.process.errors import ConfigError, first_line
+from shared.process.files import read_json_lines
+from shared.process.printing import redact, say
+from shared.run.checkpoint import TrainState
+from shared.run.plots import draw_curves
+from shared.run.profiling import Profiler
+
+T = TypeVar("T")
+
+UNREAD = 1000  # steps whose losses may lie on the device: more would fill memory where nothing is logged for long
+
+# Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets; found in the device's name, first match.
+PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "MI300X": 1307e12,
+}
+
+
+def tracker_name(report_to: str) -> str | None:
+    """The tracker for `launch.start`, None for none. Raises ConfigError for one that is unknown or not installed."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    if report_to == "none":
+        return None
+    if report_to not in LOGGER_TYPE_TO_CLASS:
+        raise ConfigError(f"--report_to {report_to}: expected none or one of {', '.join(LOGGER_TYPE_TO_CLASS)}")
+    if report_to not in {str(name) for name in get_available_trackers()}:
+        raise ConfigError(f"--report_to {report_to}: not installed (pip install {report_to}), or use none")
+    return report_to
+
+
+class Logger:
+    """Collects each step and writes every `logging_steps`. Every rank makes one and calls it alike.
+
+    Args:
+        accelerator: of the run, made with `log_with`.
+        config: the logging group.
+        run_dir: where metrics.jsonl and curves.png go.
+        state: of the run; a tracker's run id is put into it.
+        total_steps: length of the progress bar.
+        settings: the flat config, stored in the tracker.
+        template: names the tracker's project.
+        unit: what the throughput counts: tokens, or images.
+        flops: floating-point operations of forward and backward for one `unit`, for MFU; None where unknown.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: LogConfig,
+        run_dir: Path,
+        state: TrainState,
+        total_steps: int,
+        settings: dict[str, Any],
+        *,
+        template: str,
+        unit: str = "tokens",
+        flops: float | None = None,
+    ) -> None:
+        self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
+        self.unit, self.flops, self.first, self.total_steps = unit, flops, state.step, total_steps
+        self.tracker = tracker_name(config.report_to)
+        self.main = accelerator.is_main_process
+        self.file = run_dir / "metrics.jsonl"
+        if self.main:
+            _keep_whole_lines(self.file, state)
+            if self.tracker:
+                self._start_tracker(template, settings)
+        self.recorder = audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
+        self.profiler = Profiler(run_dir) if config.profile and self.main else None
+        self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
+        self.bar = tqdm(
+            total=total_steps,
+            initial=state.step,
+            desc=template,
+            unit="step",
+            disable=not self.main or not sys.stderr.isatty(),  # a log file gets a line each logging step instead
+            dynamic_ncols=True,
+        )
+        self._reset()
+        self.mark = self.drawn = time.perf_counter()
+        self.drawing = 0.5  # seconds that the curves take, the first time by a guess
+
+    def _reset(self) -> None:
+        self.targets = self.positions = 0
+        self.seconds = self.waited = 0.0
+        self.loss, self.steps = 0.0, 0  # of this rank: losses per target, summed over the steps that are finite
+        self.unread: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []  # losses, finite, targets of the others
+
+    def waiting(self, windows: Iterable[T]) -> Iterator[T]:
+        """Pass the loader's windows on, and time how long each keeps the training waiting."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)  # what was tried before may have taken more
+        iterator = iter(windows)
+        while True:
+            start = time.perf_counter()
+            try:
+                window = next(iterator)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - start
+            yield window
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time spent in here (evaluation, saving) is not training time, nor the progress bar's."""
+        start = time.perf_counter()
+        self.seconds += start - self.mark
+        yield
+        self.mark = time.perf_counter()
+        if not self.bar.disable:
+            self.bar.start_t += self.mark - start
+            self.bar.last_print_t += self.mark - start
+
+    def step(
+        self,
+        losses: list[torch.Tensor],
+        finite: torch.Tensor,
+        window: Window,
+        *,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
+    ) -> None:
+        """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this.
+
+        Args:
+            losses: summed losses of this rank's micro-batches.
+            finite: bool scalar on the device; losses of a step that is not are left out.
+            window: what was computed.
+            grad_norm: before clipping, the same on all ranks.
+            learning_rate: of this step.
+        """
+        if self.recorder is not None:
+            self.recorder.write(self.state.step, window)
+        self.unread.append((losses, finite, window.num_targets))
+        self.targets += window.num_targets
+        self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
+        self.bar.update()
+        if self.profiler is not None:
+            self.profiler.step()
+        if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
+            if self.bar.disable and self.state.step == self.first + 1:  # the next line may be minutes away
+                say(f"step {self.state.step}/{self.total_steps}")
+            if len(self.unread) == UNREAD:
+                self._read()
+            return
+        self._read()
+        own = torch.tensor([self.loss, self.positions], device=self.accelerator.device)
+        (summed_loss, positions), steps = total(self.accelerator, own).tolist(), self.steps
+        now = time.perf_counter()
+        seconds = self.seconds + now - self.mark
+        processed = positions / seconds
+        values = {
+            "loss": summed_loss / steps if steps else math.nan,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm.item(),
+            f"trained_{self.unit}_per_second": self.targets / seconds,
+            f"processed_{self.unit}_per_second": processed,
+            "data_wait_share": self.waited / seconds,
+            "peak_memory_gb": peak_memory(self.accelerator.device) / 1e9,
+            self.unit: self.state.targets,
+        }
+        peak = peak_flops(self.accelerator.device)
+        if peak and self.flops:
+            values["mfu"] = self.flops * processed / self.accelerator.num_processes / peak
+        if self.state.skipped:
+            values["skipped_steps"] = self.state.skipped
+        self._warn_of_a_spike(values["loss"])
+        progress = f"loss {values['loss']:.3f}, {processed:,.0f} {self.unit}/s"
+        self.bar.set_postfix_str(progress, refresh=False)
+        if self.bar.disable:
+            say(f"step {self.state.step}/{self.total_steps}: {progress}")
+        self.log(values)
+        self._reset()
+        self.mark = now  # what logging takes belongs to the next interval
+
+    def _read(self) -> None:
+        """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels."""
+        values = iter(torch.stack([loss for losses, _, _ in self.unread for loss in losses]).tolist())
+        good = torch.stack([finite for _, finite, _ in self.unread]).tolist()
+        for (losses, _, targets), is_finite in zip(self.unread, good, strict=True):
+            summed = sum(islice(values, len(losses)))
+            self.loss += summed / max(1, targets) if is_finite else 0.0
+        self.steps += sum(good)
+        self.unread.clear()
+
+    def _warn_of_a_spike(self, loss: float) -> None:
+        """A loss far above the recent ones, in units of how much these differ, deserves a look."""
+        if len(self.recent) >= 5:
+            middle = statistics.median(self.recent)
+            spread = statistics.median(abs(value - middle) for value in self.recent)
+            if loss > middle + max(8 * spread, 0.1 * abs(middle)):
+                say(f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of {middle:.4g} before")
+        if math.isfinite(loss):
+            self.recent.append(loss)
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Write values of this step to metrics.jsonl and the trackers. The main rank acts."""
+        if not self.main:
+            return
+        # JSON has no NaN.
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self.state.step, **row}) + "\n")
+        # As a value, not as the tracker's own step: W&B drops steps that a resumed run repeats.
+        with self._tracking():
+            self.accelerator.log({**values, "step": self.state.step}, step=self._tracker_step)
+
+    def log_evaluation(self, values: dict[str, float]) -> None:
+        """Log and print an evaluation's values, and note in the state that it is made. Every rank calls this."""
+        self.log(values)
+        self.state.evaluated = self.state.step
+        figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in values.items())
+        say(f"step {self.state.step}: validation {figures}")
+
+    @contextlib.contextmanager
+    def _tracking(self) -> Iterator[None]:
+        """What goes wrong in a tracker is said once, and the run goes on without it."""
+        try:
+            yield
+        except Exception as error:
+            if self.tracker:
+                say(f"warning: {self.tracker} failed and is left out from here on ({first_line(error)})")
+            self.tracker = None
+            self.accelerator.trackers.clear()
+
+    @property
+    def _tracker_step(self) -> int | None:
+        return None if self.tracker == "wandb" else self.state.step
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Show a table of texts in W&B; other trackers have none. The main rank acts."""
+        if self.main and self.tracker == "wandb":
+            with self._tracking():
+                self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=redact(rows), step=None)
+
+    def log_picture(self, name: str, file: Path) -> None:
+        """Show a picture in the tracker, where it takes pictures. The main rank acts."""
+        if not (self.main and self.tracker in ("wandb", "tensorboard")):
+            return
+        from PIL import Image
+
+        picture = Image.open(file).convert("RGB")
+        with self._tracking():
+            if self.tracker == "wandb":
+                self.accelerator.get_tracker("wandb").log_images({name: [picture]}, step=None)
+            else:
+                array = np.asarray(picture).transpose(2, 0, 1)[None]
+                self.accelerator.get_tracker("tensorboard").log_images({name: array}, step=self.state.step)
+
+    def close(self) -> None:
+        """Draw the curves and end the tracker's run. Every rank calls this."""
+        self.bar.close()
+        if self.profiler is not None:
+            self.profiler.close()
+        self.draw(now=True)
+        wait_for_main()  # which may still write
+        self.accelerator.wait_for_everyone()  # end_training takes the process group down
+        with self._tracking():
+            self.accelerator.end_training()
+
+    def draw(self, *, now: bool = False) -> None:
+        """Draw curves.png from metrics.jsonl, unless `now` at most for 2 % of the time: all wait. The main rank acts."""
+        start = time.perf_counter()
+        if self.main and (now or start - self.drawn > 50 * self.drawing):
+            draw_curves(self.file, self.run_dir / "curves.png")
+            self.drawn = time.perf_counter()
+            self.drawing = self.drawn - start
+
+    def _start_tracker(self, template: str, settings: dict[str, Any]) -> None:
+        project, settings = redact(self.config.project_name or template), redact(settings)
+        if self.tracker != "wandb":
+            self.accelerator.project_configuration.logging_dir = str(self.run_dir)
+            plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
+            self.accelerator.init_trackers(project, plain)
+            return
+        import wandb
+
+        self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
+        patience, mode = os.environ.get("WANDB_INIT_TIMEOUT", "30"), os.environ.get("WANDB_MODE", "")
+        if not re.fullmatch(r"\d+(\.\d*)?", patience):
+            raise ConfigError(f"WANDB_INIT_TIMEOUT is {patience!r}, not a number of seconds")
+        if mode not in ("", "online", "offline", "disabled", "dryrun", "run", "shared"):
+            raise ConfigError(f"WANDB_MODE is {mode!r}, not online, offline or disabled")
+        options: dict[str, Any] = {
+            "id": self.state.tracker_run_id,
+            "name": redact(self.config.run_name or self.run_dir.name),
+            "dir": str(self.run_dir),
+            "resume": "allow",
+            "mode": mode or ("online" if _wandb_login() else "offline"),
+            # Its metadata are the command line, where secrets may stand, and machine, user and repository.
+            "settings": wandb.Settings(
+                quiet=True,
+                silent=True,
+                console="off",
+                save_code=False,
+                x_disable_meta=True,
+                init_timeout=float(patience),
+            ),
+        }
+        try:
+            self.accelerator.init_trackers(project, settings, {"wandb": options})
+        except wandb.errors.Error as error:
+            say(f"warning: W&B cannot be reached ({first_line(error)})")
+            self.accelerator.trackers.clear()
+            wandb.teardown()  # its service still holds the run's id
+            options["mode"] = "offline"
+            try:
+                self.accelerator.init_trackers(project, settings, {"wandb": options})
+            except wandb.errors.Error as error:  # nor without a network: it is what was asked for
+                raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
+        if options["mode"] == "offline":
+            say(f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {self.run_dir}/wandb/offline-*")
+        run = self.accelerator.get_tracker("wandb", unwrap=True)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+
+def _wandb_login() -> bool:
+    import wandb
+
+    with contextlib.suppress(Exception):  # no key, or none that W&B takes
+        return bool(wandb.login(prompt=False, verify=False))
+    return False
+
+
+def _keep_whole_lines(file: Path, state: TrainState) -> None:
+    """Drop a half-written last line, and what a killed run logged after the checkpoint that is resumed."""
+    if not file.exists():
+        return
+    kept = []
+    for row in read_json_lines(file):
+        evaluation = any(key.startswith("eval_") for key in row)
+        last = state.evaluated if evaluation else state.step
+        if isinstance(row.get("step"), int) and row["step"] <= last:
+            kept.append(json.dumps(row) + "\n")
+    temporary = file.with_name(".metrics.jsonl")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(file)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held: on the GPU if it trains there, since `Logger.waiting` began; else in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a known device, else None."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)

@@ -1,0 +1,36 @@
+"""curves.png."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def draw_curves(metrics: Path, picture: Path) -> None:
+    """Loss, accuracy if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
+    from matplotlib.figure import Figure
+
+    if not metrics.exists():
+        return
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    keys = {key for row in rows for key in row}
+    unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
+    titles: dict[str, dict[str, str | None]] = {"loss": {"loss": "training", "eval_loss": "validation"}}
+    if "eval_accuracy" in keys:
+        titles["validation accuracy"] = {"eval_accuracy": None}
+    titles["learning rate"] = {"learning_rate": None}
+    titles[f"{unit} per second"] = {f"processed_{unit}_per_second": "processed", f"trained_{unit}_per_second": "trained"}
+    figure = Figure(figsize=(4 * len(titles), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(titles))
+    for panel, (title, labels) in zip(panels, titles.items(), strict=True):
+        for key, label in labels.items():
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None, markersize=3)
+        panel.set(title=title, xlabel="optimizer step")
+        panel.grid(alpha=0.3)
+        if len(labels) > 1 and panel.lines:
+            panel.legend()
+    temporary = picture.with_name(".curves.png")
+    figure.savefig(temporary, dpi=120)
+    temporary.replace(picture)

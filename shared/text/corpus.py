@@ -1,0 +1,415 @@
+"""Text to tokens for pretraining: a tokenizer, memory-mapped shards, and sequences cut from them without padding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shared import demo
+from shared.config.parse import cache_dir
+from shared.data import prepared, records
+from shared.data.order import Batch, Row, is_near, is_validation
+from shared.data.records import Source
+from shared.demo import DEFAULT_TEMPLATE
+from shared.process.collectives import on_main
+from shared.process.errors import ConfigError
+from shared.text.options import CorpusConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+END_OF_TEXT = "<|endoftext|>"
+SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
+CHUNK_BYTES = 2**20  # text handed to one tokenising process at a time
+FORMAT = 3  # raised when the files below change meaning
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one that is longer than `records.PIECE`, so that no text is too long to be tokenised."""
+
+    text: str
+    document: int  # its number in the source
+    is_first: bool  # of its document
+    is_last: bool
+
+
+def pieces(source: Source, column: str) -> Iterator[Piece]:
+    """Each document in pieces, in order; without those that are empty. Raises ConfigError for a record without text."""
+    document, is_first = 0, True
+    for where, record in source.read():
+        if column not in record:
+            columns = ", ".join(map(str, record)) or "none"
+            raise ConfigError(f"{where}: no column {column!r} (has: {columns}); name it with --text_column")
+        text = record[column]
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
+        at_once = records.PIECE
+        for piece, goes_on in records.pieces(text[i : i + at_once] for i in range(0, len(text), at_once)):
+            is_last = not (goes_on or records.GOES_ON in record)
+            if piece:
+                yield Piece(piece, document, is_first, is_last)
+                document, is_first = document + is_last, is_last
+
+
+def texts(source: Source, column: str) -> Iterator[str]:
+    """The text alone of all `pieces`."""
+    return (piece.text for piece in pieces(source, column))
+
+
+DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
+
+
+def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> Path:
+    """Tokenise the corpus once; on the next run with the same files, tokenizer and settings it is there already.
+
+    Every rank calls this; the main one works, the others wait.
+
+    Args:
+        config: the text.
+        tokenizer: to use; None trains a byte-level BPE on the text.
+
+    Returns:
+        The folder with the shards, `meta.json` and `tokenizer/`.
+
+    Raises:
+        ConfigError: no text, unreadable text, or a tokenizer that is slow or without an end-of-text token.
+    """
+    serialised = tokenizer and _serialised(tokenizer)
+    train, validation = records.open_sources(config, demo=DEMO)
+    key = on_main(  # machines may see other file times, and the Hub may answer one of them only
+        lambda: prepared.fingerprint(
+            format=FORMAT,
+            train=train.identity(),
+            validation=validation and validation.identity(),
+            column=config.text_column,
+            percent=config.validation_split_percentage,
+            tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
+            end=tokenizer and tokenizer.eos_token_id,
+        )
+    )
+
+    def build(folder: Path) -> None:
+        used = tokenizer or train_tokenizer(texts(train, config.text_column), config.vocab_size)
+        used.save_pretrained(folder / "tokenizer")
+        write_shards(
+            folder,
+            train,
+            validation,
+            used,
+            column=config.text_column,
+            validation_percent=config.validation_split_percentage,
+            processes=config.preprocessing_num_workers,
+        )
+
+    return prepared.build_once(cache_dir() / "corpus" / key, build)
+
+
+def _serialised(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that a tokenizer does, as text. Raises ConfigError for one that pretraining cannot use."""
+    if not tokenizer.is_fast:
+        raise ConfigError("the tokenizer is a slow one (Python alone), too slow for a corpus: give another --tokenizer_name")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no end-of-text token to put between documents")
+    return tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that `prepare` left in its folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    with prepared.reading(folder):
+        return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: int = 2**30) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer (GPT-2's pre-tokenisation, digits apart) on `texts`, up to `max_characters`.
+
+    Its special tokens are END_OF_TEXT, which ends a document, and a padding token of its own.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+    def limited() -> Iterator[str]:
+        left = max_characters
+        for text in texts:
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                return
+
+    tokenizer.train_from_iterator(limited(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        pad_token="<|pad|>",
+        chat_template=DEFAULT_TEMPLATE,
+    )
+
+
+# Shards ------------------------------------------------------------------------------------------------------------
+
+
+class _ShardWriter:
+    """Appends tokens to `<split>-00000.bin`, ... and keeps where each document ends."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+        self.folder, self.split, self.dtype = folder, split, dtype
+        self.sizes: list[int] = []  # tokens of each shard
+        self.ends: list[np.ndarray] = []  # document ends, counted over all shards
+        self.tokens = self.bytes = 0
+        self.hash = hashlib.sha256()
+        self.file: Any = None
+
+    def append(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int) -> None:
+        self.ends.append(self.tokens + ends)
+        self.tokens += len(tokens)
+        self.bytes += num_bytes
+        while len(tokens):
+            if self.file is None or self.sizes[-1] == SHARD_TOKENS:
+                self.close()
+                path = self.folder / f"{self.split}-{len(self.sizes):05d}.bin"
+                self.file = path.open("wb")
+                self.sizes.append(0)
+            part, tokens = np.split(tokens, [SHARD_TOKENS - self.sizes[-1]])
+            content = part.astype(self.dtype).tobytes()
+            self.hash.update(content)
+            self.file.write(content)
+            self.sizes[-1] += len(part)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def take(self, other: _ShardWriter) -> None:
+        """Append all that `other` has written, and remove its files."""
+        other.close()
+        self.append(np.zeros(0, self.dtype), np.concatenate(other.ends), other.bytes)
+        for number, size in enumerate(other.sizes):
+            path = self.folder / f"{other.split}-{number:05d}.bin"
+            self.append(np.memmap(path, self.dtype, "r", shape=size), np.zeros(0, np.int64), 0)
+            path.unlink()
+
+    def finish(self) -> dict[str, Any]:
+        self.close()
+        ends = np.concatenate(self.ends) if self.ends else np.zeros(0, np.int64)
+        np.save(self.folder / f"{self.split}-ends.npy", ends)
+        facts = {"tokens": self.tokens, "bytes": self.bytes, "documents": len(ends), "shards": self.sizes}
+        return {**facts, "sha256": self.hash.hexdigest()}
+
+
+class _Tokenise:
+    """Tokens of pieces, with an end-of-text after the last of each document; before the first what the tokenizer puts there.
+
+    Gives ([tokens] uint32, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces] bool, the last ones).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_str(_serialised(tokenizer))
+        self.bos, self.eos = prepared.begins_texts(tokenizer), [tokenizer.eos_token_id]
+        self.tokenizer.no_truncation()  # as a fine-tune may have left in its file
+        self.tokenizer.no_padding()
+
+    def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
+        texts, documents, first, last = zip(*pieces, strict=True)
+        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ids = [
+            np.asarray(self.bos * begins + e.ids + self.eos * ends, dtype=np.uint32)
+            for e, begins, ends in zip(encoded, first, last, strict=True)
+        ]
+        lengths, sizes = np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
+        return np.concatenate(ids), lengths, sizes, np.array(documents), np.array(last)
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        chunk.append(piece)
+        size += len(piece.text)
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def write_shards(
+    folder: Path,
+    train: Source,
+    validation: Source | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    column: str,
+    validation_percent: float,
+    processes: int | None,
+) -> None:
+    """Tokenise everything into `folder`: shards, document ends, `meta.json`. Call on one rank.
+
+    Of few documents, some very long, a hash of their numbers may hold out far more, or less, than was asked for: then none
+    is, and `open_splits` takes the end of the text.
+
+    Raises:
+        ConfigError: no text, or a record that is not text.
+    """
+    from tqdm import tqdm
+
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    writers = {split: _ShardWriter(folder, split, dtype) for split in ("train", "validation")}
+    progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
+    for source in (train, validation):
+        if source is None:
+            continue
+        chunks = _chunks(pieces(source, column))
+        for tokens, lengths, sizes, documents, last in prepared.in_order(_Tokenise, (tokenizer,), chunks, processes):
+            if source is validation:
+                held_out = np.ones(len(lengths), bool)
+            elif validation is not None:
+                held_out = np.zeros(len(lengths), bool)
+            else:
+                held_out = is_validation(documents, validation_percent)
+            for split, chosen in (("train", ~held_out), ("validation", held_out)):
+                if chosen.any():
+                    kept = tokens[np.repeat(chosen, lengths)]
+                    ends = np.cumsum(lengths[chosen])[last[chosen]]
+                    writers[split].append(kept, ends, int(sizes[chosen].sum()))
+            progress.update(int(sizes.sum()))
+    progress.close()
+    share, held = sum(w.tokens for w in writers.values()) * validation_percent / 100, writers["validation"]
+    if validation is None and held.tokens and not is_near(held.tokens, share):
+        writers["train"].take(held)
+        writers["validation"] = _ShardWriter(folder, "validation", dtype)
+    meta = {"format": FORMAT, "dtype": dtype.name, "source": train.name}
+    meta |= {"validation_source": validation and validation.name}  # None: a part of the same
+    meta |= {split: writer.finish() for split, writer in writers.items()}
+    if not any(writer.tokens for writer in writers.values()):
+        raise ConfigError(f"{train.name}: no text in it")
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+class Tokens:
+    """One split's tokens, memory-mapped, as sequences of `seq_length` inputs and their next tokens.
+
+    Args:
+        folder: what `write_shards` filled.
+        split: train or validation.
+        seq_length: tokens of one sequence.
+        first, last: the part of the split's tokens to use.
+    """
+
+    def __init__(self, folder: Path, split: str, seq_length: int, first: int = 0, last: int | None = None) -> None:
+        self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
+        with prepared.reading(folder):
+            self.meta = json.loads((folder / "meta.json").read_text())
+            size, shards = np.dtype(self.meta["dtype"]).itemsize, self.meta[split]["shards"]
+            if [size * tokens for tokens in shards] != [self._shard(i).stat().st_size for i in range(len(shards))]:
+                raise ValueError("a shard has another size than it was written with")
+            self.last = self.meta[split]["tokens"] if last is None else last
+
+    def _shard(self, number: int) -> Path:
+        return self.folder / f"{self.split}-{number:05d}.bin"
+
+    @cached_property
+    def _shards(self) -> list[np.ndarray]:
+        dtype, count = self.meta["dtype"], len(self.meta[self.split]["shards"])
+        return [np.memmap(self._shard(i), dtype=dtype, mode="r") for i in range(count)]
+
+    def __getstate__(self) -> dict[str, Any]:  # a reading process maps the files itself
+        return {k: v for k, v in self.__dict__.items() if k != "_shards"}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.last - self.first
+
+    def __len__(self) -> int:
+        return max(0, (self.num_tokens - 1) // self.seq_length)
+
+    def __getitem__(self, index: int) -> Row:
+        start = self.first + index * self.seq_length
+        tokens = self._read(start, start + self.seq_length + 1)
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        parts = []
+        while start < stop:
+            shard, offset = divmod(start, SHARD_TOKENS)
+            part = self._shards[shard][offset : offset + stop - start]
+            parts.append(np.asarray(part, dtype=np.int64))
+            start += len(part)
+        return np.concatenate(parts)
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return len(indices) * self.seq_length
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of source text that a token of this part stands for; of a large part of a split, of some of it."""
+        facts = self.meta[self.split]
+        if self.num_tokens == facts["tokens"]:
+            return facts["bytes"] / facts["tokens"]
+        tokenizer, size = load_tokenizer(self.folder), min(self.num_tokens, 2**16)
+        starts = np.linspace(self.first, self.last - size, min(16, self.num_tokens // size)).astype(int).tolist()
+        blocks = (self._read(start, start + size).tolist() for start in starts)
+        texts = (str(tokenizer.decode(b, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for b in blocks)
+        return sum(len(text.encode()) for text in texts) / (size * len(starts))
+
+
+def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tuple[Tokens, Tokens, str]:
+    """(train, validation, a sentence that states the split) of prepared tokens.
+
+    Where `write_shards` has held nothing out, or not a whole sequence, the last `validation_percent` of the tokens are the
+    validation split instead; not where files to validate on were given.
+
+    Raises:
+        ConfigError: too little text for one sequence in each split.
+    """
+    train, validation = Tokens(folder, "train", seq_length), Tokens(folder, "validation", seq_length)
+    documents, given = validation.meta["validation"]["documents"], validation.meta["validation_source"]
+    stated = f"{documents:,} of {documents + train.meta['train']['documents']:,} documents"
+    if given:
+        stated = f"{documents:,} document(s) of {given}"
+    elif not len(validation):
+        cut = math.ceil(train.num_tokens * (1 - validation_percent / 100))
+        validation, train = Tokens(folder, "train", seq_length, cut), Tokens(folder, "train", seq_length, 0, cut)
+        stated = f"the last {validation_percent:g} % of the text (whole documents would be too much or too little)"
+    source = train.meta["source"]
+    for name, split, its_source in (("training", train, source), ("validation", validation, given or source)):
+        if not len(split):
+            raise ConfigError(
+                f"{its_source}: the {name} split has {split.num_tokens} tokens, fewer than one sequence "
+                f"(--seq_length {seq_length})"
+            )
+    return train, validation, stated
+
+
+def collate(rows: list[Row]) -> Batch:
+    """Rows of equal length -> {"input_ids", "labels"}: [batch, seq] int64; labels are the next tokens."""
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in ("input_ids", "labels")}

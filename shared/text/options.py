@@ -1,0 +1,68 @@
+"""Flags of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shared.config import parse as configs
+from shared.data.options import DataConfig
+from shared.process.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TextConfig(DataConfig):
+    """Text."""
+
+    FREE: ClassVar = DataConfig.FREE | {"preprocessing_num_workers"}
+
+    preprocessing_num_workers: int | None = None
+    """Processes that tokenise; if not given, one for ten seconds, then one for each processor, at most 16."""
+
+
+@dataclass(frozen=True)
+class CorpusConfig(TextConfig):
+    """Text and tokenizer."""
+
+    FREE: ClassVar = TextConfig.FREE | {"tokenizer_name", "preprocess_only"}
+
+    text_column: str = "text"
+    """Column or key that holds the text."""
+    streaming: bool = False
+    """Read and tokenise as training goes, in the order of the source, and keep nothing on disk."""
+    tokenizer_name: str | None = None
+    """Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on the text."""
+    vocab_size: int = 4096
+    """Tokens of the BPE that is trained when there is no tokenizer."""
+    preprocess_only: bool = False
+    """Prepare tokenizer and tokens, then exit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.streaming and (self.preprocess_only or self.validation_file or self.validation_split_name):
+            raise ConfigError(
+                "--streaming works with none of --preprocess_only, --validation_file and --validation_split_name"
+            )
+        if self.vocab_size < 300:
+            raise ConfigError("--vocab_size must be at least 300: 256 bytes and the special tokens")
+
+
+@dataclass(frozen=True)
+class ChatConfig(TextConfig):
+    """Conversations, or prompts with completions, or text."""
+
+    seq_length: int = 1024
+    """Tokens of one row at most; longer samples are cut, and counted; plain text makes as many samples as it takes."""
+    packing: bool = True
+    """Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length."""
+    loss_on: Literal["assistant", "completion", "all"] = "assistant"
+    """Tokens to learn: every assistant turn (or the completion), the last assistant turn only, or all. A turn with
+    "weight": 0 is not learned."""
+    max_train_samples: int | None = None
+    """Use the first records only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seq_length < 8:
+            raise ConfigError(f"--seq_length must be at least 8, not {self.seq_length}")
+        configs.require_at_least_one(self, "max_train_samples")

@@ -1,0 +1,159 @@
+"""Several conversations in one row, and batches of rows."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.data.loader import cu_seqlens_of
+from shared.data.order import IGNORED, Batch, Order, Row, permuted
+from shared.text.chat import Conversations
+
+# Packing ---------------------------------------------------------------------------------------------------------------
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Bins of indices whose lengths sum to at most `capacity`: longest first, each into the fullest bin with room.
+
+    Deterministic. O(n log capacity). Raises ValueError for a length above the capacity.
+    """
+    if len(lengths) and lengths.max() > capacity:
+        raise ValueError(f"length {lengths.max()} is above the capacity {capacity}")
+    bins: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # room left -> bins
+    rooms: list[int] = []  # its keys, sorted
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            number, room = len(bins), capacity
+            bins.append([])
+        else:
+            room = rooms[place]
+            number = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        bins[number].append(index)
+        left = room - length
+        if left not in with_room:
+            with_room[left] = []
+            insort(rooms, left)
+        with_room[left].append(number)
+    return bins
+
+
+class Packed:
+    """Rows of several conversations each: `data.Samples` with `position_ids` that restart at each one."""
+
+    def __init__(self, samples: Conversations, capacity: int) -> None:
+        self.samples, self.capacity = samples, capacity
+        self.bins = best_fit_decreasing(samples.lengths, capacity)
+        self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
+        # Of rows of equal length that of more conversations is the longer one: it takes a mask, or a kernel more memory.
+        self.lengths = np.array([samples.lengths[b].sum() + 1 - 1 / len(b) for b in self.bins])
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> Row:
+        rows = [self.samples[i] for i in self.bins[index]]
+        joined = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+        return joined | {"position_ids": np.concatenate([np.arange(len(row["labels"])) for row in rows])}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return int(self.targets[indices].sum())
+
+    @property
+    def waste(self) -> float:
+        """Share of the rows' capacity that holds nothing."""
+        return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
+
+
+def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1, at_most: int | None = None) -> Batch:
+    """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`;
+    and `targets` and `cu_seqlens`, see `lm_loss.causal_lm_loss`.
+
+    Flash attention kernels tell documents apart in a single row only, at no cost for its length; SDPA's mask grows
+    with the square of it.
+
+    What fills a shorter row up comes after its last document and has no targets. There is no attention mask: models tell
+    documents apart by restarting positions only when none is given. Nor are there positions where none restarts.
+
+    Args:
+        rows: of a `Packed`.
+        flat: all in one row.
+        multiple_of: lengthen rows to a multiple of this: kernels are chosen, and compiled, for each length that comes.
+        at_most: but not beyond this length, which all rows keep to.
+    """
+    longest = _lengthened(rows, multiple_of, at_most)
+
+    def fill(row: Row, key: str) -> np.ndarray:
+        missing = longest - len(row[key])
+        follow = row["position_ids"][-1] + 1 + np.arange(missing)
+        tail = {"labels": np.full(missing, IGNORED), "position_ids": follow}.get(key, np.zeros(missing, int))
+        return np.concatenate([row[key], tail])
+
+    batch = {
+        key: np.stack([fill(row, key) for row in rows]).reshape(1 if flat else len(rows), -1)
+        for key in ("input_ids", "labels", "position_ids")
+    }
+    if batch["position_ids"][:, 1:].all():
+        del batch["position_ids"]
+    else:
+        batch["cu_seqlens"] = cu_seqlens_of(batch["position_ids"])
+    return _with_targets(batch)
+
+
+def _lengthened(rows: list[Row], multiple_of: int, at_most: int | None) -> int:
+    longest = max(len(row["labels"]) for row in rows)
+    return min(longest + -longest % multiple_of, at_most or sys.maxsize)
+
+
+def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
+    """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64, and `targets`, see
+    `lm_loss.causal_lm_loss`.
+
+    There is no attention mask: what fills a row up comes after all that its tokens see in a causal model, and has no
+    targets. Not a pad token's id says where it begins, so a real end-of-text token stays learned.
+
+    Args:
+        rows: of a `Conversations`.
+        multiple_of, at_most: see `collate_packed`.
+    """
+    longest = _lengthened(rows, multiple_of, at_most)
+    batch = {"input_ids": np.zeros((len(rows), longest), np.int64), "labels": np.full((len(rows), longest), IGNORED)}
+    for i, row in enumerate(rows):
+        for key, values in batch.items():
+            values[i, : len(row[key])] = row[key]
+    return _with_targets(batch)
+
+
+def _with_targets(batch: dict[str, np.ndarray]) -> Batch:
+    """Where the labels are that count: found here, since whoever looks for them on a device waits for their number."""
+    batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
+    return {key: torch.from_numpy(value) for key, value in batch.items()}
+
+
+@dataclass(frozen=True)
+class GroupedOrder(Order):
+    """Global batches of similar lengths, so that padding is little: sorted within stretches of `GROUP` batches."""
+
+    lengths: np.ndarray | None = None
+    GROUP = 32
+
+    def indices(self, step: int) -> np.ndarray:
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        stretch, batch = divmod(step_in_epoch, self.GROUP)
+        size = self.GROUP * self.global_batch_size
+        stop = min((stretch + 1) * size, self.num_samples)
+        chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)
+        assert self.lengths is not None
+        chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
+        full = len(chosen) // self.global_batch_size  # a ragged last batch of the epoch stays last
+        if batch < full:
+            batch = int(permuted(full, (self.seed, epoch, stretch), 0, full)[batch])
+        return chosen[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]

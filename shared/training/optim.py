@@ -1,0 +1,193 @@
+"""Optimizers with the right decay groups, and learning rates as a function of the step alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shared.config.options import OptimConfig
+from shared.models.blocks import heads
+from shared.process import ranks
+from shared.process.errors import ConfigError
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step`, counted from 0, of `total_steps`.
+
+    A function of the step alone: there is no scheduler state to save, and nothing that steps once a process.
+    """
+    warmup = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return config.learning_rate
+    decay_start = warmup
+    if config.lr_scheduler_type == "wsd":
+        decay_start = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
+    progress = (step - decay_start) / (total_steps - decay_start) if total_steps > decay_start else 0.0
+    progress = min(1.0, max(0.0, progress))
+    shape = (1 + math.cos(math.pi * progress)) / 2 if config.lr_scheduler_type == "cosine" else 1 - progress
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step: int, total_steps: int) -> float:
+    """Give all parameter groups the rate of `step`, scaled by their layer's factor, and return it unscaled."""
+    rate = learning_rate(config, step, total_steps)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+    return rate
+
+
+# Parameters whose names end so are no weight matrices, whatever their shape: Levit's and Swin's position biases, Swin 2's
+# temperatures, Mamba's decay rates.
+VECTORS = ("bias", "biases", "_bias_table", "logit_scale", "A_log")
+
+
+def _token_head(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of what turns features into scores of tokens; empty for a model of something else."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return set() if head is None else set(head.parameters())
+
+
+def _head_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of what turns features into scores, of tokens or classes; empty where it is not known."""
+    if found := _token_head(model):
+        return found
+    try:
+        return {p for module in heads(model) for p in module.parameters()}
+    except ConfigError:
+        return set()
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters as (hidden matrices, embeddings and output heads, norms, biases and other vectors).
+
+    Convolutions count as matrices, and so do the heads of image models. Vectors are, too, what has one dimension above 1
+    at most, class tokens and position embeddings of vision models, which are added to every sample alike
+    ([1, positions, width]) or to attention scores, and what is named as one.
+    """
+    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    embeddings |= _token_head(model)
+    trainable = {p: name for name, p in model.named_parameters() if p.requires_grad}
+
+    def is_vector(p: nn.Parameter) -> bool:
+        plain = sum(size > 1 for size in p.shape) < 2 or (p.ndim == 3 and p.shape[0] == 1)
+        return plain or trainable[p].endswith(VECTORS)
+
+    return (
+        [p for p in trainable if p not in embeddings and not is_vector(p)],
+        [p for p in trainable if p in embeddings],
+        [p for p in trainable if p not in embeddings and is_vector(p)],
+    )
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
+    """The factor on each parameter's learning rate: 1 for the head, `decay` for the last block, and so on down.
+
+    Blocks are the entries of lists of equal modules, and of such lists inside those (stages of blocks); what stands
+    between two blocks, or between the last and the head, goes with the one before it (BEiT, arXiv 2106.08254; ELECTRA,
+    arXiv 2003.10555).
+    """
+    lists = {
+        name: len({type(block) for block in module}) == 1
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+
+    def block_of(name: str) -> str | None:
+        parts, found = name.split("."), []
+        for i, part in enumerate(parts):
+            if part.isdecimal() and lists.get(".".join(parts[:i])):
+                found.append(".".join(parts[: i + 1]))
+        return found[min(1, len(found) - 1)] if found else None
+
+    inside = {name: block_of(name) for name, _ in model.named_parameters()}
+    seen: list[str] = []
+    depth = {}
+    for name, parameter in model.named_parameters():
+        block = inside[name]
+        # A stage's own parameters (its downsampling) come before its blocks and are not a block.
+        is_stage = block is not None and any(b is not None and b.startswith(f"{block}.") for b in inside.values())
+        if block is not None and not is_stage and block not in seen:
+            seen.append(block)
+        depth[parameter] = len(seen)
+    last = max((i for i, block in enumerate(inside.values()) if block is not None), default=-1)
+    head = _head_parameters(model)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if i > last and (parameter in head if head else "norm" not in name):  # tied embeddings come first
+            depth[parameter] = len(seen) + 1
+    return {parameter: decay ** (len(seen) + 1 - d) for parameter, d in depth.items()}
+
+
+def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
+    """The optimizers of a model's trainable parameters: one, or two for Muon with AdamW.
+
+    Weight decay applies to hidden matrices alone. Hand all of them to `parallel.prepare` together with the model.
+
+    Raises:
+        ConfigError: bitsandbytes is asked for and not installed, or nothing is trainable.
+    """
+    matrices, embeddings, vectors = split_parameters(model)
+    if not matrices + embeddings + vectors:
+        raise ConfigError("no parameter of the model is trainable")
+    scales = layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
+
+    def groups(decaying: list[nn.Parameter], others: Sequence[nn.Parameter] = ()) -> list[dict[str, Any]]:
+        alike: dict[tuple[float, float], list[nn.Parameter]] = {}  # a group costs the optimizer a launch of its own
+        for weight_decay, parameters in ((config.weight_decay, decaying), (0.0, others)):
+            for parameter in parameters:
+                alike.setdefault((weight_decay, scales.get(parameter, 1.0)), []).append(parameter)
+        return [{"params": ps, "weight_decay": decay, "lr_scale": scale} for (decay, scale), ps in alike.items()]
+
+    plain = embeddings + vectors
+    everything = groups(matrices, plain)
+    adam: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+    }
+    if config.optim == "adamw_8bit":
+        if ranks.flag("ACCELERATE_USE_FSDP"):
+            raise ConfigError("--optim adamw_8bit cannot work on weights that FSDP shards: use adamw")
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError:
+            raise ConfigError("--optim adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
+        return [AdamW8bit(everything, **adam)]
+    if config.optim == "sgd":
+        return [torch.optim.SGD(everything, lr=config.learning_rate, momentum=config.sgd_momentum, nesterov=True)]
+    head = _head_parameters(model)
+    orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
+    if config.optim == "muon" and orthogonal:
+        # Matched to AdamW's update size (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
+        muon = torch.optim.Muon(
+            groups(orthogonal),
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
+        return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
+    return [torch.optim.AdamW(everything, fused=True, **adam)]
+
+
+def fill_state(optimizer: Any) -> None:
+    """Make an optimizer allocate its state, to be loaded into: a step on zero gradients at rate 0."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
