@@ -124,14 +124,14 @@ from shared.images.processor import ToModel, image_processor
 from shared.images.report import Predictions, scores
 from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
-from shared.models.blocks import compile_blocks, eagerly, set_gradient_checkpointing
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
 from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
 from shared.process.files import whole_folder
-from shared.process.printing import say, summary
+from shared.process.printing import print_main, summary
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
 from shared.run.folder import open_run
@@ -241,7 +241,7 @@ def evaluate(
     average_buffers(accelerator, [persistent_buffers(model)])  # BatchNorm's statistics
     model.eval()
     batches = []
-    with eagerly(model):
+    with uncompiled(model):
         for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
             (batch,) = window.micro_batches
             batches.append(scores(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
@@ -333,7 +333,7 @@ def main(config: Config) -> None:
         "image_classification",
         {
             "run on": launch.strategy(accelerator),
-            "each process holds": sharding.holds(accelerator, model, optimizers),
+            "each process holds": sharding.sharding_summary(accelerator, model, optimizers),
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {trainable:,} of {total:,} parameters trained",
             "images": f"{image_size} x {image_size} pixels",
@@ -347,7 +347,7 @@ def main(config: Config) -> None:
         },
     )
     if advice:
-        say(advice)
+        print_main(advice)
 
     # Train -------------------------------------------------------------------------------------------------------
     settings = configs.flatten(config)
@@ -374,7 +374,7 @@ def main(config: Config) -> None:
         waited = state.step - state.notes.get("improved_step", state.step)
         if config.early_stopping_patience and waited >= config.early_stopping_patience * eval_steps:
             state.notes["stopped_early"] = limits
-            say(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
+            print_main(f"stopped early: no better {config.metric_for_best_model} for {waited} steps")
         logger.log_evaluation(values)
 
     warm_up(accelerator, model, optimizers, train_loader, batch_loss)
@@ -430,7 +430,7 @@ def main(config: Config) -> None:
         predictions = evaluate(accelerator, model, eval_loader, to_model, classes, guard)
         weights = gather_weights(accelerator, model)
     values = predictions.summary()
-    say(f"best by {config.metric_for_best_model}: step {state.notes['best_step']}" if best else "weights of the end")
+    print_main(f"best by {config.metric_for_best_model}: step {state.notes['best_step']}" if best else "weights of the end")
     pictures = predictions.write(run_dir, data.validation) if accelerator.is_main_process else []
     if accelerator.is_main_process:
         for picture in pictures:
@@ -442,11 +442,11 @@ def main(config: Config) -> None:
             card = model_card("Image classifier", data.about, values, settings, load=load, pipeline_tag=task)
             (folder / "README.md").write_text(card, encoding="utf-8")
             if config.export_onnx:
-                say(classifier.export_onnx(folder, image_size))
+                print_main(classifier.export_onnx(folder, image_size))
     logger.close()
-    say(f"{values['eval_accuracy']:.2%} of {len(data.validation):,} validation images are classified right")
+    print_main(f"{values['eval_accuracy']:.2%} of {len(data.validation):,} validation images are classified right")
     beside = ", ".join([*(picture.name for picture in pictures), "evaluation.json", "curves.png"])
-    say(f"model in {run_dir}/final; {beside} beside it")
+    print_main(f"model in {run_dir}/final; {beside} beside it")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ from shared.data.loader import Loader
 from shared.data.order import Order, Samples, Spread
 from shared.models import attention
 from shared.models.adapters import keep_quantized, pissa_to_lora, trained_in_fp32
-from shared.models.blocks import compile_blocks, eagerly, set_gradient_checkpointing
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
 from shared.models.checks import outside_of_text, require_fit, require_own_embeddings
 from shared.models.counts import count_parameters, flops_per_token
@@ -119,7 +119,7 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
-from shared.process.printing import say, summary
+from shared.process.printing import print_main, summary
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
 from shared.run.folder import open_run
@@ -138,8 +138,8 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
     folder = chat.prepare(options, tokenizer)
     train, held_out = chat.Conversations(folder, "train"), chat.Conversations(folder, "validation")
     about_data = chat.describe(train, options)
-    say(about_data)
-    say("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
+    print_main(about_data)
+    print_main("first sample, what is learned between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     size, seed = config.batch.global_batch_size, config.batch.seed
     samples: Samples = train
     # Few different lengths: kernels are chosen, and compiled, for each.
@@ -150,7 +150,7 @@ def build_datasets(config: Config, tokenizer, accelerator: Accelerator) -> tuple
         flat = config.speed.attn_implementation.startswith("flash")
         collate = partial(collate_packed, flat=flat, multiple_of=64, at_most=options.seq_length)
         order = Order(len(packed), size, seed)
-        say(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
+        print_main(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < size:
         rows, other = ("packed rows", ", or --no_packing") if options.packing else ("rows", "")
         raise ConfigError(
@@ -237,7 +237,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: Loader, guard: 
     """Loss a learned token, and perplexity, of the validation samples, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    with eagerly(model):
+    with uncompiled(model):
         for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
             for batch in window.micro_batches:
                 total += causal_lm_loss(model, batch)
@@ -272,9 +272,9 @@ def save_final(
         with whole_folder(run_dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        say(f"base with adapter in {run_dir}/merged")
+        print_main(f"base with adapter in {run_dir}/merged")
     elif (run_dir / "merged").exists():
-        say(f"warning: {run_dir}/merged holds an earlier adapter: the same command with --merge_adapter renews it")
+        print_main(f"warning: {run_dir}/merged holds an earlier adapter: the same command with --merge_adapter renews it")
 
 
 def main(config: Config) -> None:
@@ -327,7 +327,7 @@ def main(config: Config) -> None:
         "lora_finetune",
         {
             "run on": launch.strategy(accelerator),
-            "each process holds": sharding.holds(accelerator, model, optimizers),
+            "each process holds": sharding.sharding_summary(accelerator, model, optimizers),
             "model": f"{config.model_name_or_path}, {total:,} parameters",
             "trained": f"{trainable:,} parameters ({trainable / total:.2%})",
             "batch": launch.batch_line(config.batch, accelerator, "rows"),
@@ -366,7 +366,7 @@ def main(config: Config) -> None:
         ]
         for prompt, reference, output in rows:
             said = first_lines(output)
-            say(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{said}\n---")
+            print_main(f"--- prompt\n{prompt}\n--- reference\n{reference}\n--- model at step {state.step}\n{said}\n---")
         if rows:
             logger.log_table("generations", ["step", "prompt", "reference", "output"], [[str(state.step), *r] for r in rows])
         return values
@@ -422,8 +422,10 @@ def main(config: Config) -> None:
     )
     save_final(config, accelerator, model, tokenizer, end, run_dir, initial, card)
     logger.close()
-    say(f"validation loss {before.get('eval_loss_before', math.nan):.4f} before, {values['eval_loss']:.4f} after training")
-    say(f"adapter in {run_dir}/final; curves.png, metrics.jsonl and config.yaml beside it")
+    print_main(
+        f"validation loss {before.get('eval_loss_before', math.nan):.4f} before, {values['eval_loss']:.4f} after training"
+    )
+    print_main(f"adapter in {run_dir}/final; curves.png, metrics.jsonl and config.yaml beside it")
 
 
 if __name__ == "__main__":

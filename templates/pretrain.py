@@ -88,7 +88,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from shared.data import records
 from shared.data.loader import Loader
 from shared.data.order import Order, Samples, Spread
-from shared.models.blocks import compile_blocks, eagerly, set_gradient_checkpointing
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
 from shared.models.checks import freeze_outside_of_text, require_fit
 from shared.models.counts import count_parameters, flops_per_token
@@ -98,7 +98,7 @@ from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
-from shared.process.printing import say, summary
+from shared.process.printing import print_main, summary
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
 from shared.run.folder import open_run
@@ -207,7 +207,7 @@ def evaluate(
     """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     model.eval()
     total, targets = torch.zeros((), device=accelerator.device), 0
-    with eagerly(model):
+    with uncompiled(model):
         for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
             for batch in window.micro_batches:
                 total += causal_lm_loss(model, batch)
@@ -226,7 +226,7 @@ def main(config: Config) -> None:
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
     if config.text.preprocess_only:
-        say(f"prepared {data.about}")
+        print_main(f"prepared {data.about}")
         return
     run_dir = open_run(accelerator, config.checkpoint.output_dir, "pretrain")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
@@ -264,7 +264,7 @@ def main(config: Config) -> None:
         "pretrain",
         {
             "run on": launch.strategy(accelerator),
-            "each process holds": sharding.holds(accelerator, model, optimizers),
+            "each process holds": sharding.sharding_summary(accelerator, model, optimizers),
             "data": data.about,
             "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
             "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
@@ -286,7 +286,7 @@ def main(config: Config) -> None:
         (text,) = continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
         logger.log_evaluation(values)
         logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
-        say("  " + repr(config.sample_prompt + text))
+        print_main("  " + repr(config.sample_prompt + text))
         return values
 
     warm_up(accelerator, model, optimizers, data.train, batch_loss)
@@ -343,7 +343,7 @@ def main(config: Config) -> None:
             card = model_card("Pretrained language model", data.about, values, settings, load=load)
             (folder / "README.md").write_text(card, encoding="utf-8")
     logger.close()
-    say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
+    print_main(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 
 
 if __name__ == "__main__":

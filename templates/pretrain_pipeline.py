@@ -108,7 +108,7 @@ from shared.models.hub import from_architecture, from_hub, override
 from shared.parallel import sharding
 from shared.parallel.pipeline import Pipeline
 from shared.process.files import whole_folder
-from shared.process.printing import say, summary
+from shared.process.printing import print_main, summary
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import read_weights
@@ -206,7 +206,7 @@ def main(config: Config) -> None:
     # Data --------------------------------------------------------------------------------------------------------
     data = build_datasets(config, accelerator)
     if config.text.preprocess_only:
-        say(f"prepared {data.about}")
+        print_main(f"prepared {data.about}")
         return
     run_dir = open_run(accelerator, config.checkpoint.output_dir, "pretrain_pipeline")
     tokens_per_step = config.batch.global_batch_size * config.seq_length
@@ -314,7 +314,7 @@ def main(config: Config) -> None:
             card = model_card("Pretrained language model", data.about, values, settings, load=load)
             (folder / "README.md").write_text(card, encoding="utf-8")
     logger.close()
-    say(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
+    print_main(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 
 
 if __name__ == "__main__":

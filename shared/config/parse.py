@@ -29,7 +29,7 @@ import yaml
 
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import redact
-from shared.process.ranks import flag, is_main_rank
+from shared.process.ranks import env_flag, is_main_rank
 from shared.process.signals import (
     STOP_SIGNALS,
     _be_told_of_signals,
@@ -134,7 +134,7 @@ def parse_or_exit(config_class: type[T]) -> T:
     outlive_readers()
     # What torch.compile makes outlives the job here; by default it lies below /tmp, which clusters empty.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
-    if flag("ACCELERATE_USE_CPU"):  # a GPU that is there nonetheless would be found by parts of torch, and used
+    if env_flag("ACCELERATE_USE_CPU"):  # a GPU that is there nonetheless would be found by parts of torch, and used
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # On newer CPUs it asks, when it is imported, for a package that is not needed.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

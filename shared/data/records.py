@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared.data.files import find_files
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
-from shared.process.printing import redact
+from shared.process.printing import print_main, redact
 
 if TYPE_CHECKING:
     from shared.data.options import DataConfig
@@ -72,12 +72,12 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     named = {file.resolve() for file in held_out}
     files = [file for file in found if file.resolve() not in named]
     if len(files) < len(found):
-        from shared.process.printing import say
-
         if not files:
-            say("warning: --validation_file names all that is trained on: its loss says nothing about other data")
+            print_main("warning: --validation_file names all that is trained on: its loss says nothing about other data")
             return from_files(found), from_files(held_out)
-        say(f"{len(found) - len(files)} of the {len(found)} files of --train_file left out: --validation_file names them")
+        print_main(
+            f"{len(found) - len(files)} of the {len(found)} files of --train_file left out: --validation_file names them"
+        )
     return from_files(files), from_files(held_out)
 
 

@@ -27,7 +27,7 @@ from shared.images.decoding import BadImage, decode
 from shared.images.options import ImageConfig
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
-from shared.process.printing import redact, say
+from shared.process.printing import print_main, redact
 from shared.process.ranks import cores, is_main_rank
 
 FORMAT = 2  # raised when the prepared files change meaning
@@ -264,7 +264,7 @@ class _Look(Dataset):
 
 def _look_at_all(source: _Files | _Table, count: int) -> list[tuple[int, str]]:
     """(number, reason) of the images that cannot be read, found by decoding every one on all cores."""
-    say(f"reading {count:,} images once, to find those that are damaged")
+    print_main(f"reading {count:,} images once, to find those that are damaged")
     workers = cores() if count > 5000 else 0
     loader: DataLoader = DataLoader(
         _Look(source),
@@ -292,7 +292,7 @@ def _split(config: ImageConfig, source: _Files | _Table, labels: np.ndarray, met
         raise ConfigError(f"{source.where(first)}: {bad[first]}{others}; --skip_bad_images leaves such images out")
     if bad:
         reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(bad.values()).most_common(5))
-        say(f"skipped {len(bad):,} of {len(labels):,} images: {reasons}; the first is {source.where(min(bad))}")
+        print_main(f"skipped {len(bad):,} of {len(labels):,} images: {reasons}; the first is {source.where(min(bad))}")
     held_out = np.zeros(len(labels), dtype=bool)
     if meta["held_out_from"] is not None:
         held_out[meta["held_out_from"] :] = True
@@ -316,7 +316,7 @@ def _split(config: ImageConfig, source: _Files | _Table, labels: np.ndarray, met
         raise ConfigError(f"{meta['name']}: {problem}")
     absent = sorted(set(range(len(names))) - set(validation[:, 1].tolist()))
     if absent:
-        say(
+        print_main(
             f"warning: no validation image of {len(absent)} of {len(names)} classes ({names[absent[0]]!r} for one): "
             "means over classes leave them out"
         )
@@ -382,7 +382,7 @@ def _in_folders(config: ImageConfig) -> _Found:
     if validation is not None and train.resolve() in validation.resolve().parents:
         raise ConfigError(f"{validation}: lies within {train}, whose folders are all trained on: move it out")
     if validation is not None and train.resolve() == validation.resolve():
-        say(f"warning: {train} is trained on and validated on: the accuracy will say nothing of other images")
+        print_main(f"warning: {train} is trained on and validated on: the accuracy will say nothing of other images")
     labels, paths = _class_folders(train, training=True)
     held_out_from = None
     if validation is not None:
@@ -457,9 +457,11 @@ def _warn_of_repeats(paths: list[str], held_out_from: int | None) -> None:
         known = set(paths[:held_out_from])
         count, both = len(paths) - held_out_from, sum(path in known for path in paths[held_out_from:])
         if both:
-            say(f"warning: {both:,} of the {count:,} images to validate on are trained on, too: their accuracy says little")
+            print_main(
+                f"warning: {both:,} of the {count:,} images to validate on are trained on, too: their accuracy says little"
+            )
     elif repeats := len(paths) - len(set(paths)):
-        say(
+        print_main(
             f"warning: {repeats:,} of {len(paths):,} lines name an image that is named before: it may be on both sides "
             "of the split"
         )

@@ -12,7 +12,7 @@ from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
-from shared.process.printing import say
+from shared.process.printing import print_main
 
 # Preprocessing ---------------------------------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         except ConfigError:
             if os.path.exists(os.path.join(name, "preprocessor_config.json")):  # which cannot be used
                 raise
-            say(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
+            print_main(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
     own_size, own_pct, unusual = 224, 0.875, []
     if hasattr(own, "data_config"):  # timm
@@ -67,7 +67,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             if resized >= 384 and hasattr(own, "crop_pct"):  # ConvNeXt's, which then does not crop
                 own_pct = 1.0
     if unusual:
-        say(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
+        print_main(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
     size, share = image_size or own_size, crop_pct or own_pct
     return BitImageProcessor(
         size={"shortest_edge": round(size / share)},

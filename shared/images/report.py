@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from shared.data.order import IGNORED
 from shared.images.files import Images
 from shared.process.errors import first_line
-from shared.process.printing import say
+from shared.process.printing import print_main
 
 MATRIX_CLASSES = 40  # in the picture, at most: those with the most mistakes
 MISTAKES = 32  # on the page, at most
@@ -127,7 +127,7 @@ class Predictions:
             if len(self.mistakes()):
                 self._draw_mistakes(page, images)
         except Exception as error:  # of a font or a picture, which must not cost the model
-            say(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
+            print_main(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
         return [path for path in (matrix, page) if path.exists()]
 
     def _draw_confusion(self, file: Path) -> None:

@@ -15,7 +15,7 @@ from shared.process.errors import ConfigError
 
 
 @contextlib.contextmanager
-def eagerly(model: nn.Module) -> Iterator[None]:
+def uncompiled(model: nn.Module) -> Iterator[None]:
     """Compute without the compiled forwards of a model's modules: an evaluation.
 
     Sizes that come and go are compiled as variables, slower ones, and from then on for the training, too.

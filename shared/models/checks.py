@@ -10,7 +10,7 @@ from torch import nn
 
 from shared.models.counts import _numel
 from shared.process.errors import ConfigError
-from shared.process.printing import say
+from shared.process.printing import print_main
 
 
 def _context(model: Any) -> int | None:
@@ -36,7 +36,9 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
     if getattr(text, "output_router_logits", False):
-        say("warning: the loss that balances experts, which the model's config asks for (output_router_logits), is left out")
+        print_main(
+            "warning: the loss that balances experts, which the model's config asks for (output_router_logits), is left out"
+        )
     context = _context(model)
     if context is not None and seq_length > context:
         raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
@@ -72,7 +74,7 @@ def freeze_outside_of_text(model: Any) -> None:
     for parameter in unused:
         parameter.requires_grad_(False)
     if unused:
-        say(f"{sum(map(_numel, unused)):,} parameters, which text does not pass through, stay as they are")
+        print_main(f"{sum(map(_numel, unused)):,} parameters, which text does not pass through, stay as they are")
 
 
 def require_own_embeddings(model: Any, why: str) -> None:

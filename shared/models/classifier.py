@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from shared.models.blocks import heads
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import say
+from shared.process.printing import print_main
 
 # Heads -----------------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
                     nn.init.trunc_normal_(part.weight, std=0.02)
                     if part.bias is not None:
                         nn.init.zeros_(part.bias)
-    say(f"{name}: {'its head is kept' if keeps_head else f'a new head for {len(classes)} classes'}")
+    print_main(f"{name}: {'its head is kept' if keeps_head else f'a new head for {len(classes)} classes'}")
     return model, classes
 
 

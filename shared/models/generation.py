@@ -12,7 +12,7 @@ from torch import nn
 
 from shared.models.checks import _context
 from shared.models.hub import _try_to_save
-from shared.process.printing import say
+from shared.process.printing import print_main
 
 
 def end_generation_at(model: Any, end: int | None) -> None:
@@ -27,7 +27,9 @@ def end_generation_at(model: Any, end: int | None) -> None:
         _try_to_save(settings)
     except ValueError:  # settings that contradict each other are saved only as they were
         settings.eos_token_id = before
-        say(f"warning: the model's generation settings cannot be changed, so that they do not end a text at token {end}")
+        print_main(
+            f"warning: the model's generation settings cannot be changed, so that they do not end a text at token {end}"
+        )
 
 
 def first_lines(text: str, most: int = 8) -> str:

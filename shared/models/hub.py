@@ -19,7 +19,7 @@ from torch import nn
 
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network, is_out_of_memory
-from shared.process.printing import say
+from shared.process.printing import print_main
 
 # What loaders read from a model's folder, each one JSON object.
 _DESCRIPTIONS = (
@@ -103,7 +103,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if lost := sorted(info["missing_keys"]):
         raise ConfigError(f"{name}: {len(lost)} weights are missing in its files, such as {lost[0]}")
     if left := sorted(info["unexpected_keys"]):  # other heads, mostly, which nobody misses
-        say(f"warning: {name}: {len(left)} weights in its files have no place in this model, such as {left[0]}")
+        print_main(f"warning: {name}: {len(left)} weights in its files have no place in this model, such as {left[0]}")
     return model
 
 

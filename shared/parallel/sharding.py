@@ -115,7 +115,7 @@ def _own_what_is_left(model: nn.Module) -> None:
                         part._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
 
 
-def held(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:
+def sharding_shares(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:
     """The share of all weights, and of the optimizer's state, that this process keeps between steps.
 
     Empty for a pipeline, whose ranks do not know the whole.
@@ -137,8 +137,8 @@ def held(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) 
     return shares | {"optimizer state": pieces(trained)}
 
 
-def holds(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> str | None:
+def sharding_summary(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> str | None:
     """`held` in words, for the summary; None where one process has everything."""
     if accelerator.num_processes == 1:
         return None
-    return ", ".join(f"{share:.0%} of the {name}" for name, share in held(accelerator, model, optimizers).items())
+    return ", ".join(f"{share:.0%} of the {name}" for name, share in sharding_shares(accelerator, model, optimizers).items())

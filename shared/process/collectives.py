@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 
 from shared.process import ranks
 from shared.process.errors import CleanExit
-from shared.run.launch import T
+
+T = TypeVar("T")
 
 
 def on_main(function: Callable[[], T]) -> T:

@@ -30,7 +30,7 @@ def redact(value: Any) -> Any:
     return [redact(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def say(text: str) -> None:
+def print_main(text: str) -> None:
     """Print one line on the main rank, above a progress bar if there is one."""
     if ranks.is_main_rank():
         from tqdm import tqdm
@@ -43,4 +43,4 @@ def summary(title: str, rows: dict[str, Any]) -> None:
     """Print the settings in force, one aligned line each, on the main rank. Rows that are None are left out."""
     rows = {k: v for k, v in rows.items() if v is not None}
     width = max(map(len, rows))
-    say("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
+    print_main("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))

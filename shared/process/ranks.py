@@ -28,7 +28,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def flag(name: str) -> bool:
+def env_flag(name: str) -> bool:
     """Whether an environment variable, of Accelerate's launcher for one, says yes, in the words that Accelerate knows."""
     return os.environ.get(name, "").lower() in ("y", "yes", "t", "true", "on", "1")
 
@@ -53,7 +53,7 @@ def data_parallel_size() -> int:
     Raises:
         ConfigError: the launch config's sizes do not divide the number of processes.
     """
-    if not flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if not env_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         if world_size() % _pipeline_ranks:
             raise ConfigError(
                 f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} ranks: "
@@ -64,11 +64,11 @@ def data_parallel_size() -> int:
     if world_size() != math.prod(sizes.values()):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(f"{world_size()} processes were launched, but the launch config's sizes are {product}")
-    if flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] == 1:
+    if env_flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] == 1:
         raise ConfigError("dp_shard_size is 1 in the launch config, so FSDP has nothing to cut: use ddp.yaml")
     if sizes["cp_size"] * sizes["sp_size"] > 1:
         raise ConfigError("cp_size and sp_size are to be 1 in the launch config: no template cuts sequences over processes")
-    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not flag("ACCELERATE_USE_FSDP"):
+    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not env_flag("ACCELERATE_USE_FSDP"):
         raise ConfigError("dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or fsdp2_tensor_parallel.yaml")
     return sizes["dp_replicate_size"] * sizes["dp_shard_size"]
 

@@ -34,12 +34,12 @@ from shared.config.options import CheckpointConfig
 from shared.data.loader import Window
 from shared.models.weights import WeightCopy, average_buffers, persistent_buffers, reshard
 from shared.parallel import zero
-from shared.parallel.sharding import held
+from shared.parallel.sharding import sharding_shares
 from shared.process import faults, ranks
 from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_out_of_memory
 from shared.process.files import commit, digest, remove, require_space
-from shared.process.printing import redact, say
+from shared.process.printing import print_main, redact
 from shared.run import exits
 from shared.run.checkpoint_files import (
     MANIFEST,
@@ -185,7 +185,10 @@ class Checkpointer:
         if self.accelerator.scaler is not None:  # fp16's loss scale
             content["scaler"] = self.accelerator.scaler.state_dict()
         manifest = {"format": 1, "step": state.step, "world_size": self.accelerator.num_processes}
-        manifest |= {"strategy": strategy(self.accelerator), "held": held(self.accelerator, self.model, self.optimizers)}
+        manifest |= {
+            "strategy": strategy(self.accelerator),
+            "held": sharding_shares(self.accelerator, self.model, self.optimizers),
+        }
         manifest |= {"versions": _versions(), "data": self.data, "base": self.base, "settings": self.settings}
         manifest |= {"started_from": state.started_from}
         manifest |= {"tracker_run_id": state.tracker_run_id}
@@ -257,9 +260,9 @@ class Checkpointer:
                 try:
                     self._prune(manifest["step"])
                 except OSError as error:
-                    say(f"warning: {name} is saved, but an older one could not be removed ({_cause(error)})")
+                    print_main(f"warning: {name} is saved, but an older one could not be removed ({_cause(error)})")
                 if folder.name == name:  # and not in a rehearsal
-                    say(f"saved {name}")
+                    print_main(f"saved {name}")
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:
@@ -340,7 +343,7 @@ class Checkpointer:
         exits.at_step(state.step)
         faults.point("resume.loaded")
         self.latest = folder
-        say(f"resumed from {folder} at step {state.step}")
+        print_main(f"resumed from {folder} at step {state.step}")
         return state
 
     def _verify(self, folder: Path) -> dict[str, Any]:
@@ -370,12 +373,14 @@ class Checkpointer:
             try:
                 manifest = self._verify(folder)
             except CheckpointError as error:
-                say(f"warning: {error}; the one before it is used")
+                print_main(f"warning: {error}; the one before it is used")
                 self.passed_over.append(folder)
                 continue
             on_main(partial(self._compare, folder, manifest))
             if named is not None and folder != named.resolve():
-                say(f"--resume_from_checkpoint {named} is where this run began; it continues from its own {folder.name}")
+                print_main(
+                    f"--resume_from_checkpoint {named} is where this run began; it continues from its own {folder.name}"
+                )
             return folder
         if own:
             raise CheckpointError(
@@ -424,7 +429,7 @@ class Checkpointer:
             lines["mixed_precision"] = f"mixed_precision was {precision[0]}, now {precision[1]}"
         told = [line for name, line in lines.items() if name not in UNTOLD]
         if told:
-            say(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
+            print_main(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
 
     def _require_nothing_trained(self) -> None:
         for name in ("final", "merged"):

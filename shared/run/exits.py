@@ -62,8 +62,8 @@ class OutOfMemory(CleanExit):
 
     def __init__(self, error: BaseException, config: Any) -> None:
         rows, checkpointing = config.batch.micro_batch()[0], config.speed.gradient_checkpointing
-        sharded, deepspeed = ranks.flag("ACCELERATE_USE_FSDP"), ranks.flag("ACCELERATE_USE_DEEPSPEED")
-        pipeline, cut = ranks.pipeline_ranks() > 1, ranks.flag("ACCELERATE_USE_PARALLELISM_CONFIG")
+        sharded, deepspeed = ranks.env_flag("ACCELERATE_USE_FSDP"), ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
+        pipeline, cut = ranks.pipeline_ranks() > 1, ranks.env_flag("ACCELERATE_USE_PARALLELISM_CONFIG")
         images, streamed = hasattr(config, "images"), getattr(getattr(config, "text", None), "streaming", False)
         find = "" if deepspeed or pipeline or streamed or config.batch.find_batch_size else " (or --find_batch_size)"
         whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
@@ -81,7 +81,7 @@ class OutOfMemory(CleanExit):
             (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
             (pipeline, "more --pipeline_ranks"),
             (
-                not (pipeline or images or ranks.flag("FSDP_OFFLOAD_PARAMS")),
+                not (pipeline or images or ranks.env_flag("FSDP_OFFLOAD_PARAMS")),
                 "accelerate_configs/fsdp2_offload.yaml: weights in the machine's memory",
             ),
             (True, "smaller images, or a smaller model" if images else "shorter rows, or a smaller model"),

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow
-from shared.process.printing import say
+from shared.process.printing import print_main
 from shared.run.exits import report_end_in
 
 _locks: dict[Path, TextIO] = {}
@@ -65,7 +65,7 @@ def _lock(folder: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
-            say(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
+            print_main(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
             return
         file.seek(0)
         raise NotNow(

@@ -22,7 +22,7 @@ from shared.models.weights import persistent_buffers
 from shared.parallel import zero
 from shared.process import faults
 from shared.process.errors import CleanExit
-from shared.process.printing import say
+from shared.process.printing import print_main
 from shared.process.ranks import is_main_rank
 from shared.process.signals import STOP_SIGNALS
 from shared.run.checkpoint import TrainState
@@ -163,7 +163,7 @@ class Guard:
                 f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been skipped before: "
                 "look at these samples, lower --learning_rate, or raise --max_skipped_steps"
             )
-        say(f"warning: {what}; the update was skipped ({self.state.skipped} of at most {self.max_skipped})")
+        print_main(f"warning: {what}; the update was skipped ({self.state.skipped} of at most {self.max_skipped})")
 
     def stop_if_asked(self, *, now: bool = False) -> None:
         """End the run if any rank was asked to: at the latest when `finite` was called for the step before.

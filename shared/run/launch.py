@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -31,11 +31,9 @@ from shared.data.order import seed_all
 from shared.parallel import zero
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError, NotNow
-from shared.process.printing import say
+from shared.process.printing import print_main
 from shared.process.signals import end_with_the_launcher
 from shared.run import exits
-
-T = TypeVar("T")
 
 
 def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> Accelerator:
@@ -57,7 +55,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
     exits.stop_at_once()
     end_with_the_launcher()
     faults.point("setup")
-    on_cpu = ranks.flag("ACCELERATE_USE_CPU")
+    on_cpu = ranks.env_flag("ACCELERATE_USE_CPU")
     if not on_cpu:
         _refuse_to_leave_gpus_idle()
     quieten_libraries()
@@ -91,7 +89,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
     if zero.is_used(accelerator):
         zero.make_whole_models()
-    if zero.is_used(accelerator) != ranks.flag("ACCELERATE_USE_DEEPSPEED"):
+    if zero.is_used(accelerator) != ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
         raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:
         raise ConfigError(
@@ -104,12 +102,12 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
             torch.set_float32_matmul_precision("high")
         if accelerator.mixed_precision == "no" and torch.cuda.is_bf16_supported():
-            say(
+            print_main(
                 "warning: training in fp32 on a GPU that has bf16, which is several times faster: "
                 "add `--mixed_precision bf16` after `accelerate launch`"
             )
     if on_cpu and (world_size > 1 or rehearsal):
-        say(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
+        print_main(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
     set_seed(seed)
     return accelerator
 
@@ -119,7 +117,7 @@ def say_finished(run_dir: Path, steps: int, config: Any) -> None:
     given = configs.flatten(config)
     budget = next((name for name in ("max_tokens", "num_train_epochs") if given.get(name)), "max_steps")
     more = f"Train longer with a larger --{budget} and --allow_changed {budget}"
-    say(f"{run_dir} is finished: {steps} steps. {more}, or choose another --output_dir")
+    print_main(f"{run_dir} is finished: {steps} steps. {more}, or choose another --output_dir")
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
@@ -186,8 +184,8 @@ def _refuse_second_answers() -> None:
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if dynamo.lower() not in ("", "no"):
         raise ConfigError(f"dynamo_backend is {dynamo} in the launch config: remove it there, and give --torch_compile")
-    if ranks.flag("ACCELERATE_USE_FSDP"):
-        if ranks.flag("FSDP_ACTIVATION_CHECKPOINTING"):
+    if ranks.env_flag("ACCELERATE_USE_FSDP"):
+        if ranks.env_flag("FSDP_ACTIVATION_CHECKPOINTING"):
             raise ConfigError(
                 "fsdp_activation_checkpointing is set in the launch config: remove it there, and give "
                 "--gradient_checkpointing full"
@@ -248,7 +246,7 @@ def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
     Returns:
         Whether this is a rehearsal of a sharded strategy.
     """
-    asked = {name for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG") if ranks.flag(f"ACCELERATE_USE_{name}")}
+    asked = {name for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG") if ranks.env_flag(f"ACCELERATE_USE_{name}")}
     state = PartialState(cpu=True, timeout=timeout)
     if not asked or state.distributed_type != DistributedType.MULTI_CPU:
         return False

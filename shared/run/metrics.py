@@ -30,7 +30,7 @@ from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import read_json_lines
-from shared.process.printing import redact, say
+from shared.process.printing import print_main, redact
 from shared.run.checkpoint import TrainState
 from shared.run.plots import draw_curves
 from shared.run.profiling import Profiler
@@ -187,7 +187,7 @@ class Logger:
             self.profiler.step()
         if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
             if self.bar.disable and self.state.step == self.first + 1:  # the next line may be minutes away
-                say(f"step {self.state.step}/{self.total_steps}")
+                print_main(f"step {self.state.step}/{self.total_steps}")
             if len(self.unread) == UNREAD:
                 self._read()
             return
@@ -216,7 +216,7 @@ class Logger:
         progress = f"loss {values['loss']:.3f}, {processed:,.0f} {self.unit}/s"
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
-            say(f"step {self.state.step}/{self.total_steps}: {progress}")
+            print_main(f"step {self.state.step}/{self.total_steps}: {progress}")
         self.log(values)
         self._reset()
         self.mark = now  # what logging takes belongs to the next interval
@@ -237,7 +237,7 @@ class Logger:
             middle = statistics.median(self.recent)
             spread = statistics.median(abs(value - middle) for value in self.recent)
             if loss > middle + max(8 * spread, 0.1 * abs(middle)):
-                say(f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of {middle:.4g} before")
+                print_main(f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of {middle:.4g} before")
         if math.isfinite(loss):
             self.recent.append(loss)
 
@@ -258,7 +258,7 @@ class Logger:
         self.log(values)
         self.state.evaluated = self.state.step
         figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in values.items())
-        say(f"step {self.state.step}: validation {figures}")
+        print_main(f"step {self.state.step}: validation {figures}")
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
@@ -267,7 +267,7 @@ class Logger:
             yield
         except Exception as error:
             if self.tracker:
-                say(f"warning: {self.tracker} failed and is left out from here on ({first_line(error)})")
+                print_main(f"warning: {self.tracker} failed and is left out from here on ({first_line(error)})")
             self.tracker = None
             self.accelerator.trackers.clear()
 
@@ -348,7 +348,7 @@ class Logger:
         try:
             self.accelerator.init_trackers(project, settings, {"wandb": options})
         except wandb.errors.Error as error:
-            say(f"warning: W&B cannot be reached ({first_line(error)})")
+            print_main(f"warning: W&B cannot be reached ({first_line(error)})")
             self.accelerator.trackers.clear()
             wandb.teardown()  # its service still holds the run's id
             options["mode"] = "offline"
@@ -357,7 +357,9 @@ class Logger:
             except wandb.errors.Error as error:  # nor without a network: it is what was asked for
                 raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
         if options["mode"] == "offline":
-            say(f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {self.run_dir}/wandb/offline-*")
+            print_main(
+                f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {self.run_dir}/wandb/offline-*"
+            )
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shared.process.printing import say
+from shared.process.printing import print_main
 
 AFTER, STEPS = 6, 3  # steps that warm up (the last of them under the profiler), and that are looked at
 TRACE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
@@ -42,14 +42,16 @@ class Profiler:
             ended, self.profile = self.profile, None
             ended.stop()
             if self.steps < AFTER + STEPS:
-                say(f"no profile: it is of the {STEPS} steps after the first {AFTER} of a start, which made {self.steps}")
+                print_main(
+                    f"no profile: it is of the {STEPS} steps after the first {AFTER} of a start, which made {self.steps}"
+                )
 
     def _ready(self, trace: profile) -> None:
         if self.steps < AFTER + STEPS:  # what the trace holds is the end of training
             return
         path = self.run_dir / TRACE
         trace.export_chrome_trace(str(path))
-        say(f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):\n{report(trace.events() or [])}")
+        print_main(f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):\n{report(trace.events() or [])}")
 
 
 def report(events: Iterable[Any], rows: int = 12) -> str:

@@ -19,7 +19,7 @@ from shared.models.weights import persistent_buffers
 from shared.parallel import zero
 from shared.parallel.gradients import end_step, keeps_gradients
 from shared.process.errors import ConfigError, is_out_of_memory
-from shared.process.printing import say
+from shared.process.printing import print_main
 from shared.run.checkpoint import Checkpointer, TrainState
 from shared.training.optim import fill_state
 from shared.training.step import _reduced, backward
@@ -63,7 +63,7 @@ def largest_that_fits(
             if not fewer:
                 raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
             smaller = max(fewer)
-            say(
+            print_main(
                 f"out of memory with {rows} at once; trying {smaller} at once, accumulated {asked // smaller} times as often"
             )
             rows = smaller
@@ -120,7 +120,7 @@ def dress_rehearsal(
         trained = time.perf_counter()
         saver.save_and_load(state)
     saved = time.perf_counter()
-    say(
+    print_main(
         f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of {saver.size() / 1e9:.2f} GB "
         f"saved and read back: {saved - trained:.1f} s"
     )

@@ -153,7 +153,7 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         "eps": config.adam_epsilon,
     }
     if config.optim == "adamw_8bit":
-        if ranks.flag("ACCELERATE_USE_FSDP"):
+        if ranks.env_flag("ACCELERATE_USE_FSDP"):
             raise ConfigError("--optim adamw_8bit cannot work on weights that FSDP shards: use adamw")
         try:
             from bitsandbytes.optim import AdamW8bit

@@ -13,7 +13,7 @@ from accelerate.utils import parse_flag_from_env
 
 from shared.config import parse as configs
 from shared.process.errors import ConfigError, NotNow
-from shared.process.ranks import data_parallel_size, flag
+from shared.process.ranks import data_parallel_size, env_flag
 from shared.run import exits, launch
 from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, load_template, run
 
@@ -29,7 +29,7 @@ def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
 @pytest.mark.parametrize("word", ["1", "true", "TRUE", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off"])
 def test_what_accelerate_takes_for_yes_is_yes(monkeypatch, word):
     monkeypatch.setenv("ACCELERATE_USE_CPU", word)
-    assert flag("ACCELERATE_USE_CPU") == parse_flag_from_env("ACCELERATE_USE_CPU")
+    assert env_flag("ACCELERATE_USE_CPU") == parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def test_accumulation_has_one_owner(monkeypatch):
@@ -103,10 +103,10 @@ def test_sharded_gradients_are_summed_in_fp32(tmp_path):
     """And what a model returns is not rounded, though the launch config says bf16 alone."""
     script = tmp_path / "policy.py"
     script.write_text(
-        "from shared.run import launch\n"
+        "from shared.process.printing import print_main\nfrom shared.run import launch\n"
         "accelerator = launch.start(0)\n"
         "policy = accelerator.state.fsdp_plugin.mixed_precision_policy\n"
-        "launch.say(f'{launch.strategy(accelerator)}: {policy.param_dtype}, {policy.reduce_dtype}, {policy.output_dtype}')\n"
+        "print_main(f'{launch.strategy(accelerator)}: {policy.param_dtype}, {policy.reduce_dtype}, {policy.output_dtype}')\n"
     )
     argv = ["--config_file", str(ROOT / "accelerate_configs/fsdp2.yaml"), "--num_processes", "1"]
     argv += ["--mixed_precision", "bf16", "--main_process_port", str(free_port()), str(script)]

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from shared.models.adapters import pissa_to_lora, trained_in_fp32
-from shared.models.blocks import compile_blocks, eagerly, repeated_blocks, set_gradient_checkpointing
+from shared.models.blocks import compile_blocks, repeated_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
 from shared.models.checks import outside_of_text, require_fit, require_own_embeddings
 from shared.models.counts import flops_per_token, measure
@@ -125,7 +125,7 @@ def sizes_are_constants(graph):
 def test_evaluations_and_texts_leave_the_compiled_training_step_its_constant_sizes(graphs, aside):
     subject = make("llama")
     compile_blocks(subject)
-    with torch.no_grad(), eagerly(subject) if aside else contextlib.nullcontext():
+    with torch.no_grad(), uncompiled(subject) if aside else contextlib.nullcontext():
         for rows, length in ((3, 7), (2, 9)):
             causal_lm_loss(subject, {"input_ids": tokens(rows, length), "labels": tokens(rows, length)})
     if aside:
