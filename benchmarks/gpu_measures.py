@@ -142,8 +142,8 @@ class Loop:
         from shared.config.options import OptimConfig
         from shared.data.loader import Window
         from shared.parallel import sharding
-        from shared.run.checkpoint import TrainState
         from shared.run.guard import Guard
+        from shared.run.state import TrainState
         from shared.training import optim
 
         self.config = OptimConfig(**settings)
@@ -152,23 +152,24 @@ class Loop:
         self.accelerator, self.loss, self.state = accelerator, loss, TrainState()
         targets = [(batch, int((batch["labels"] != -100).sum()), len(batch["labels"])) for batch in batches]
         self.windows = [Window([batch], n, rows, 0, None, np.arange(rows)[None]) for batch, n, rows in targets]
-        self.guard = Guard(accelerator, self.model, self.state, max_skipped=0)
+        self.guard = Guard(accelerator, [self.model], self.state, max_skipped=0)
 
     def step(self) -> torch.Tensor:
         """The loss summed over the batch, on the device."""
         from shared.run import launch
-        from shared.training import optim, step
+        from shared.training import optim
+        from shared.training.step import Step
 
-        window = self.windows[self.state.step % len(self.windows)]
+        window, finite = self.windows[self.state.step % len(self.windows)], self.guard.finite
         launch.seed_step(0, self.state.step, 0)
-        optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
-        for batch in step.accumulate(self.accelerator, self.model, window.micro_batches):
-            loss = self.loss(self.model, batch)
-            step.backward(self.accelerator, loss, step.loss_scale(window.num_targets))
-        norm = step.clip_gradients(self.accelerator, self.model, self.config.max_grad_norm)
-        finite = self.guard.finite([loss.detach()], norm, window)
-        step.update(self.accelerator, self.optimizers, finite, norm)
+        rate = optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
         self.state.advance(window)
+        step = Step(self.accelerator, [self.model], window, number=self.state.step, rate=rate, verdict=finite)
+        for batch in step.micro_batches():
+            loss = self.loss(self.model, batch)
+            step.backward(loss)
+        step.clip_gradients(self.config.max_grad_norm)
+        step.update(self.optimizers)
         self.guard.stop_if_asked()
         return loss.detach()
 
@@ -274,12 +275,13 @@ def seen(batch: dict[str, torch.Tensor], length: int) -> float:
 def language_model(size: str, length: int, *, compiled: bool = False, checkpointing: str = "none", attention: str = "sdpa"):
     """What templates/pretrain.py builds for these settings, made on the device."""
     from shared.config.options import SpeedConfig
+    from shared.models.options import ModelConfig
 
     pretrain = template("pretrain")
     speed = SpeedConfig(torch_compile=compiled, gradient_checkpointing=checkpointing, attn_implementation=attention)  # type: ignore[arg-type]
-    preset = {"model_preset": "3M", "config_overrides": TOY_SHAPE} if toy else {"model_preset": size}
+    model = ModelConfig("3M", config_overrides=TOY_SHAPE) if toy else ModelConfig(size)
     with device():
-        return pretrain.build_model(pretrain.Config(seq_length=length, speed=speed, **preset), Tokenizer(size))
+        return pretrain.build_model(pretrain.Config(seq_length=length, speed=speed, model=model), Tokenizer(size))
 
 
 def pretraining(
@@ -347,10 +349,11 @@ def lora(
     from shared.models.blocks import compile_blocks, set_gradient_checkpointing
     from shared.models.counts import flops_per_token
     from shared.models.hub import from_architecture
+    from shared.models.options import PRESETS
 
     accelerator = start_accelerator()
     length, rows = (64, min(2, rows)) if toy else (2048, rows)
-    presets = template("pretrain").PRESETS | {"8B": (4096, 32, 32, 8, 14336)}
+    presets = PRESETS | {"8B": (4096, 32, 32, 8, 14336)}
     hidden, blocks, heads, kv_heads, feed_forward = (64, 2, 4, 2, 128) if toy else presets[size]
     architecture = LlamaConfig(
         hidden_size=hidden,
@@ -455,10 +458,11 @@ def image_input() -> dict[str, Any]:
     import numpy as np
     from PIL import Image
 
-    from shared.config.options import BatchConfig
+    from shared.config.options import BatchConfig, CheckpointConfig, LogConfig
     from shared.images import files as images
     from shared.images.options import ImageConfig
     from shared.images.processor import ToModel, image_processor
+    from shared.run.run import Run
 
     classify = template("image_classification")
     count, rows, width, height = (24, 4, 48, 40) if toy else (640, 64, 500, 375)
@@ -476,13 +480,16 @@ def image_input() -> dict[str, Any]:
 
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(make, range(count)))
-    accelerator = start_accelerator()
-    batch = BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers)
-    config = classify.with_defaults(classify.Config(images=ImageConfig(train_dir=folder / "images"), batch=batch))
+    config = classify.Config(
+        data=ImageConfig(train_dir=folder / "images"),
+        batch=BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers),
+        checkpoint=CheckpointConfig(output_dir=folder / "run"),
+        log=LogConfig(report_to="none"),
+    )
+    run = Run(classify.with_defaults(config), "image_classification", unit="images")
     processor = image_processor(None, 32 if toy else 224, None)
-    to_model = ToModel(processor, accelerator.device)
-    data = images.prepare(config.images)
-    loader, _ = classify.build_loaders(config, data, processor, nn.Identity(), accelerator)
+    to_model = ToModel(processor, run.device)
+    loader, _ = classify.build_loaders(run, images.prepare(run.config.data), processor, nn.Identity())
     windows: Iterator[Any] = loader.windows(0, 100_000)  # more than are read: at the end workers have nothing to do
 
     def read() -> None:
@@ -510,8 +517,10 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     usual = statistics.median(seconds(loop.step) for _ in range(5))
     folder = Path(tempfile.mkdtemp())
     config = template("pretrain").Config(checkpoint=CheckpointConfig(async_save=in_background, save_total_limit=1))
-    saver = Checkpointer(accelerator, loop.model, loop.optimizers, folder, config, data="none")
-    size, free = saver.size(), shutil.disk_usage(folder).free
+    saver = Checkpointer(accelerator, {"model": loop.model}, loop.optimizers, folder, config, data="none")
+    states = [values for optimizer in loop.optimizers for values in optimizer.state.values()]
+    tensors = [*loop.model.parameters(), *(tensor for values in states for tensor in values.values())]
+    size, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free
     if free < (1.5 if in_background else 1.2) * size:
         raise Skipped(f"a checkpoint has {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free in {folder.parent}")
     call = seconds(partial(saver.save, loop.state))
@@ -568,14 +577,15 @@ def packed_attention() -> dict[str, Any]:
     """Whether PyTorch's attention of variable lengths gives what a mask gives, for the heads of usual models."""
     from shared.models import attention
 
-    if not attention._has_kernel(device()):
+    kernel = attention.find_kernel(device())
+    if kernel is None:
         raise Skipped(f"attention of variable lengths has no kernel on a {device().type.upper()}")
     heads = [(12, 12, 64), (32, 8, 64), (32, 8, 128), (16, 8, 256)]
     wrong = []
     for many, of_keys, size in heads:
-        calls: Any = [((many, of_keys, size, size, torch.bfloat16), [])]
-        if why := attention._in_the_way(calls, device()):
-            wrong.append(f"{many}, {of_keys}, {size}: {why}")
+        error = attention.error_of(kernel, (many, of_keys, size, size, torch.bfloat16), device())
+        if not error <= attention.CLOSE:
+            wrong.append(f"{many}, {of_keys}, {size}: off by {error:.2g}")
     return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 
 

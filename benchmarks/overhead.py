@@ -9,7 +9,7 @@ Goal: a step of this project that is not logged takes at most 50 us longer than 
 - raw loop, DataLoader: the same with samples from a torch DataLoader.
 - Accelerate: the raw loop with what `accelerator.prepare` returns for model, optimizer and schedule, inside
   `accumulate`, with `accelerator.backward` and `accelerator.clip_grad_norm_`.
-- this project: the step of the templates, from the Loader's window to the logger, on ready samples.
+- this project: the step of the templates on ready samples, driven by a `Run`, from the Loader's window to the logger.
 - Trainer: transformers.Trainer on the same samples; neither logging nor saving.
 
 All train the same two linear layers on the same samples in the same order at the same rate; the weights that they end
@@ -19,9 +19,9 @@ step by two looks at the clock, beside the raw loop's part that does the same.
 """
 
 import argparse
+import importlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,66 +167,82 @@ def accelerate_loop(options: argparse.Namespace) -> Row:
 
 
 def project_loop(options: argparse.Namespace) -> Row:
-    from shared.config.options import LogConfig, OptimConfig
+    from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig
     from shared.data.loader import Loader
     from shared.data.order import Order
     from shared.parallel import sharding
-    from shared.run import launch, metrics
-    from shared.run.checkpoint import TrainState
-    from shared.run.guard import Guard
-    from shared.training import optim, step
+    from shared.run import launch
+    from shared.run.run import Run
+    from shared.training import optim
 
-    accelerator = launch.start(0)
-    data, model = Ready(), Toy()
-    config = OptimConfig(
-        learning_rate=RATE, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="constant", warmup_ratio=0
+    template: Any = importlib.import_module("templates.pretrain")
+    watch, never = Stopwatch(parts=options.parts), options.steps + 1  # evaluated, saved and logged
+    config = template.Config(
+        batch=BatchConfig(global_batch_size=ROWS, per_device_train_batch_size=ROWS),
+        optim=OptimConfig(
+            learning_rate=RATE, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="constant", warmup_ratio=0
+        ),
+        evaluation=EvaluationConfig(eval_steps=never, metric_for_best_model="none"),
+        checkpoint=CheckpointConfig(
+            output_dir=Path(options.folder, f"parts-{options.parts}-{time.time_ns()}"), save_steps=never
+        ),
+        log=LogConfig(report_to="none", logging_steps=never),
     )
-    loader = Loader(
-        data,
+
+    class Timed(Loader):
+        def windows(self, start: int, stop: int) -> Iterator[Any]:
+            for window in super().windows(start, stop):
+                yield window
+                watch.lap("stop, evaluate, save?")
+                watch.end()
+
+    def timed(owner: Any, name: str, part: str, before: str = "") -> None:
+        """Let the owner's function end a part, and the part before it at its start."""
+        function = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if before:
+                watch.lap(before)
+            result = function(*arguments, **named)
+            watch.lap(part)
+            return result
+
+        setattr(owner, name, call)
+
+    run = Run(config, "overhead")
+    toy = Toy()
+    model, optimizers = run.prepare(toy, optim.build(toy, config.optim))
+    loader = Timed(
+        Ready(),
         lambda rows: {key: torch.stack([row[key] for row in rows]) for key in ("inputs", "labels")},
         Order(SAMPLES, ROWS, 0),
         per_device=ROWS,
-        **sharding.share(accelerator),
+        **sharding.share(run.accelerator),
     )
-    model, optimizers = sharding.prepare(accelerator, model, optim.build(model, config), max_grad_norm=1.0)
-    state, watch = TrainState(), Stopwatch(parts=options.parts)
-    never = options.steps + 1  # evaluated, saved and logged
-    log = LogConfig(report_to="none", logging_steps=never)
-    guard = Guard(accelerator, model, state, max_skipped=0)
-    with tempfile.TemporaryDirectory() as folder:
-        logger = metrics.Logger(accelerator, log, Path(folder), state, never, {}, template="overhead")
-        watch.start()
-        for window in logger.waiting(loader.windows(0, options.steps)):
-            watch.lap("next window")
-            launch.seed_step(0, state.step, sharding.data_rank(accelerator))
-            watch.lap("seeds")
-            learning_rate = optim.set_learning_rate(optimizers, config, state.step, never)
-            watch.lap("learning rate")
-            scale = step.loss_scale(window.num_targets)
-            losses = []
-            for batch in step.accumulate(accelerator, model, window.micro_batches):
-                watch.lap("accumulate")
-                loss = model(**batch, reduction="sum")["loss"]
-                watch.lap("forward")
-                step.backward(accelerator, loss, scale)
-                watch.lap("backward")
-                losses.append(loss.detach())
+    run.resume(loader, data="ready", total_steps=never)
+    run.start()
+    if options.parts:
+        timed(launch, "seed_step", "seeds", before="next window")
+        timed(optim, "set_learning_rate", "learning rate")
+        timed(run.guard, "finite", "finite?")
+        timed(run.logger, "step", "count and log")
+    watch.start()
+    for step in run.steps():
+        if step.number == never:  # its window was asked for to see the end of the step before
+            break
+        for batch in step.micro_batches():
             watch.lap("accumulate")
-            grad_norm = step.clip_gradients(accelerator, model, config.max_grad_norm)
-            watch.lap("clip")
-            finite = guard.finite(losses, grad_norm, window)
-            watch.lap("finite?")
-            step.update(accelerator, optimizers, finite, grad_norm)
-            watch.lap("update")
-            state.advance(window)
-            logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
-            watch.lap("count and log")
-            guard.stop_if_asked()
-            with logger.pause():
-                due = state.owes_evaluation(never) or state.step % never == 0
-                assert not due
-            watch.lap("stop, evaluate, save?")
-            watch.end()
+            loss = model(**batch, reduction="sum")["loss"]
+            watch.lap("forward")
+            step.backward(loss)
+            watch.lap("backward")
+        watch.lap("accumulate")
+        step.clip_gradients(config.optim.max_grad_norm)
+        watch.lap("clip")
+        step.update(optimizers)
+        watch.lap("update")
+        if run.should_evaluate():
+            raise RuntimeError("no evaluation is due")
     return watch.figures(model)
 
 

@@ -220,14 +220,14 @@ def template_loader(options: argparse.Namespace) -> Iterator[tuple[torch.Tensor,
     from shared.config import parse as configs
     from shared.images import files as images
     from shared.images.processor import ToModel, image_processor
-    from shared.run import launch
+    from shared.run.run import Run
 
     template: Any = importlib.import_module("templates.image_classification")
-    settings = configs.replace(configs.parse(template.Config, template_flags(options)), **template.USUAL)
-    accelerator = launch.start(0)
+    flags = [*template_flags(options), "--output_dir", f"{options.folder}/loader"]
+    run = Run(template.with_defaults(configs.parse(template.Config, flags)), "image_classification", unit="images")
     processor = image_processor(None, options.image_size, None)
-    to_model = ToModel(processor, accelerator.device)
-    loader, _ = template.build_loaders(settings, images.prepare(settings.images), processor, nn.Identity(), accelerator)
+    to_model = ToModel(processor, run.device)
+    loader, _ = template.build_loaders(run, images.prepare(run.config.data), processor, nn.Identity())
     for window in loader.windows(0, options.steps):
         for batch in window.micro_batches:
             yield to_model(batch["pixel_values"]), batch["labels"]

@@ -34,13 +34,40 @@ ROWS: list[Any] = [  # (what, precision, gradient checkpointing, micro-batches)
 ]
 
 
+def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
+    """Most bytes that were allocated at once on the CPU after `since` (time.time_ns()), of a profile with memory.
+
+    What other threads free (those of collectives, which may be the last to let go of what they sent) is not in the
+    profile; it is known by its address, once that is given out again.
+
+    Args:
+        profiler: stopped, and started before anything that is to be counted was allocated.
+    """
+    trace: Any = profiler.profiler
+    todo = trace.kineto_results.experimental_event_tree()
+    found = []
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    live: dict[int, int] = {}
+    now = peak = 0
+    for moment, address, size in sorted(found, key=lambda event: event[0]):
+        now -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            now += size
+        peak = max(peak, now) if moment > since else peak
+    return peak
+
+
 def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> dict[str, float]:
     """Tokens/s and peak bytes of the templates' step, in this process."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from shared.config.options import OptimConfig
     from shared.models import loss as lm_loss
-    from shared.models import memory
     from shared.models.blocks import set_gradient_checkpointing
     from shared.parallel import sharding
     from shared.run import launch
@@ -71,9 +98,9 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     batch = {"input_ids": tokens, "labels": tokens}
 
     def train() -> None:
-        for micro_batch in step.accumulate(accelerator, prepared, [batch] * accumulation):
+        for micro_batch in step.accumulate(accelerator, [prepared], [batch] * accumulation):
             step.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / (args.rows * args.length))
-        norm = step.clip_gradients(accelerator, prepared, 1.0)
+        norm = step.clip_gradients(accelerator, [prepared], 1.0)
         step.update(accelerator, optimizers, norm.isfinite(), norm)
         if on_cuda:
             torch.cuda.synchronize()
@@ -87,7 +114,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         start = time.time_ns()
         train()
         profiler.stop()
-        return {"peak": memory.traced_peak(profiler, start)}
+        return {"peak": traced_peak(profiler, start)}
     seconds = []
     for _ in range(args.steps):
         start_time = time.perf_counter()

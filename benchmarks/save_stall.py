@@ -26,18 +26,18 @@ WARM_UP = 3  # steps
 
 def training(options: argparse.Namespace) -> Row:
     """Run templates/pretrain.py in this process, with a look at the clock after each step and around each save."""
-    from shared.run import checkpoint
+    from shared.run import checkpoint, metrics
 
     ends: dict[int, float] = {}
     calls: dict[int, float] = {}
     writing: dict[int, bool] = {}  # whether a checkpoint is still written when a step ends
     savers: list[checkpoint.Checkpointer] = []
-    advance, save = checkpoint.TrainState.advance, checkpoint.Checkpointer.save
+    log, save = metrics.Logger.step, checkpoint.Checkpointer.save
 
-    def advanced(state, window):  # type: ignore[no-untyped-def]
-        advance(state, window)
-        ends[state.step] = time.perf_counter()
-        writing[state.step] = any(saver.pending is not None and not saver.pending.done() for saver in savers)
+    def logged(logger, step):  # type: ignore[no-untyped-def]
+        ends[step.number] = time.perf_counter()
+        writing[step.number] = any(saver.pending is not None and not saver.pending.done() for saver in savers)
+        log(logger, step)
 
     def saved(saver, state):  # type: ignore[no-untyped-def]
         savers[:] = [saver]
@@ -45,7 +45,7 @@ def training(options: argparse.Namespace) -> Row:
         save(saver, state)
         calls[state.step] = time.perf_counter() - start
 
-    checkpoint.TrainState.advance, checkpoint.Checkpointer.save = advanced, saved  # type: ignore[method-assign]
+    metrics.Logger.step, checkpoint.Checkpointer.save = logged, saved  # type: ignore[method-assign]
     given = {"max_steps": options.steps, "save_steps": options.every, "async_save": KINDS[options.work]}
     given |= dict.fromkeys(("eval_steps", "logging_steps"), options.steps + 1) | {"eval_samples": 1, "report_to": "none"}
     given |= {"output_dir": f"{options.folder}/{options.work}-{options.number}"}

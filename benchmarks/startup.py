@@ -48,23 +48,23 @@ BASELINES = {  # the least that a script for the demo's model has to do
 PROBE = """
 import json, os, runpy, sys, time
 stamps = {}
-from shared import checkpoint, exits, steps
-run, guard, advance = exits.run, steps.Guard.__init__, checkpoint.TrainState.advance
+from shared.run import exits, guard, metrics
+run, guarded, log = exits.run, guard.Guard.__init__, metrics.Logger.step
 def running(*arguments):
     stamps["imports"] = time.time()
     run(*arguments)
-def guarding(self, accelerator, model, state, **named):
+def guarding(self, accelerator, models, state, **named):
     stamps["ready"], stamps["from"] = time.time(), state.step
-    guard(self, accelerator, model, state, **named)
-def advanced(self, window):
-    advance(self, window)
-    if self.step == int(os.environ["PROBE_STEP"]):
+    guarded(self, accelerator, models, state, **named)
+def logging(self, step):
+    if step.number == int(os.environ["PROBE_STEP"]):
         stamps["step"] = time.time()
         if os.environ.get("RANK", "0") == "0":
             with open(os.environ["PROBE_FILE"], "w") as file:
                 json.dump(stamps, file)
         os._exit(0)
-exits.run, steps.Guard.__init__, checkpoint.TrainState.advance = running, guarding, advanced
+    log(self, step)
+exits.run, guard.Guard.__init__, metrics.Logger.step = running, guarding, logging
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Train on SLURM: one node or several, in a container or not; before the time is over it stops with a checkpoint and queues
-# again, until the training is finished.
+# Train on SLURM, on one node or several, with or without a container. Before the time limit the training stops with a
+# checkpoint and the job queues itself again, until the training is finished.
 #
 #   sbatch jobs/slurm.sh templates/lora_finetune.py --train_file chats.jsonl
 #   sbatch --nodes 4 --gpus-per-node 8 --time 12:00:00 jobs/slurm.sh templates/pretrain.py --train_file corpus/ \
@@ -9,21 +9,21 @@
 #   IMAGE=templates.sif sbatch jobs/slurm.sh templates/pretrain.py ...    # Apptainer: `apptainer build` it from the image
 #   IMAGE=registry#templates sbatch jobs/slurm.sh ...                     # anything else: SLURM's pyxis
 #
-# Submit it in the folder of the templates, on a file system that all nodes share. The run is in runs/<job name>-<job id>,
-# the same one each time the job is queued again. Without a container, activate the virtual environment first. In a
-# container this folder is seen, and what MOUNTS names besides: MOUNTS=/data,/models.
+# Submit it in the folder that holds jobs/, on a file system that all nodes share. The run is in runs/<job name>-<job id>,
+# also after the job was queued again. Without a container, activate the virtual environment first. A container sees this
+# folder; MOUNTS=/data,/models adds others.
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
-# All cores and all memory of the nodes: by default a task gets one core.
+# All cores and all memory of the nodes; the default is one core.
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
-# To the training, not to this script, so many seconds before the time is over: enough for a step and a checkpoint.
+# Sent to the training, not to this script, 300 seconds before the time limit: enough for a step and a checkpoint.
 #SBATCH --signal=USR1@300
-# After a node's failure or a preemption SLURM itself queues the job again.
+# After a node failure or a preemption SLURM queues the job again.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -33,7 +33,7 @@ set -euo pipefail
 run=${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}
 for argument in "$@"; do
     case $argument in
-        --output_dir* | --output-dir*) echo "say RUN_DIR=... in place of --output_dir" >&2; exit 2 ;;
+        --output_dir* | --output-dir*) echo "use RUN_DIR=... instead of --output_dir" >&2; exit 2 ;;
     esac
 done
 
@@ -50,41 +50,40 @@ if [ "$config" = multi_node_hsdp ]; then  # sharded inside a node, replicated be
 fi
 
 tasks=(--nodes "$SLURM_NNODES" --ntasks "$SLURM_NNODES" --ntasks-per-node 1)
-# A node that is left alone is ended after two minutes; one that ends earlier than the others ends none of them.
+# When one node ends, the others may go on for two minutes: to end by themselves, with a code of their own.
 tasks+=(--kill-on-bad-exit=0 --wait=120)
 container=()
 if [ -n "${IMAGE:-}" ]; then
-    # This folder's code, and caches that all nodes see, in place of the image's own.
+    # Use the code in this folder and caches that all nodes share, not those of the image.
     export PYTHONPATH=$PWD TEMPLATES_CACHE=${TEMPLATES_CACHE:-$PWD/cache/templates} HF_HOME=${HF_HOME:-$PWD/cache/huggingface}
     mounts=$PWD${MOUNTS:+,$MOUNTS}
     case $IMAGE in
         *.sif) container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$IMAGE") ;;
         *)
-            # shellcheck disable=SC2001  # no pattern of bash repeats what it has found
+            # shellcheck disable=SC2001  # bash's own replacement cannot repeat the match
             tasks+=("--container-image=$IMAGE" "--container-mounts=$(sed 's/[^,]*/&:&/g' <<< "$mounts")")
             tasks+=("--container-workdir=$PWD" "--container-env=PYTHONPATH,TEMPLATES_CACHE,HF_HOME")
             ;;
     esac
 fi
 
-trap : TERM USR1  # signals are for the training; this script waits for it
-rm -f "$run/exit.json"  # of an earlier end
+trap : TERM USR1  # signals are for the training; this script waits
+rm -f "$run/exit.json"  # of an earlier run
 code=0
-# shellcheck disable=SC2016  # what stands in single quotes is for the nodes
+# shellcheck disable=SC2016  # the nodes expand what is in single quotes
 srun "${tasks[@]}" ${container[@]+"${container[@]}"} \
     sh -c 'exec python -m shared run accelerate launch --machine_rank "$SLURM_NODEID" "$@"' sh \
     "${launch[@]}" "$@" --output_dir "$run" || code=$?
 
-# The training's own words, if it had the time and the room for them: srun returns the largest code of all nodes, or that
-# of a kill.
+# Use the training's own exit code, if it could write one: srun returns the largest of all nodes, or that of a kill.
 if [ "$code" -ne 0 ] && [ -f "$run/exit.json" ]; then
-    told=$(sed -n 's/.*"exit_code": \([0-9][0-9]*\).*/\1/p' "$run/exit.json")
-    code=${told:-$code}
+    own=$(sed -n 's/.*"exit_code": \([0-9][0-9]*\).*/\1/p' "$run/exit.json")
+    code=${own:-$code}
     if grep -q '"cause": "stopped by SIGUSR1' "$run/exit.json"; then code=138; fi
 fi
-# Only for the time that is over: who cancels a job does not want it back, and preempted ones come back by themselves.
+# Only at the time limit: a cancelled job must not come back, and SLURM queues preempted jobs itself.
 if [ "$code" -eq 138 ]; then
-    echo "the time is over: queued again, from the last checkpoint in $run"
+    echo "time limit: queued again, continues from the last checkpoint in $run"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -1,4 +1,4 @@
-"""python -m shared COMMAND [--help]: what serves a training project besides the training."""
+"""python -m shared COMMAND [--help]: commands around the training."""
 
 import ast
 import importlib
@@ -25,7 +25,8 @@ def main() -> None:
     sys.argv[0] = f"python -m shared {command}"  # as --help shows it
     with clean_exit():
         if command not in commands():
-            raise ConfigError(f"no command {command!r}: there is {', '.join(commands())}")
+            elsewhere = "" if "new" in commands() else "; others are in the templates' repository"
+            raise ConfigError(f"no command {command!r}: there is {', '.join(commands())}{elsewhere}")
         importlib.import_module(f"shared.commands.{command.replace('-', '_')}").main()
 
 

@@ -11,339 +11,207 @@ model (Touvron et al., arXiv 2302.13971) unless another is named.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
 
 DEMO_STEPS = 80  # about two minutes on two CPU cores
-PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
-    "3M": (192, 6, 6, 6, 512),
-    "30M": (512, 8, 8, 8, 1408),
-    "125M": (768, 12, 12, 12, 2048),
-    "350M": (1024, 24, 16, 16, 2816),
-    "1B": (2048, 16, 32, 8, 8192),
-}
 
 
 @dataclass(frozen=True)
 class Config:
     """Pretrain a causal language model."""
 
-    # What may differ from the checkpoint on resume, because it does not change what is learned.
-    FREE: ClassVar = frozenset({"eval_steps", "eval_samples", "final_dtype", "sample_prompt"})
+    # Options that may change on resume: they do not change what the model learns.
+    FREE: ClassVar = frozenset({"final_dtype", "sample_prompt"})
 
-    model_preset: str = "3M"
-    """Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B."""
-    config_name: str | None = None
-    """Architecture on the Hub or in a folder, with random weights, in place of model_preset."""
-    model_name_or_path: str | None = None
-    """Model on the Hub or in a folder whose weights to continue from, in place of model_preset."""
-    config_overrides: str | None = None
-    """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
-    seq_length: int = 256
-    """Tokens of one sequence."""
-    max_tokens: int | None = None
-    """Budget in tokens, in place of max_steps or num_train_epochs."""
-    eval_steps: int = 50
-    """Optimizer steps between evaluations; one is always made at the end."""
-    eval_samples: int = 64
-    """Validation sequences that an evaluation uses, at most."""
+    seq_length: int = 256  # Tokens of one sequence
+    max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
+    # Precision of the weights in final/; training and checkpoints keep fp32
     final_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights in final/; training and checkpoints keep fp32."""
-    sample_prompt: str = "def "
-    """Text that the model continues after each evaluation."""
-    text: CorpusConfig = field(default_factory=CorpusConfig)
-    batch: BatchConfig = field(default_factory=lambda: BatchConfig(global_batch_size=16, per_device_train_batch_size=2))
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-3))
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
-    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_steps=50))
-    log: LogConfig = field(default_factory=LogConfig)
+    sample_prompt: str = "def "  # Text that the model continues after each evaluation
+    model: ModelConfig = ModelConfig(model_preset="3M")
+    data: CorpusConfig = CorpusConfig(eval_samples=64)
+    batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
+    optim: OptimConfig = OptimConfig(learning_rate=3e-3)
+    speed: SpeedConfig = SpeedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=50, metric_for_best_model="none")
+    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=50)
+    log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
-        if self.model_preset not in PRESETS:
-            raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
-        if self.config_name and self.model_name_or_path:
-            raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
-        configs.require_at_least_one(self, "seq_length", "max_tokens", "eval_steps", "eval_samples")
+        configs.require(self, "at least 1", "seq_length", "max_tokens")
         self.batch.micro_batch()  # refuses what does not divide
-        if self.text.streaming and self.batch.find_batch_size:
+        if self.data.streaming and self.batch.find_batch_size:
             raise ConfigError("--find_batch_size does not work with --streaming")
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
             raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
+        if self.evaluation.metric_for_best_model not in ("loss", "none"):
+            raise ConfigError("--metric_for_best_model is loss or none here")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
     CONFIG = configs.parse_or_exit(Config)
 
 import torch
-from accelerate import Accelerator
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from shared.data import records
 from shared.data.loader import Loader
-from shared.data.order import Order, Samples, Spread
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing, uncompiled
-from shared.models.card import model_card
-from shared.models.checks import freeze_outside_of_text, require_fit
+from shared.data.order import EvenSubset, Order, Samples
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
-from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
+from shared.models.hub import from_hub
 from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.pretraining import build_causal_lm
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
-from shared.process.printing import print_main, summary
-from shared.run import exits, launch, metrics
-from shared.run.checkpoint import Checkpointer
-from shared.run.folder import open_run
-from shared.run.guard import Guard
-from shared.run.rehearsal import dress_rehearsal, largest_that_fits, warm_up
+from shared.process.printing import print_main
+from shared.run import exits
+from shared.run.run import Run
 from shared.text import corpus
 from shared.text.stream import Rows, Stream
-from shared.training import optim, step
+from shared.training import optim
 
 
 @dataclass
 class Data:
-    train: Loader | Stream
+    train: Loader | Stream  # micro-batches of sequences
     validation: Loader
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: Any
     about: str  # a line for people
-    identity: str  # changes when the samples do
-    bytes_per_token: float | None  # of the validation text; unknown for a stream
+    fingerprint: str  # changes when the samples do
+    bytes_per_token: float | None  # of the validation text; None for a stream
 
 
-def build_datasets(config: Config, accelerator: Accelerator) -> Data:
-    """Tokenizer, and windows of training and validation sequences."""
-    text, batch = config.text, config.batch
-    name = text.tokenizer_name or config.model_name_or_path
+def build_datasets(run: Run) -> Data:
+    """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
+    config, options, batch = run.config, run.config.data, run.config.batch
+    name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
-    loading = sharding.share(accelerator) | {"per_device": batch.micro_batch()[0]}
+    share = sharding.share(run.accelerator)
+    reading = share | {"per_device": batch.micro_batch()[0]}
     held_out: Samples
     train: Loader | Stream
-    if text.streaming:
+    if options.streaming:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
-        source, _ = records.open_sources(text, demo=corpus.DEMO, streaming=True)
-        train = Stream(
-            source,
-            tokenizer,
-            config.seq_length,
-            column=text.text_column,
-            global_batch_size=batch.global_batch_size,
-            validation_percent=text.validation_split_percentage,
-            **loading,
-        )
-        held_out = rows = Rows(train.held_out(config.eval_samples))
+        source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
+        splitting = {"column": options.text_column, "validation_percent": options.validation_split_percentage}
+        size = batch.global_batch_size
+        train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **splitting, **reading)
+        held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
-        identity, bytes_per_token = train.identity(), None
+        fingerprint, bytes_per_token = train.identity(), None
     else:
-        folder = corpus.prepare(text, tokenizer)
+        folder = corpus.prepare(options, tokenizer)
         tokenizer = tokenizer or corpus.load_tokenizer(folder)
-        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, text.validation_split_percentage)
+        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, options.validation_split_percentage)
         if len(tokens) < batch.global_batch_size:
             raise ConfigError(
                 f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
                 f"of {batch.global_batch_size}: choose a smaller one"
             )
         order = Order(len(tokens), batch.global_batch_size, batch.seed)
-        train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **loading)
+        train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **reading)
         about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
-        identity, bytes_per_token = tokens.meta["train"]["sha256"], held_out.bytes_per_token
-    loading["per_device"] = batch.per_device_eval_batch_size
-    at_once = batch.per_device_eval_batch_size * loading["world_size"]
-    chosen = Spread(held_out, config.eval_samples)
-    eval_order = Order(len(chosen), at_once, 0, shuffle=False)
-    validation = Loader(chosen, corpus.collate, eval_order, **loading)
-    return Data(train, validation, tokenizer, about, identity, bytes_per_token)
+        fingerprint, bytes_per_token = tokens.meta["train"]["sha256"], held_out.bytes_per_token
+    chosen, rows_at_once = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
+    eval_order = Order(len(chosen), rows_at_once * share["world_size"], 0, shuffle=False)
+    validation = Loader(chosen, corpus.collate, eval_order, per_device=rows_at_once, **share)
+    return Data(train, validation, tokenizer, about, fingerprint, bytes_per_token)
 
 
-def build_model(config: Config, tokenizer) -> nn.Module:
+def build_model(config: Config, tokenizer: Any) -> nn.Module:
     """The model to train, with fp32 weights; mixed precision casts where it computes."""
-    options = {"attn_implementation": config.speed.attn_implementation}
-    if config.model_name_or_path:
-        if config.config_overrides:
-            raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
-        model = from_hub(
-            AutoModelForCausalLM, config.model_name_or_path, dtype=torch.float32, use_safetensors=True, **options
-        )
-    else:
-        hidden, blocks, heads, kv_heads, feed_forward = PRESETS[config.model_preset]
-        architecture = LlamaConfig(
-            hidden_size=hidden,
-            num_hidden_layers=blocks,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            intermediate_size=feed_forward,
-            max_position_embeddings=max(2048, config.seq_length),
-            tie_word_embeddings=True,
-        )
-        if config.config_name:
-            architecture = from_hub(AutoConfig, config.config_name)
-        architecture.vocab_size = len(tokenizer)
-        architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        architecture.pad_token_id = None  # nothing is padded; where it is another token, too, that would learn nothing
-        override(architecture, config.config_overrides)
-        model = from_architecture(AutoModelForCausalLM, architecture, dtype=torch.float32, **options)
-        model.config.pad_token_id = tokenizer.pad_token_id
-    require_fit(model, tokenizer, config.seq_length)
-    freeze_outside_of_text(model)
+    attention = config.speed.attn_implementation
+    model = build_causal_lm(
+        config.model, tokenizer, seq_length=config.seq_length, attn_implementation=attention, tie_word_embeddings=True
+    )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:
         compile_blocks(model)
     return model.train()  # from_pretrained leaves dropout off
 
 
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator, model: nn.Module, loader: Loader, guard: Guard, bytes_per_token: float | None
-) -> dict[str, float]:
-    """Loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
-    model.eval()
-    total, targets = torch.zeros((), device=accelerator.device), 0
-    with uncompiled(model):
-        for window in guard.watch(loader.windows(0, loader.order.steps_per_epoch)):
+def evaluate(run: Run, model: nn.Module, data: Data) -> None:
+    """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
+    with run.evaluating(model):
+        total, targets = torch.zeros((), device=run.device), 0
+        for window in run.read(data.validation):
             for batch in window.micro_batches:
                 total += causal_lm_loss(model, batch)
             targets += window.num_targets
-    model.train()
-    loss = sharding.total(accelerator, total).item() / targets
-    values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
-    return values | ({"eval_bits_per_byte": loss / math.log(2) / bytes_per_token} if bytes_per_token else {})
+        loss = run.sum(total).item() / targets
+        values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
+        if data.bytes_per_token:
+            values["eval_bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
+        run.log_evaluation(values)
+        text = run.config.sample_prompt
+        prompt = data.tokenizer(text, add_special_tokens=False)["input_ids"] or [data.tokenizer.eos_token_id]
+        (answer,) = continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
+        run.logger.log_table("samples", ["step", "text"], [[str(run.state.step), text + answer]])
+        print_main("  " + repr(text + answer))
+
+
+def save_final(run: Run, model: nn.Module, data: Data) -> None:
+    """Write final/: model, tokenizer, card. Every rank calls this."""
+    weights = gather_weights(run.accelerator, model, dtype=getattr(torch, run.config.final_dtype))
+    if not run.is_main:
+        return
+    with whole_folder(run.dir / "final") as folder:
+        whole = run.unwrap(model)
+        whole.save_pretrained(folder, state_dict=weights)
+        whole.config.dtype = run.config.final_dtype  # save_pretrained notes that of the weights in training
+        whole.config.save_pretrained(folder)
+        data.tokenizer.save_pretrained(folder)
+        load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
+        (folder / "README.md").write_text(run.card("Pretrained language model", data.about, load=load), encoding="utf-8")
 
 
 def main(config: Config) -> None:
-    # Setup -------------------------------------------------------------------------------------------------------
-    tracker = metrics.tracker_name(config.log.report_to)
-    accelerator = launch.start(config.batch.seed, log_with=tracker, timeout=config.speed.ddp_timeout)
-
-    # Data --------------------------------------------------------------------------------------------------------
-    data = build_datasets(config, accelerator)
-    if config.text.preprocess_only:
+    run = Run(config, "pretrain")
+    data = build_datasets(run)
+    if config.data.preprocess_only:
         print_main(f"prepared {data.about}")
         return
-    run_dir = open_run(accelerator, config.checkpoint.output_dir, "pretrain")
-    tokens_per_step = config.batch.global_batch_size * config.seq_length
-    if config.max_tokens is not None:
-        total_steps = max(1, config.max_tokens // tokens_per_step)
-    else:
-        default = DEMO_STEPS if config.text.is_demo else None
-        total_steps = config.batch.total_steps(data.train.steps_per_epoch, default=default)
-
-    # Model and optimizer -----------------------------------------------------------------------------------------
     model = build_model(config, data.tokenizer)
-    flops = flops_per_token(model, config.seq_length)
-    _, num_parameters = count_parameters(model)
-    optimizers = optim.build(model, config.optim)
-    model, optimizers = sharding.prepare(
-        *(accelerator, model, optimizers), max_grad_norm=config.optim.max_grad_norm, comm_hook=config.speed.ddp_comm_hook
-    )
+    flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
 
-    # Resume ------------------------------------------------------------------------------------------------------
-    base = identity_of_frozen(config.model_name_or_path or "", accelerator.unwrap_model(model))
-    saver = Checkpointer(accelerator, model, optimizers, run_dir, config, data=data.identity, base=base)
-    state = saver.resume(config.checkpoint.resume_from_checkpoint, total_steps=total_steps)
-    if state.step >= total_steps and (run_dir / "final").exists():
-        launch.say_finished(run_dir, state.step, config)
-        return
-    loss_note = fuse_head(accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
-    batch_loss = partial(causal_lm_loss, model)
-    if config.batch.find_batch_size:
-        assert isinstance(data.train, Loader)
-        rows = largest_that_fits(accelerator, model, optimizers, data.train, batch_loss)
-        config = configs.replace(config, per_device_train_batch_size=rows)
-    if accelerator.is_main_process:
-        configs.save(configs.replace(config, output_dir=run_dir), run_dir / "config.yaml")
-    summary(
-        "pretrain",
-        {
-            "run on": launch.strategy(accelerator),
-            "each process holds": sharding.sharding_summary(accelerator, model, optimizers),
-            "data": data.about,
-            "model": f"{type(accelerator.unwrap_model(model)).__name__}, {num_parameters:,} parameters",
-            "batch": launch.batch_line(config.batch, accelerator, f"sequences x {config.seq_length} tokens"),
-            "loss": loss_note,
-            "budget": f"{total_steps:,} steps, at most {total_steps * tokens_per_step:,} tokens",
-            "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
-            "output": run_dir,
-        },
-    )
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    tokens_per_step = config.batch.global_batch_size * config.seq_length
+    steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
+    demo_steps = DEMO_STEPS if config.data.is_demo else None
+    steps = steps or config.batch.total_steps(data.train.steps_per_epoch, default=demo_steps)
+    run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
+    head = fuse_head(run.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
+    run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    about = {"data": data.about, "model": f"{type(run.unwrap(model)).__name__}, {parameters:,} parameters", "loss": head}
+    samples = f"sequences x {config.seq_length} tokens"
+    run.start(samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about)
 
-    # Train -------------------------------------------------------------------------------------------------------
-    settings = configs.flatten(config)
-    logger = metrics.Logger(accelerator, config.log, run_dir, state, total_steps, settings, template="pretrain", flops=flops)
-    guard = Guard(accelerator, model, state, max_skipped=config.optim.max_skipped_steps)
-
-    def evaluate_and_log() -> dict[str, float]:
-        values = evaluate(accelerator, model, data.validation, guard, data.bytes_per_token)
-        prompt = data.tokenizer(config.sample_prompt, add_special_tokens=False)["input_ids"] or [data.tokenizer.eos_token_id]
-        (text,) = continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
-        logger.log_evaluation(values)
-        logger.log_table("samples", ["step", "text"], [[str(state.step), config.sample_prompt + text]])
-        print_main("  " + repr(config.sample_prompt + text))
-        return values
-
-    warm_up(accelerator, model, optimizers, data.train, batch_loss)
-    if config.checkpoint.dress_rehearsal and state.step == 0:
-        dress_rehearsal(accelerator, model, optimizers, data.train, batch_loss, saver, state)
-    try:
-        if state.step < total_steps and state.owes_evaluation(config.eval_steps):
-            with logger.pause():
-                evaluate_and_log()
-        for window in logger.waiting(data.train.windows(state.step, total_steps)):
-            launch.seed_step(config.batch.seed, state.step, sharding.data_rank(accelerator))
-            learning_rate = optim.set_learning_rate(optimizers, config.optim, state.step, total_steps)
-            scale = step.loss_scale(window.num_targets)
-            losses = []
-            for batch in step.accumulate(accelerator, model, window.micro_batches):
-                loss = batch_loss(batch)
-                step.backward(accelerator, loss, scale)
-                losses.append(loss.detach())
-            grad_norm = step.clip_gradients(accelerator, model, config.optim.max_grad_norm)
-            finite = guard.finite(losses, grad_norm, window)
-            step.update(accelerator, optimizers, finite, grad_norm)
-
-            state.advance(window)
-            logger.step(losses, finite, window, grad_norm=grad_norm, learning_rate=learning_rate)
-            last = state.step == total_steps
-            evaluating = not last and state.owes_evaluation(config.eval_steps)
-            saving = last or state.step % config.checkpoint.save_steps == 0
-            guard.stop_if_asked(now=evaluating or saving)
-            with logger.pause():
-                if evaluating:
-                    evaluate_and_log()
-                    logger.draw()
-                if saving:
-                    saver.save(state)
-    except exits.Stopped:  # by a signal, on all ranks
-        saver.save(state)
-        saver.wait()
-        logger.close()
-        raise
-    saver.wait()
-    guard.release()
-
-    # Finish ------------------------------------------------------------------------------------------------------
-    values = evaluate_and_log()
-    weights = gather_weights(accelerator, model, dtype=getattr(torch, config.final_dtype))
-    if accelerator.is_main_process:
-        with whole_folder(run_dir / "final") as folder:
-            unwrapped = accelerator.unwrap_model(model)
-            unwrapped.save_pretrained(folder, state_dict=weights)
-            unwrapped.config.dtype = config.final_dtype  # save_pretrained notes that of the weights in training
-            unwrapped.config.save_pretrained(folder)
-            data.tokenizer.save_pretrained(folder)
-            load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
-            card = model_card("Pretrained language model", data.about, values, settings, load=load)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-    logger.close()
-    print_main(f"wrote {run_dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
+    if run.should_evaluate():
+        evaluate(run, model, data)
+    for step in run.steps():
+        for batch in step.micro_batches():
+            loss = causal_lm_loss(model, batch)  # summed over this micro-batch's target tokens
+            step.backward(loss)  # scaled to the mean over the global batch
+        step.clip_gradients(config.optim.max_grad_norm)
+        step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
+        if run.should_evaluate():
+            evaluate(run, model, data)
+    run.load_best_weights()
+    save_final(run, model, data)
+    run.close(f"wrote {run.dir}/final (load it with from_pretrained), curves.png and metrics.jsonl")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ def offline(tmp_path_factory):
     LAUNCHER.close()
 
 
+def slow(*values: object):
+    """A case of `parametrize` that the exhaustive tier alone runs: `pytest -m slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
@@ -162,6 +167,20 @@ def architectures(tmp_path_factory) -> Path:
     }
     for name, config in configs.items():
         config.save_pretrained(folder / name)
+    return folder
+
+
+def save_classifier(architecture: Path, folder: Path, classes: tuple[str, ...] = ("cat", "dog", "owl")) -> Path:
+    """A folder with random weights of one of `architectures` and an image processor."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageClassification, ConvNextImageProcessor
+
+    config = AutoConfig.from_pretrained(architecture)
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in config.id2label.items()}
+    torch.manual_seed(0)
+    AutoModelForImageClassification.from_config(config).save_pretrained(folder)
+    ConvNextImageProcessor().save_pretrained(folder)
     return folder
 
 
@@ -304,43 +323,12 @@ class Launcher:
 LAUNCHER = Launcher()
 
 
-def run(
-    template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, real: bool = False, **kwargs
-) -> Run:
-    """Launch a template and wait for it; `check` asserts exit code 0; `real` starts new interpreters (see launcher.py)."""
-    argv, environment = command(template, folder, *args, **kwargs), os.environ | (env or {})
-    if real:
-        done = subprocess.run(
-            [*ACCELERATE, *argv], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-        )
-        code, output = done.returncode, done.stdout
-    else:
-        code, output = LAUNCHER.run(argv, environment)
+def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
+    """Launch a template and wait for it; `check` asserts exit code 0."""
+    code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), os.environ | (env or {}))
     if check:
         assert code == 0, output
     return Run(folder, code, output)
-
-
-def run_and_kill(template: str, folder: Path, *args: object, at_line: str, number: int = signal.SIGKILL, **kwargs) -> Run:
-    """Launch a template and send a signal to all of its processes once its output holds `at_line`."""
-    process = subprocess.Popen(
-        [*ACCELERATE, *command(template, folder, *args, **kwargs)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    seen = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        seen.append(line)
-        if at_line in line:
-            os.killpg(process.pid, number)
-            break
-    else:
-        raise AssertionError("".join(seen))
-    seen += list(process.stdout)
-    return Run(folder, process.wait(timeout=120), "".join(seen))
 
 
 def load_template(name: str):
@@ -358,6 +346,7 @@ def run_here(template: str, *args: object) -> None:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from shared.config import parse as configs
+    from shared.run import exits
     from shared.run.folder import _locks
 
     module = load_template(template)
@@ -368,7 +357,8 @@ def run_here(template: str, *args: object) -> None:
     _locks.clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
+        with contextlib.suppress(exits.Finished):
+            module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shared.config.options import OptimConfig
 from shared.models import loss as lm_loss
-from shared.models import memory
 from shared.models.adapters import trained_in_fp32
 from shared.models.blocks import set_gradient_checkpointing
 from shared.parallel import sharding
 from shared.run import launch
-from shared.training import optim
+from shared.training import optim, step
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from recipe_table import traced_peak
 
 SHAPE = {
     "hidden_size": 256,
@@ -57,19 +59,19 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
     if length > LENGTH:
         batch["position_ids"] = (torch.arange(length) % (length // 4)).expand(ROWS, -1)
 
-    def step() -> None:
-        for micro_batch in step.accumulate(accelerator, prepared, [batch, batch]):
-            accelerator.backward(lm_loss.causal_lm_loss(prepared, micro_batch) / 1000)
-        norm = step.clip_gradients(accelerator, prepared, 1.0)
+    def train() -> None:
+        for micro_batch in step.accumulate(accelerator, [prepared], [batch, batch]):
+            step.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / 1000)
+        norm = step.clip_gradients(accelerator, [prepared], 1.0)
         step.update(accelerator, optimizers, norm.isfinite(), norm)
 
-    step()
+    train()
     start = time.time_ns()
     for _ in range(2):
-        step()
+        train()
     profiler.stop()
     if accelerator.is_main_process:
-        facts = {"peak": memory.traced_peak(profiler, start), "strategy": launch.strategy(accelerator)}
+        facts = {"peak": traced_peak(profiler, start), "strategy": launch.strategy(accelerator)}
         output.write_text(json.dumps(facts))
 
 

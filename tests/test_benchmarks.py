@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 import math
-import os
+import re
 import subprocess
 import sys
 
@@ -54,6 +54,7 @@ def run_benchmark(monkeypatch, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_peers_pretrain(run_benchmark, text_file):
     flags = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --config_overrides {SHAPE}"
     lines, rows = run_benchmark("peers_pretrain", "--steps", 2, "--precisions", "no", "--flags", flags)
@@ -61,6 +62,7 @@ def test_peers_pretrain(run_benchmark, text_file):
     assert max(row["loss_difference"] for row in rows) < 1e-5
 
 
+@pytest.mark.slow
 def test_peers_lora(run_benchmark, tiny_model):
     lines, rows = run_benchmark("peers_lora", "--steps", 3, "--model_name_or_path", tiny_model, "--rows", 1, "--length", 256)
     assert lines == ["template", "raw packed", "raw padded", "TRL packed", "TRL padded"]
@@ -70,6 +72,7 @@ def test_peers_lora(run_benchmark, tiny_model):
     assert measured["template"]["waste"] == measured["raw packed"]["waste"] < measured["raw padded"]["waste"]
 
 
+@pytest.mark.slow
 def test_peers_image(run_benchmark, architectures):
     size = ("--images", 20, "--image_size", 16, "--batch_size", 4, "--workers", 1, "--learning_rate", 0.01)
     lines, _ = run_benchmark("peers_image", "--steps", 24, *size, "--model_folder", architectures / "resnet")
@@ -77,6 +80,7 @@ def test_peers_image(run_benchmark, architectures):
     assert sorted(lines) == sorted([*loops, *loaders, "timm", "timm's loader"])
 
 
+@pytest.mark.slow
 def test_overhead(run_benchmark):
     lines, rows = run_benchmark("overhead", "--steps", 8)
     assert [line for line in lines if not line.startswith("- ")] == [row["contender"] for row in rows]
@@ -84,6 +88,7 @@ def test_overhead(run_benchmark):
     assert max(row["difference"] for row in rows) < 1e-5
 
 
+@pytest.mark.slow
 def test_startup(run_benchmark):
     flags = "--global_batch_size 8 --per_device_train_batch_size 8 --dataloader_num_workers 0"
     arguments = ("--templates", "image_classification", "--steps", 1, "--flags", flags, "--compiled", "image_classification")
@@ -94,6 +99,7 @@ def test_startup(run_benchmark):
     assert [row.get("from") for row in rows] == [None, None, None, None, 0, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_save_stall(run_benchmark, text_file):
     flags = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --global_batch_size 2 --config_overrides {SHAPE}"
     lines, rows = run_benchmark("save_stall", "--steps", 10, "--every", 4, "--flags", flags)
@@ -101,6 +107,7 @@ def test_save_stall(run_benchmark, text_file):
     assert all(row["waits"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_growth(run_benchmark):
     lines, rows = run_benchmark("growth", "--steps", 2, "--sizes", 400, 4000, "--limit", 1e-9)
     works = list(dict.fromkeys(lines))
@@ -115,9 +122,39 @@ def test_every_script_is_in_the_readme():
     assert {name for name in scripts if f"benchmarks/{name}" not in readme} == set()
 
 
-def test_scripts_are_workers_of_their_own(tmp_path):
-    """The real thing, not forked: a script starts itself as a worker, which leaves its result in a file."""
-    command = [sys.executable, str(ROOT / "benchmarks/growth.py"), "--rounds", "1", "--sizes", "40", "--steps", "1"]
-    command += ["--works", "packing", "--output", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0 and "| packing | 40 |" in done.stdout, done.stderr
+# Why a row of gpu.py may have no figures here: packages that are not required, kernels that a CPU has not.
+ABSENT = re.compile(r"needs (torchao|bitsandbytes|flash_attn)\b|(flex attention|attention of .*) has no .* on a CPU")
+
+
+def numbers(value):
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from numbers(item)
+    elif isinstance(value, float | int):
+        yield value
+
+
+def gpu_benchmark(*arguments):
+    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", *arguments]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_row_of_the_gpu_benchmark_is_rehearsed(tmp_path):
+    output = tmp_path / "gpu.json"
+    names = [text.split(" s  ")[1] for text in gpu_benchmark("--list").splitlines()]
+    assert len(names) == len(set(names)) > 40
+    table = gpu_benchmark("--toy", "--output", output)
+    assert all(f"| {name} |" in table for name in names)
+    assert "FAIL" not in table
+    rows = json.loads(output.read_text())["rows"]
+    assert set(names) - set(rows) == {"resuming after a kill"}  # three launches; tests of verify-resume have them
+    for name, outcome in rows.items():
+        assert "figures" in outcome or ABSENT.match(outcome.get("skipped", "")), (name, outcome)
+        assert "loss from whole logits" not in outcome.get("figures", {}).get("note", ""), (name, outcome)
+        assert all(math.isfinite(number) for number in numbers(outcome)), (name, outcome)
+    for name, strategy in (("FSDP2", "FSDP"), ("DDP", "DistributedDataParallel")):
+        used = [outcome["figures"]["strategy"] for row, outcome in rows.items() if name in row]
+        assert used and all(kind.startswith(strategy) for kind in used)

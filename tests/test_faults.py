@@ -8,10 +8,7 @@ and the optimizer's state, bit for bit.
 import contextlib
 import json
 import os
-import pty
 import re
-import resource
-import select
 import shutil
 import signal
 import subprocess
@@ -21,14 +18,14 @@ import time
 import psutil
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shared.commands.run import kill
 from shared.commands.verify_resume import compare
 from shared.data import audit
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
-from shared.training import step
-from tests.conftest import ACCELERATE, LAUNCHER, ROOT, Run, command, run, run_here
+from tests.conftest import ACCELERATE, ROOT, Run, command, run, run_here, slow
 
 STEPS = 8
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
@@ -50,7 +47,12 @@ def flags(text_file, chat_file, tiny_model, image_folder, architectures):
         ),
         "image_classification": (
             *(*COMMON, *batch, "--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 16),
-            *("--dataloader_num_workers", 2, "--ema_decay", 0.9, "--mixup_alpha", 0.2),
+            *("--dataloader_num_workers", 2, "--ema_decay", 0.9, "--mixup_alpha", 0.3, "--cutmix_alpha", 1.0),
+            *("--auto_augment", "randaugment", "--random_erasing", 0.3),
+        ),
+        "pretrain_pipeline": (
+            *(*COMMON, *batch, "--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--eval_samples", 4),
+            *("--config_overrides", SHAPE + ",attention_dropout=0.1,tie_word_embeddings=false"),
         ),
     }
 
@@ -103,23 +105,43 @@ def valid_checkpoints(folder) -> list[int]:
 
 # SIGKILL -------------------------------------------------------------------------------------------------------------
 
-# place: checkpoints that are whole when it has happened (the second save is at step 4, its prune comes at step 6)
+# place: checkpoints that are whole then (saves at 2, 4, 6, 8; two are kept). Each run continues what the last has left.
+IN_TURN = {
+    "micro_batch:kill@6": [2],  # in the middle of accumulation
+    "save.shard:kill": [2],
+    "save.manifest:kill": [2],
+    "save.rename:kill": [2],
+    "resume.verified:kill#1": [2],
+    "resume.loaded:kill": [2],
+    "save.renamed:kill": [2, 4],
+    "save.prune:kill": [2, 4, 6],
+    "evaluation:kill": [2, 4, 6],
+    "finish:kill": [6, 8],
+}
+# The same in a new run; an evaluation may come before or after the save of its step.
 KILLS = {
     "setup:kill": [],
     "micro_batch:kill@1": [],
-    "micro_batch:kill@6": [2],  # in the middle of accumulation
     "update:kill@3": [2],
-    "evaluation:kill@2": None,  # depends on the template
-    "save.shard:kill@2": [2],
     "save.hash:kill@2": [2],
-    "save.manifest:kill@2": [2],
-    "save.rename:kill@2": [2],
-    "save.renamed:kill@2": [2, 4],
-    "save.prune:kill@1": [2, 4, 6],
-    "finish:kill": [6, 8],
+    "save.rename:kill@2#0": [2],
+    "save.renamed:kill@2#0": [2, 4],
+    "evaluation:kill@2": None,
 }
 
 
+def test_killed_at_ten_places_in_turn(flags, straight, tmp_path):
+    given, folder = flags["pretrain"], tmp_path / "run"
+    for fault, whole in IN_TURN.items():
+        killed = with_fault("pretrain", folder, fault, *given, processes=2)
+        assert killed.returncode != 0 and not (folder / "final").exists(), fault
+        assert "does not fit this model" not in killed.output, fault
+        assert valid_checkpoints(folder) == whole, fault
+    again = assert_continues("pretrain", folder, given, straight, 2)
+    assert again.manifest(STEPS)["strategy"] == "DDP x 2 on cpu, fp32"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", KILLS)
 def test_killed_at_a_place(flags, straight, tmp_path, fault):
     given, folder = flags["pretrain"], tmp_path / "run"
@@ -130,39 +152,36 @@ def test_killed_at_a_place(flags, straight, tmp_path, fault):
     assert_continues("pretrain", folder, given, straight, 2)
 
 
-@pytest.mark.parametrize("template", ["lora_finetune", "image_classification"])
-@pytest.mark.parametrize("fault", ["micro_batch:kill@22", "evaluation:kill@3", "save.manifest:kill@3"])
-def test_killed_in_the_other_templates(flags, straight, tmp_path, template, fault):
+@pytest.mark.parametrize(
+    ("template", "processes", "faults"),
+    [
+        ("lora_finetune", 1, ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill")),
+        ("image_classification", 1, ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill")),
+        ("pretrain_pipeline", 2, ("save.manifest:kill@3", "finish:kill")),
+        slow("image_classification", 2, ("micro_batch:term@10#1", "update:kill@2")),
+    ],
+)
+def test_killed_in_the_other_templates(flags, straight, tmp_path, template, processes, faults):
     given, folder = flags[template], tmp_path / "run"
-    killed = with_fault(template, folder, fault, *given)
-    assert killed.returncode != 0 and valid_checkpoints(folder)
-    assert_continues(template, folder, given, straight, 1)
+    for fault in faults:
+        killed = with_fault(template, folder, fault, *given, processes=processes)
+        assert killed.returncode != 0 and valid_checkpoints(folder) and not (folder / "final").exists()
+    again = assert_continues(template, folder, given, straight, processes)
+    names = {"pretrain_pipeline": "PP 2 x DDP 1"}
+    assert again.manifest(STEPS)["world_size"] == processes
+    assert again.manifest(STEPS)["strategy"].startswith(names.get(template, "1 process" if processes == 1 else "DDP x 2"))
+    done = run(template, folder, *given, processes=processes)
+    assert "is finished" in done.output
+    assert [row["step"] for row in done.rows] == [row["step"] for row in straight(template, processes).rows]
 
 
-@pytest.mark.parametrize("fault", ["resume.verified:kill#1", "resume.loaded:kill"])
-def test_killed_while_it_resumes(flags, straight, tmp_path, fault):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    with_fault("pretrain", folder, "update:kill@6", *given, processes=2)
-    killed = with_fault("pretrain", folder, fault, *given, processes=2)
-    assert killed.returncode != 0 and "does not fit this model" not in killed.output
-    assert valid_checkpoints(folder) == [2, 4]
-    assert_continues("pretrain", folder, given, straight, 2)
-
-
-def test_killed_ten_times(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    early = ("micro_batch:kill@3", "update:kill@2", "save.rename:kill", "micro_batch:kill@11", "save.manifest:kill")
-    late = ("evaluation:kill", "update:kill@3", "save.shard:kill", "resume.loaded:kill", "save.renamed:kill")
-    for fault in early + late:
-        assert with_fault("pretrain", folder, fault, *given).returncode != 0, fault
-    assert not (folder / "final").exists()
-    assert_continues("pretrain", folder, given, straight, 1)
-
-
-def test_killed_while_it_saves_in_the_background(flags, straight, tmp_path):
+def test_a_save_in_the_background_that_fails_or_is_killed(flags, straight, tmp_path):
     given, folder = (*flags["pretrain"], "--async_save"), tmp_path / "run"
-    for fault in ("save.shard:kill@2", "save.rename:kill@1#0", "micro_batch:kill@9"):
-        assert with_fault("pretrain", folder, fault, *given, processes=2).returncode != 0
+    failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
+    assert failed.output.count("error: checkpoint-000004 could not be saved: rank 1: ") == 1
+    assert exit_of(folder)["exit_code"] == 3 and valid_checkpoints(folder) == [2, 6]  # the next one was tried, and is there
+    assert with_fault("pretrain", folder, "save.rename:kill#0", *given, processes=2).returncode != 0
+    assert valid_checkpoints(folder) == [2, 6]
     assert_continues("pretrain", folder, given, straight, 2)
 
 
@@ -177,28 +196,45 @@ def long_evaluations(flags, tmp_path_factory):
     return given, run("pretrain", tmp_path_factory.mktemp("straight") / "run", *given, processes=2)
 
 
+def assert_stopped(stopped, folder, step):
+    assert stopped.returncode != 0
+    cause = exit_of(folder)
+    assert cause["exit_code"] == 143 and cause["cause"].startswith("stopped by SIG")
+    assert stopped.output.count("stopped by SIG") == 1 and "/shared/" not in stopped.output  # no traceback of ours
+    assert valid_checkpoints(folder)[-1:] == ([step] if step else []) and cause["step"] == step
+
+
+def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path):
+    (given, reference), folder = long_evaluations, tmp_path / "run"
+    in_turn = {
+        "evaluation:term@3#1": 0,  # the evaluation is broken off, and made after the resume
+        "micro_batch:usr@6#0": 3,
+        "save.shard:term#1": None,  # noted while it saves step 4: agreed on after step 5, or after 6 where steps are fast
+    }
+    for fault, step in in_turn.items():
+        stopped = with_fault("pretrain", folder, fault, *given, processes=2)
+        step = exit_of(folder)["step"] if step is None else step
+        assert step in (0, 3, 5, 6)
+        assert_stopped(stopped, folder, step)
+    assert_continues("pretrain", folder, given, lambda *_: reference, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "step"),
     [
-        ("micro_batch:term@6#1", 3),
-        ("micro_batch:usr@6#0", 3),
         ("micro_batch:term@1#1", 2),  # nothing waits for the device after step 1: agreed on in the next
         ("micro_batch:term@16#1", 8),  # in the last step
-        ("save.shard:term@1#1", 3),  # noted while it saves
         ("micro_batch:term@6#1,update:term@3#1", 3),  # twice
-        ("evaluation:term@3#1", 0),  # the evaluation is broken off, and made after the resume
         ("micro_batch:term@6#1,save.manifest:kill@2", 2),  # too slow: killed in the save that the signal asked for
     ],
 )
-def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path, fault, step):
+def test_asked_to_stop_at_other_times(long_evaluations, tmp_path, fault, step):
     (given, reference), folder = long_evaluations, tmp_path / "run"
     stopped = with_fault("pretrain", folder, fault, *given, processes=2)
-    assert stopped.returncode != 0
     if "kill" not in fault:
-        cause = exit_of(folder)
-        assert cause["exit_code"] == 143 and cause["cause"].startswith("stopped by SIG")
-        assert stopped.output.count("stopped by SIG") == 1 and "/shared/" not in stopped.output  # no traceback of ours
-        assert valid_checkpoints(folder)[-1:] == ([step] if step else []) and cause["step"] == step
+        assert_stopped(stopped, folder, step)
+    assert stopped.returncode != 0
     assert_continues("pretrain", folder, given, lambda *_: reference, 2)
 
 
@@ -249,39 +285,18 @@ def assert_nothing_is_left(folder, seconds=40):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_asking_the_launcher_to_stop(flags, straight, tmp_path, processes):
+@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), slow(2, signal.SIGTERM), slow(2, signal.SIGKILL)])
+def test_stopping_or_killing_the_launcher(flags, straight, tmp_path, processes, number):
     """`accelerate launch` of one process dies of SIGTERM without passing it on: the run notices."""
     given, folder = flags["pretrain"], tmp_path / "run"
     launcher, log = start("pretrain", folder, *given, processes=processes)
     wait_for(log, "step 3/8", launcher)
-    launcher.terminate()
+    launcher.send_signal(number)
     assert launcher.wait(timeout=60) != 0
     assert_nothing_is_left(folder)
-    assert exit_of(folder)["exit_code"] == 143, log.read_text()
+    if number == signal.SIGTERM:
+        assert exit_of(folder)["exit_code"] == 143, log.read_text()
     assert_continues("pretrain", folder, given, straight, processes)
-
-
-@pytest.mark.parametrize(
-    ("template", "processes", "number"),
-    [
-        ("image_classification", 1, signal.SIGTERM),
-        ("image_classification", 1, signal.SIGINT),
-        ("pretrain", 2, signal.SIGINT),
-    ],
-)
-def test_asking_everything_to_stop(flags, straight, tmp_path, template, processes, number):
-    """As Ctrl-C does, also with reading processes."""
-    given, folder = flags[template], tmp_path / "run"
-    launcher, log = start(template, folder, *given, processes=processes)
-    wait_for(log, "step 3/8", launcher)
-    os.killpg(launcher.pid, number)
-    launcher.wait(timeout=60)
-    assert_nothing_is_left(folder)
-    end = exit_of(folder)
-    assert end["exit_code"] == 143 and f"stopped by {number.name} at step" in end["cause"], log.read_text()
-    assert log.read_text().count("stopped by") == 1
-    assert_continues(template, folder, given, straight, processes)
 
 
 def pause(processes):
@@ -289,50 +304,31 @@ def pause(processes):
     return {"TEMPLATES_FAULT": f"micro_batch:pause@{16 // processes}"}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_ctrl_c_that_also_ends_who_reads_the_output(flags, straight, tmp_path, processes):
-    """As in `accelerate launch ... 2>&1 | tee train.log`."""
-    given, folder = flags["pretrain"], tmp_path / "run"
-    launcher, log = start("pretrain", folder, *given, processes=processes, env=pause(processes), through_tee=True)
+@pytest.mark.parametrize(
+    ("template", "processes", "number", "through_tee"),
+    [
+        ("image_classification", 1, signal.SIGINT, False),
+        slow("pretrain", 2, signal.SIGINT, True),
+        slow("pretrain", 2, signal.SIGHUP, True),
+    ],
+)
+def test_ctrl_c_and_closing_the_terminal(flags, straight, tmp_path, template, processes, number, through_tee):
+    """With reading processes, or in `accelerate launch ... 2>&1 | tee train.log`, which ends who reads the output too."""
+    given, folder = flags[template], tmp_path / "run"
+    launcher, log = start(template, folder, *given, processes=processes, env=pause(processes), through_tee=through_tee)
     log.touch()
     wait_for(log, "step 3/8", launcher)
-    os.killpg(launcher.pid, signal.SIGINT)
+    os.killpg(launcher.pid, number)
     launcher.wait(timeout=60)
     assert_nothing_is_left(folder)
     end = exit_of(folder)
-    assert end["exit_code"] == 143 and "stopped by SIGINT at step" in end["cause"], log.read_text()
-    assert_continues("pretrain", folder, given, straight, processes)
+    assert end["exit_code"] == 143 and re.match(f"stopped by ({number.name}|SIGTERM) at step", end["cause"]), log.read_text()
+    assert through_tee or log.read_text().count("stopped by") == 1
+    assert_continues(template, folder, given, straight, processes)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_closing_the_terminal(flags, straight, tmp_path, processes):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    argv = [*ACCELERATE, *map(str, command("pretrain", folder, *given, processes=processes))]
-    environment = os.environ | pause(processes)
-    pid, terminal = pty.fork()
-    if pid == 0:
-        try:
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            os.execve(argv[0], argv, environment)
-        finally:
-            os._exit(127)
-    seen, deadline = b"", time.monotonic() + 180
-    try:
-        while b"step 3: validation" not in seen:
-            assert select.select([terminal], [], [], deadline - time.monotonic())[0], seen.decode()
-            seen += os.read(terminal, 1000)
-    except OSError:  # nothing is left to read
-        raise AssertionError(seen.decode()) from None
-    finally:
-        os.close(terminal)  # the kernel sends SIGHUP to all that run in it
-    assert_nothing_is_left(folder)
-    os.waitpid(pid, 0)
-    end = exit_of(folder)
-    assert end["exit_code"] == 143 and re.match("stopped by SIG(HUP|TERM) at step", end["cause"]), end
-    assert_continues("pretrain", folder, given, straight, processes)
-
-
-@pytest.mark.parametrize(("processes", "under"), [(1, ()), (1, UNDER_RUN), (2, UNDER_RUN)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "under"), [(1, ()), (2, UNDER_RUN)])
 def test_a_run_under_nohup_outlives_its_terminal(flags, straight, tmp_path, processes, under):
     given, folder = flags["pretrain"], tmp_path / "run"
     launcher, log = start("pretrain", folder, *given, processes=processes, env=pause(processes), nohup=True, under=under)
@@ -343,62 +339,20 @@ def test_a_run_under_nohup_outlives_its_terminal(flags, straight, tmp_path, proc
     assert Run(folder, 0, "").losses == straight("pretrain", processes).losses
 
 
-def test_killing_the_launcher_leaves_no_orphan(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    launcher, log = start("pretrain", folder, *given, processes=2)
-    wait_for(log, "step 3/8", launcher)
-    launcher.kill()
-    launcher.wait()
-    assert_nothing_is_left(folder)
-    assert_continues("pretrain", folder, given, straight, 2)
-
-
 def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
     done = with_fault("pretrain", tmp_path / "run", "setup:term", *flags["pretrain"])
     assert done.returncode != 0 and "stopped by SIGTERM at step 0" in done.output
     assert "Traceback" not in done.output.split("subprocess.CalledProcessError")[0].split("stopped by")[0]
 
 
-TWO_SIGNALS = """
-import os, signal, sys
-from pathlib import Path
-from shared import exits
-
-def main(_config):
-    exits.report_end_in(Path(sys.argv[1]))
-    exits.stop_at_once()
-    both = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, both)
-    for number in both:
-        os.kill(os.getpid(), number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
-
-exits.run(main, None)
-"""
-
-
-def test_the_two_signals_of_ctrl_c_are_one_line_where_nothing_is_to_be_saved(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_SIGNALS, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 143
-    assert done.stderr == f"stopped by SIGINT at step 0; the same command with --output_dir {tmp_path} continues\n"
-    assert exit_of(tmp_path)["exit_code"] == 143
-
-
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fault", "words"), [("hang", "it has ended, or hangs"), ("kill", "it has ended, or hangs")])
-def test_a_rank_that_hangs_or_dies_is_named(flags, straight, tmp_path, fault, words):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    given = (*given, "--ddp_timeout", 5)
-    launcher, log = start("pretrain", folder, *given, processes=2, env={"TEMPLATES_FAULT": f"micro_batch:{fault}@6#1"})
-    assert launcher.wait(timeout=150) != 0
-    assert_nothing_is_left(folder)
-    if fault == "hang":  # a dead one is seen by the launcher first, which ends the other
-        assert f"error: rank 0 at step 3: rank 1 does not answer: {words}" in log.read_text()
-        assert exit_of(folder)["exit_code"] == 1
+def test_a_rank_that_hangs_is_named(flags, straight, tmp_path):
+    given, folder = (*flags["pretrain"], "--ddp_timeout", 5), tmp_path / "run"
+    done = with_fault("pretrain", folder, "micro_batch:hang@6#1", *given, processes=2)
+    assert done.returncode != 0 and exit_of(folder)["exit_code"] == 1
+    assert "error: rank 0 at step 3: rank 1 does not answer: it has ended, or hangs" in done.output
     assert_continues("pretrain", folder, given, straight, 2)
 
 
@@ -411,32 +365,7 @@ def test_one_ranks_save_that_fails_fails_the_run_and_keeps_what_was_saved(flags,
     assert_continues("pretrain", folder, given, straight, 2)
 
 
-def test_a_save_in_the_background_that_fails_fails_the_run_in_one_line(flags, straight, tmp_path):
-    given, folder = (*flags["pretrain"], "--async_save"), tmp_path / "run"
-    failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
-    assert failed.output.count("error: checkpoint-000004 could not be saved: rank 1: ") == 1
-    assert exit_of(folder)["exit_code"] == 3 and valid_checkpoints(folder) == [2, 6]  # the next one was tried, and is there
-    assert_continues("pretrain", folder, given, straight, 2)
-
-
 # Disk ----------------------------------------------------------------------------------------------------------------
-
-
-def test_files_that_may_not_grow(flags, straight, tmp_path):
-    """RLIMIT_FSIZE, as a quota would do it."""
-    given, folder = flags["pretrain"], tmp_path / "run"
-    with_fault("pretrain", folder, "update:kill@5", *given, "--save_steps", 3)
-    argv = [sys.executable, *command("pretrain", folder, *given)]
-    limit = 200_000
-    done = subprocess.run(
-        argv, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
-    assert done.returncode == 3, done.stderr
-    assert (
-        done.stderr.count("error: ") == 1 and "could not be written whole" in done.stderr and "Traceback" not in done.stderr
-    )
-    assert valid_checkpoints(folder) == [3]
-    assert_continues("pretrain", folder, given, straight, 1)
 
 
 @pytest.fixture
@@ -451,12 +380,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_disk_that_is_too_small_is_told_before_the_first_step(flags, small_disk):
-    done = run("pretrain", small_disk / "run", *flags["pretrain"], "--save_total_limit", 20, "--save_steps", 1, check=False)
-    assert "GB free, but 8 checkpoints of" in done.output and exit_of(small_disk / "run")["exit_code"] == 2
-    assert "step 1/" not in done.output
-
-
+@pytest.mark.slow
 def test_a_disk_that_fills_up(flags, straight, small_disk):
     given, folder = flags["pretrain"], small_disk / "run"
     process = subprocess.Popen([*ACCELERATE, *command("pretrain", folder, *given)], stderr=subprocess.PIPE, text=True)
@@ -474,24 +398,7 @@ def test_a_disk_that_fills_up(flags, straight, small_disk):
     assert_continues("pretrain", folder, given, straight, 1)
 
 
-def test_a_run_that_is_taken_back_goes_on_from_what_it_saved_since(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    with_fault("pretrain", folder, "update:kill@6", *given)
-    back = (*given, "--resume_from_checkpoint", folder / "checkpoint-000002")
-    killed = with_fault("pretrain", folder, "update:kill@6", *back)
-    assert "at step 2" in killed.output and valid_checkpoints(folder) == [4, 6]
-    again = assert_continues("pretrain", folder, back, straight, 1)
-    assert "at step 6" in again.output
-
-
-def test_an_older_checkpoint_that_cannot_be_removed_is_a_warning(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    done = with_fault("pretrain", folder, "save.prune:full", *given)
-    assert (
-        done.returncode == 0 and "warning: checkpoint-000006 is saved, but an older one could not be removed" in done.output
-    )
-
-
+@pytest.mark.slow
 def test_three_processes_continue_bit_for_bit(flags, tmp_path):
     """From three on, the place of a gradient in DDP's buckets decides the order of sums; they are laid out anew once."""
     given = (*flags["pretrain"], "--global_batch_size", 12, "--per_device_train_batch_size", 2)
@@ -500,22 +407,10 @@ def test_three_processes_continue_bit_for_bit(flags, tmp_path):
     assert_continues("pretrain", tmp_path / "run", given, lambda *_: whole, 3)
 
 
-def test_what_never_had_a_gradient_does_not_keep_a_run_from_resuming(flags, tmp_path):
-    source = (ROOT / "templates/pretrain.py").read_text()
-    old = "    return model.train()  # from_pretrained"
-    assert old in source
-    edited = tmp_path / "train.py"
-    edited.write_text(source.replace(old, "    model.extra = nn.Parameter(torch.ones(3))\n" + old))
-    argv = [str(edited), *map(str, flags["pretrain"]), "--report_to", "none", "--output_dir", str(tmp_path / "run")]
-    code, output = LAUNCHER.run(argv, os.environ | {"TEMPLATES_FAULT": "update:kill@6"})
-    assert code != 0 and valid_checkpoints(tmp_path / "run") == [2, 4], output
-    code, output = LAUNCHER.run(argv, dict(os.environ))
-    assert code == 0 and "at step 4" in output, output
-
-
 def test_stray_files_and_folders_are_left_alone(flags, straight, tmp_path):
     given, folder = flags["pretrain"], tmp_path / "run"
-    with_fault("pretrain", folder, "update:kill@6", *given)
+    killed = with_fault("pretrain", folder, "save.prune:full,update:kill@7", *given)
+    assert "warning: checkpoint-000006 is saved, but an older one could not be removed" in killed.output
     (folder / "checkpoint-000099").write_text("a file")
     (folder / "checkpoint-best").mkdir()
     (folder / "checkpoint-000004" / "rng_state_0.pth").write_bytes(b"of another tool")
@@ -523,17 +418,11 @@ def test_stray_files_and_folders_are_left_alone(flags, straight, tmp_path):
     (folder / ".tmp-checkpoint-000006").mkdir()
     (folder / ".tmp-notes").mkdir()
     shutil.copytree(folder / "checkpoint-000004", folder / ".old-checkpoint-000005")
-    assert_continues("pretrain", folder, given, straight, 1)
+    (folder / "checkpoint-000006").rename(folder / ".old-checkpoint-000006")  # it was being replaced, and comes back
+    again = assert_continues("pretrain", folder, given, straight, 1)
+    assert "at step 6" in again.output
     for name in ("checkpoint-000099", "checkpoint-best", ".tmp-notes"):
         assert (folder / name).exists()
-
-
-def test_a_folder_that_was_being_replaced_comes_back(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    with_fault("pretrain", folder, "update:kill@6", *given)
-    (folder / "checkpoint-000004").rename(folder / ".old-checkpoint-000004")
-    again = assert_continues("pretrain", folder, given, straight, 1)
-    assert "at step 4" in again.output
 
 
 def test_two_runs_on_one_folder(flags, straight, tmp_path):
@@ -551,55 +440,44 @@ def test_two_runs_on_one_folder(flags, straight, tmp_path):
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "config"), [("nan", "ddp"), ("inf", "ddp"), ("nan", "fsdp2")])
+@pytest.mark.parametrize(("value", "config"), [("nan", "fsdp2"), slow("inf", "ddp")])
 def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value, config):
-    given = (*flags["pretrain"], "--config_overrides", SHAPE)  # no dropout: the same on any number of processes
-    two = with_fault("pretrain", tmp_path / "two", f"micro_batch:{value}@6#1", *given, processes=2, config=config)
+    # No dropout: the same on any number of processes. The bad step is one that is saved.
+    given = (*flags["pretrain"], "--config_overrides", SHAPE, "--save_total_limit", 9)
+    two = with_fault("pretrain", tmp_path / "two", f"micro_batch:{value}@8#1", *given, processes=2, config=config)
     assert two.returncode == 0, two.output
     assert two.manifest(STEPS)["strategy"].startswith(f"{config.upper()} x 2")
-    assert "warning: step 3: loss or gradient is not finite" in two.output
-    samples = audit.samples_of_steps(tmp_path / "two")[3][2]
+    assert "warning: step 4: loss or gradient is not finite" in two.output
+    samples = audit.samples_of_steps(tmp_path / "two")[4][2]
     named = two.output.split("rank 1, micro-batch 2: ")[1].split(")")[0]
     assert set(map(int, named.split(", "))) <= set(samples)
-    assert next(row for row in two.rows if row["step"] == 3 and "learning_rate" in row)["loss"] is None
+    assert next(row for row in two.rows if row["step"] == 4 and "learning_rate" in row)["loss"] is None
     assert two.last("skipped_steps") == 1
-    one = with_fault("pretrain", tmp_path / "one", f"micro_batch:{value}@9", *given)
-    others = {step: loss for step, loss in one.losses.items() if step != 3}
-    assert {s: v for s, v in two.losses.items() if s != 3} == pytest.approx(others, rel=1e-5)
+    assert json.loads((tmp_path / "two/checkpoint-000004/trainer_state.json").read_text())["skipped"] == 1
+    one = with_fault("pretrain", tmp_path / "one", f"micro_batch:{value}@13", *given)
+    others = {step: loss for step, loss in one.losses.items() if step != 4}
+    assert {s: v for s, v in two.losses.items() if s != 4} == pytest.approx(others, rel=1e-5)
     straight = run("pretrain", tmp_path / "straight", *given)
-    assert two.losses[2] == pytest.approx(straight.losses[2], rel=1e-5)
-    assert two.losses[4] != pytest.approx(straight.losses[4], rel=1e-5)
+    assert two.losses[3] == pytest.approx(straight.losses[3], rel=1e-5)
+    assert two.losses[5] != pytest.approx(straight.losses[5], rel=1e-5)
 
 
-def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    failed = with_fault("pretrain", folder, "micro_batch:nan@10#1", *given, "--max_skipped_steps", 0, processes=2)
+@pytest.mark.parametrize(
+    ("config", "allowed", "why"),
+    [
+        ("ddp", 0, "error: step 5: loss or gradient is not finite"),
+        slow("deepspeed_zero2", 9, "DeepSpeed has updated with it"),  # it cannot skip a step
+    ],
+)
+def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, straight, tmp_path, config, allowed, why):
+    given, folder, launch = flags["pretrain"], tmp_path / "run", {"processes": 2, "config": config}
+    failed = with_fault("pretrain", folder, "micro_batch:nan@10#1", *given, "--max_skipped_steps", allowed, **launch)
     assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
-    assert failed.output.count("error: step 5: loss or gradient is not finite") == 1
-    assert valid_checkpoints(folder) == [2, 4]
-    assert_continues("pretrain", folder, given, straight, 2)
-
-
-def test_deepspeed_cannot_skip_a_bad_step_and_continues_from_the_last_good_checkpoint(flags, straight, tmp_path):
-    given, folder = flags["pretrain"], tmp_path / "run"
-    launch = {"processes": 2, "config": "deepspeed_zero2"}
-    failed = with_fault("pretrain", folder, "micro_batch:nan@10#1", *given, **launch)
-    assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
-    assert "step 5: loss or gradient is not finite" in failed.output and "DeepSpeed has updated with it" in failed.output
+    assert failed.output.count(why) == 1 and "step 5: loss or gradient is not finite" in failed.output
     assert valid_checkpoints(folder) == [2, 4]
     again = run("pretrain", folder, *given, **launch)
-    assert again.manifest(STEPS)["strategy"].startswith("ZeRO-2 x 2")
-    assert again.losses == pytest.approx(straight("pretrain", 2).losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_stop_in_the_very_step_of_a_bad_batch_counts_it(flags, tmp_path, processes):
-    fault = f"micro_batch:nan@{8 // processes + 1}#0,update:term@3"
-    stopped = with_fault("pretrain", tmp_path, fault, *flags["pretrain"], processes=processes)
-    assert exit_of(tmp_path)["exit_code"] == 143
-    assert "warning: step 3: loss or gradient is not finite" in stopped.output
-    saved = json.loads((checkpoints(tmp_path)[-1] / "trainer_state.json").read_text())
-    assert saved["step"] <= 5 and saved["skipped"] == 1
+    assert again.manifest(STEPS)["strategy"].startswith("DDP x 2" if config == "ddp" else "ZeRO-2 x 2")
+    assert again.losses == pytest.approx(straight("pretrain", 2).losses, rel=0 if config == "ddp" else 1e-5)
 
 
 def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, tmp_path):
@@ -629,33 +507,17 @@ def test_wandb_that_cannot_be_reached_or_knows_no_such_key(small, tmp_path, monk
     assert list((tmp_path / "run/wandb").glob("offline-run-*")) and (tmp_path / "run/final").exists()
 
 
-@pytest.mark.parametrize(
-    ("project", "variables", "message"),
-    [
-        ("team/project", {}, "W&B does not take this run .*team/project"),
-        ("project", {"WANDB_INIT_TIMEOUT": "soon"}, "WANDB_INIT_TIMEOUT is 'soon', not a number of seconds"),
-        ("project", {"WANDB_MODE": "sometimes"}, "WANDB_MODE is 'sometimes', not online, offline or disabled"),
-    ],
-)
-def test_what_wandb_refuses_is_one_line(small, tmp_path, monkeypatch, project, variables, message):
-    for name, value in ({"WANDB_MODE": "offline"} | variables).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        run_here("pretrain", *small, "--project_name", project, "--output_dir", tmp_path / "run")
-
-
 def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    update = step.update
 
-    def with_a_kill(*args, **kwargs):
+    def kill_it(*_):
         for process in psutil.Process().children(recursive=True):
             if "wandb" in process.name():
                 process.kill()
-        update(*args, **kwargs)
 
-    monkeypatch.setattr(step, "update", with_a_kill)
+    hook = register_optimizer_step_post_hook(kill_it)
     run_here("pretrain", *small, "--output_dir", tmp_path / "run")
+    hook.remove()
     assert "warning: wandb failed and is left out from here on" in capsys.readouterr().err
     assert sorted(Run(tmp_path / "run", 0, "").losses) == [1, 2, 3, 4] and (tmp_path / "run/final").exists()
 
@@ -676,14 +538,14 @@ def test_two_processes_then_one_then_four(flags, tmp_path):
     assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
     rates = [[row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)]
     assert rates[0] == rates[1]
-    refused = run("pretrain", folder, *given, processes=5, check=False)
-    assert "error: --global_batch_size 12 is not a multiple of the 5 processes" in refused.output
 
 
 # Rehearsal, audit, and the user's own template -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("template", "processes"), [("pretrain", 2), ("lora_finetune", 1), ("image_classification", 1)])
+@pytest.mark.parametrize(
+    ("template", "processes"), [("pretrain", 2), slow("lora_finetune", 1), slow("image_classification", 1)]
+)
 def test_a_dress_rehearsal_changes_nothing(flags, straight, tmp_path, template, processes):
     done = run(template, tmp_path / "run", *flags[template], "--dress_rehearsal", processes=processes)
     assert "dress rehearsal: the longest batch" in done.output
@@ -695,7 +557,6 @@ def test_a_dress_rehearsal_changes_nothing(flags, straight, tmp_path, template, 
     ("template", "fault", "cause"),
     [
         ("pretrain", "save.manifest:full", "error: checkpoint-000000 could not be saved"),
-        ("pretrain", "evaluation:error", "a fault on purpose"),
         ("image_classification", "evaluation:error", "a fault on purpose"),
     ],
 )
@@ -726,37 +587,27 @@ def verify_resume(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=600)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_verify_resume_says_why_a_command_fails(flags, tmp_path, processes):
-    missing = ("--config", tmp_path / "missing.yaml")  # which is read to leave out what verify-resume decides
-    argv = command("pretrain", tmp_path / "unused", *flags["pretrain"], *missing, processes=processes)
-    done = verify_resume("--steps", 6, "--", *ACCELERATE, *argv)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    cause = f"--config {tmp_path}/missing.yaml: no such file"
-    assert f"error: the command failed with exit code 1: {cause}" in done.stderr
+WRONG = """
+import os, runpy, sys
+sys.path.insert(0, {root!r})
+from shared.data import order
+right = order.seed_all
+order.seed_all = lambda _, *key, **options: right(os.getpid(), *key, **options)
+runpy.run_path({template!r}, run_name="__main__")
+"""
 
 
+@pytest.mark.slow
 def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wrong(flags, tmp_path):
     launch = [sys.executable, *command("pretrain", tmp_path / "unused", *flags["pretrain"])]
     good = verify_resume("--steps", 6, "--", *launch)
     assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.count("same, bit for bit") == 7
 
-    source = (ROOT / "templates/pretrain.py").read_text()
-    old = "launch.seed_step(config.batch.seed, state.step,"
-    assert old in source
     edited = tmp_path / "train.py"  # dropout that depends on when the process was started
-    edited.write_text(source.replace(old, "launch.seed_step(__import__('os').getpid(), state.step,"))
+    edited.write_text(WRONG.format(root=str(ROOT), template=str(ROOT / "templates/pretrain.py")))
     launch[launch.index(str(ROOT / "templates/pretrain.py"))] = str(edited)
     bad = verify_resume("--steps", 6, "--keep", tmp_path / "kept", "--", *launch)
     assert bad.returncode == 3, bad.stdout + bad.stderr
     assert "samples of each step   same" in bad.stdout and "losses                 differ" in bad.stdout
     assert "error: the resumed run is not the run that was not killed" in bad.stderr
-
-
-def test_a_step_skipped_just_before_a_save_is_counted_in_it(text_file, tmp_path):
-    flags = ("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--config_overrides", SHAPE)
-    flags += ("--global_batch_size", 8, "--per_device_train_batch_size", 2, "--max_steps", 4, "--save_steps", 2)
-    fault = {"TEMPLATES_FAULT": "micro_batch:nan@5"}  # the first of step 2
-    run("pretrain", tmp_path, *flags, "--eval_steps", 9, "--max_skipped_steps", 1, env=fault)
-    assert json.loads((tmp_path / "checkpoint-000002/trainer_state.json").read_text())["skipped"] == 1

@@ -28,6 +28,7 @@ from shared.text.encoder import Encoder
 from shared.text.forms import read_example, recognise
 from tests.conftest import load_template
 
+pytestmark = pytest.mark.slow
 FUZZ = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", 120)),
     deadline=None,
@@ -95,11 +96,11 @@ def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content,
     path = folder / f"data{suffix}"
     path.write_bytes(content)
     source = Source("data", lambda: [path], lambda: records.read_records([path]))
-    for read in (source.read, lambda: corpus.texts(source, "text")):
+    for read in (source.read, lambda: corpus.pieces(source, "text")):
         try:
             for item in read():
-                if isinstance(item, str):
-                    item.encode()
+                if isinstance(item, corpus.Piece):
+                    item.text.encode()
                     continue
                 where, record = item
                 assert where.startswith(str(path)) and isinstance(record, dict)

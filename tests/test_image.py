@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     not BASE or not shutil.which("buildah"), reason="needs buildah, and a base image named in TEMPLATES_BASE_IMAGE"
 )
 NAME = "localhost/templates-test"
-SOURCES = ("Dockerfile", ".dockerignore", "requirements.txt", "accelerate_configs", "jobs", "shared", "templates")
+SOURCES = ("Dockerfile", ".dockerignore", "requirements.txt", "accelerate_configs", "shared", "templates")
 
 
 def buildah(*command: object) -> str:
@@ -126,33 +125,23 @@ def test_the_default_job_where_nothing_else_may_be_written(image):
 
 def test_selftest(image):
     code, output = image.run("selftest")
-    print(output)
-    assert code == 0 and "user 1000:1000" in output, output
-    assert output.count("resumes bit for bit") == 7
+    assert code == 0 and "user 1000:1000" in output and output.count("resumes bit for bit") == 7, output
 
 
 def test_a_stop_during_training_and_the_same_command_again(image):
     """`docker stop`: SIGTERM to the first process."""
     command = ["accelerate", "launch", "templates/pretrain.py", "--output_dir", "outputs/stopped", "--max_steps", 12]
-    process = image.start(*command, "--logging_steps", 1, "--report_to", "none")
+    command += ["--logging_steps", 1, "--report_to", "none"]
+    process = image.start(*command)
     seen = []
     for line in process.stdout:
         seen.append(line)
         if "step 5/12" in line:
             (tini,) = (p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "tini")
             tini.send_signal(signal.SIGTERM)
-            began = time.monotonic()
-            break
-    seen += list(process.stdout)
-    assert process.wait(timeout=60) == 143 and time.monotonic() - began < 60, "".join(seen)
-    assert "stopped by SIGTERM at step" in "".join(seen)
-    code, output = image.run(*command, "--logging_steps", 1, "--report_to", "none")
+    assert process.wait(timeout=60) == 143 and "stopped by SIGTERM at step" in "".join(seen), "".join(seen)
+    code, output = image.run(*command)
     assert code == 0 and "resumed from" in output and "step 12/12" in output, output
-
-
-def test_a_mistake_has_its_exit_code(image):
-    code, output = image.run("accelerate", "launch", "templates/pretrain.py", "--train_file", "/nowhere")
-    assert code == 2 and "/nowhere" in output
 
 
 def test_the_image_of_a_project(image, tmp_path):
@@ -162,8 +151,7 @@ def test_the_image_of_a_project(image, tmp_path):
     build(tmp_path / "project", f"{NAME}-project")
     project = Image(f"{NAME}-project")
     assert project.default == ["accelerate", "launch", "train.py"]
-    code, output = project.run("selftest")
-    print(output)
-    assert code == 0 and output.count("resumes bit for bit") == 2, output
+    code, output = project.run("python", "smoke_test.py")
+    assert code == 0 and output.count("same, bit for bit") == 14, output
     buildah("rm", project.container)
     buildah("rmi", f"{NAME}-project")

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import random
-import re
 import shutil
 import string
 import sys
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
 from shared.process.printing import redact
-from tests.conftest import paint, run_here
+from tests.conftest import paint, run_here, save_classifier
 
 # Secrets -------------------------------------------------------------------------------------------------------------
 
@@ -61,14 +60,10 @@ def test_what_looks_like_a_secret_is_masked_wherever_it_stands(kind):
     "text",
     [
         "meta-llama/Llama-3.1-8B",
-        "/data/hf_datasets/sk-learn-experiments-2024-second-attempt/a.jsonl",
         "https://example.com/a?page=2&tokens",
         "abfs://container@account.dfs.core.windows.net/x",
-        "runs/*.jsonl?",
-        "hf_hub",
         "a1b2c3d4" * 8,
         "user@example.com",
-        "2e-4",
     ],
 )
 def test_what_only_resembles_a_secret_is_left_alone(text):
@@ -166,15 +161,7 @@ def model(tiny_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def classifier(architectures, tmp_path_factory):
-    """A folder with a tiny ConvNeXt of the pictures' classes and its image processor."""
-    from transformers import AutoConfig, AutoModelForImageClassification, ConvNextImageProcessor
-
-    folder = tmp_path_factory.mktemp("classifier")
-    AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(architectures / "convnext")).save_pretrained(
-        folder
-    )
-    ConvNextImageProcessor().save_pretrained(folder)
-    return folder
+    return save_classifier(architectures / "convnext", tmp_path_factory.mktemp("classifier"))
 
 
 @pytest.fixture(scope="module")
@@ -185,82 +172,50 @@ def trained_adapter(tiny_model, text_file, tmp_path_factory):
 
 
 @pytest.fixture
-def adapter(trained_adapter, tmp_path):
-    return Path(shutil.copytree(trained_adapter, tmp_path / "adapter"))
+def given(request, tiny_model, text_file, image_folder, tmp_path):
+    """A template's data and, of one of its kinds of model, a folder that may be spoiled: (folder, flags)."""
+    template, kind = request.param
+    model = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "model"))
+    flag = "--adapter_name_or_path" if kind == "trained_adapter" else "--model_name_or_path"
+    data = ("--train_dir", image_folder) if kind == "classifier" else ("--train_file", text_file)
+    base = ("--model_name_or_path", tiny_model) if kind == "trained_adapter" else ()
+    return template, model, (*base, *data, flag, model)
 
 
-@pytest.mark.parametrize("template", ["pretrain", "lora_finetune"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-        *("model.safetensors", "chat_template.jinja", "special_tokens_map.json"),
-    ],
-)
-def test_a_pickle_in_place_of_a_model_s_file_runs_nothing(template, model, text_file, tmp_path, payload, name):
-    (model / name).write_bytes(payload)
-    assert str(model) in refused(template, tmp_path, "--model_name_or_path", model, "--train_file", text_file)
+MODELS = {
+    ("pretrain", "tiny_model"): "model.safetensors",
+    ("lora_finetune", "tiny_model"): "model.safetensors",
+    ("lora_finetune", "trained_adapter"): "adapter_model.safetensors",
+    ("image_classification", "classifier"): "model.safetensors",
+}
+KINDS = pytest.mark.parametrize("given", MODELS, indirect=True, ids="-".join)
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_pickle_in_place_of_an_adapter_s_file_runs_nothing(tiny_model, adapter, text_file, tmp_path, payload, name):
-    (adapter / name).write_bytes(payload)
-    flags = ("--model_name_or_path", tiny_model, "--train_file", text_file, "--adapter_name_or_path", adapter)
-    assert refused("lora_finetune", tmp_path, *flags).startswith(f"{adapter / name}: damaged")
+@KINDS
+def test_a_pickle_in_place_of_any_file_of_a_model_runs_nothing(given, tmp_path, payload):
+    template, model, flags = given
+    adapter = (model / "adapter_config.json").exists()  # of such a folder the tokenizer is not read
+    files = {path: path.read_bytes() for path in model.glob("adapter_*" if adapter else "*") if path.suffix != ".md"}
+    added = ("chat_template.jinja", "special_tokens_map.json") if (model / "tokenizer.json").exists() and not adapter else ()
+    assert len(files) > 1
+    for path in {*files, *(model / name for name in added)}:
+        path.write_bytes(payload)
+        assert str(model) in refused(template, tmp_path, *flags), path
+        path.write_bytes(files[path]) if path in files else path.unlink()
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "preprocessor_config.json"])
-def test_a_pickle_in_place_of_a_classifier_s_file_runs_nothing(classifier, image_folder, tmp_path, payload, name):
-    model = Path(shutil.copytree(classifier, tmp_path / "model"))
-    (model / name).write_bytes(payload)
-    message = refused("image_classification", tmp_path, "--model_name_or_path", model, "--train_dir", image_folder)
-    assert message.startswith(f"{model / name}: damaged")
-
-
-def convert(message: str) -> None:
-    """Do what an error advises."""
-    command = re.search(r'python -c "(.*)"$', message)
-    assert command
-    exec(command[1], {})
-
-
-def pickled(folder: Path, name: str, into: str) -> None:
-    """Have the same weights as a pickle alone."""
-    torch.save(load_file(folder / name), folder / into)
-    (folder / name).unlink()
-
-
-@pytest.mark.parametrize("template", ["pretrain", "lora_finetune"])
-def test_pickled_weights_are_refused_and_the_remedy_works(template, model, text_file, tmp_path):
-    pickled(model, "model.safetensors", "pytorch_model.bin")
-    flags = ("--model_name_or_path", model, "--train_file", text_file)
+@KINDS
+def test_pickled_weights_are_refused(given, tmp_path):
+    template, model, flags = given
+    name = next(path.name for path in model.glob("*.safetensors"))
+    pickled = model / ("pytorch_model.bin" if name.startswith("model") else "adapter_model.bin")
+    torch.save(load_file(model / name), pickled)  # the same weights
+    (model / name).unlink()
     message = refused(template, tmp_path, *flags)
-    assert message.startswith(f"{model}/pytorch_model.bin: a pickle, which can run code")
-    convert(message)
-    assert trains(template, tmp_path, *flags)
+    assert message.startswith(f"{pickled}: a pickle, which can run code")
 
 
-def test_a_pickled_adapter_is_refused_and_the_remedy_works(tiny_model, adapter, text_file, tmp_path):
-    pickled(adapter, "adapter_model.safetensors", "adapter_model.bin")
-    flags = ("--model_name_or_path", tiny_model, "--train_file", text_file, "--adapter_name_or_path", adapter)
-    message = refused("lora_finetune", tmp_path, *flags)
-    assert message.startswith(f"{adapter}/adapter_model.bin: a pickle, which can run code")
-    convert(message)
-    assert trains("lora_finetune", tmp_path, *flags)
-
-
-def test_a_pickled_classifier_is_refused_and_the_remedy_works(classifier, image_folder, tmp_path):
-    model = Path(shutil.copytree(classifier, tmp_path / "model"))
-    pickled(model, "model.safetensors", "pytorch_model.bin")
-    flags = ("--model_name_or_path", model, "--train_dir", image_folder)
-    message = refused("image_classification", tmp_path, *flags)
-    assert message.startswith(f"{model}/pytorch_model.bin: a pickle, which can run code")
-    convert(message)
-    assert trains("image_classification", tmp_path, *flags)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "weights.pt"])
-def test_no_library_unpickles_behind_our_back(tmp_path, payload, name):
+def test_no_library_unpickles_behind_our_back(tmp_path, payload, name="weights.pt"):
     """What a repository on the Hub holds is not known before it is loaded: torch.load itself is closed meanwhile."""
 
     class Loader:
@@ -276,14 +231,10 @@ def test_no_library_unpickles_behind_our_back(tmp_path, payload, name):
     assert torch.load is before
 
 
-@pytest.fixture(params=["terminal", "closed"])
-def nobody_answers(request, monkeypatch):
-    """Standard input is a terminal at which nobody sits, or closed; a question would wait for ever or fail."""
+@pytest.fixture
+def nobody_answers(monkeypatch):
+    """Standard input is a terminal at which nobody sits: a question would wait for ever."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
-    if request.param == "closed":
-        monkeypatch.setattr(sys, "stdin", None)
-        yield
-        return
     _, slave = os.openpty()
     with os.fdopen(slave) as terminal:
         assert terminal.isatty()
@@ -291,42 +242,38 @@ def nobody_answers(request, monkeypatch):
         yield
 
 
-OWN_CODE = "needs code of its own, which is never run here"
+OWN = {
+    "config.json": {"model_type": "of_its_own"},
+    "tokenizer_config.json": {"tokenizer_class": "OfItsOwn"},
+    "preprocessor_config.json": {"image_processor_type": "OfItsOwn"},
+}
+CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForImageClassification", "AutoImageProcessor")
+MAPS = dict.fromkeys(CLASSES, "code.C") | {"AutoTokenizer": ["code.C", "code.C"]}
 
 
 @pytest.mark.parametrize(
-    ("template", "flag", "file", "maps"),
+    ("template", "flag", "file"),
     [
-        ("pretrain", "model_name_or_path", "config.json", {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}),
-        ("pretrain", "config_name", "config.json", {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}),
-        ("pretrain", "tokenizer_name", "tokenizer_config.json", {"AutoTokenizer": ["code.T", "code.T"]}),
-        ("lora_finetune", "model_name_or_path", "config.json", {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}),
-        ("lora_finetune", "model_name_or_path", "tokenizer_config.json", {"AutoTokenizer": ["code.T", "code.T"]}),
+        ("pretrain", "model_name_or_path", "config.json"),
+        ("pretrain", "config_name", "config.json"),
+        ("pretrain", "tokenizer_name", "tokenizer_config.json"),
+        ("lora_finetune", "model_name_or_path", "config.json"),
+        ("lora_finetune", "model_name_or_path", "tokenizer_config.json"),
+        ("image_classification", "model_name_or_path", "config.json"),
+        ("image_classification", "model_name_or_path", "preprocessor_config.json"),
     ],
 )
-def test_code_in_a_model_s_folder_is_not_run(template, flag, file, maps, model, text_file, tmp_path, nobody_answers):
-    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\nclass T: pass\n")
-    content = json.loads((model / file).read_text()) | {"auto_map": maps}
-    content |= {"model_type": "of_its_own"} if file == "config.json" else {"tokenizer_class": "OfItsOwn"}
-    (model / file).write_text(json.dumps(content))
-    message = refused(template, tmp_path, "--train_file", text_file, f"--{flag}", model)
-    assert message.startswith(f"{model}: ") and OWN_CODE in message
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    ("file", "maps", "own"),
-    [
-        ("config.json", {"AutoConfig": "code.C", "AutoModelForImageClassification": "code.M"}, {"model_type": "of_its_own"}),
-        ("preprocessor_config.json", {"AutoImageProcessor": "code.T"}, {"image_processor_type": "OfItsOwn"}),
-    ],
-)
-def test_code_in_a_classifier_s_folder_is_not_run(classifier, image_folder, tmp_path, nobody_answers, file, maps, own):
-    model = Path(shutil.copytree(classifier, tmp_path / "model"))
-    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\nclass T: pass\n")
-    (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | {"auto_map": maps} | own))
-    message = refused("image_classification", tmp_path, "--model_name_or_path", model, "--train_dir", image_folder)
-    assert OWN_CODE in message
+def test_code_in_a_model_s_folder_is_not_run(
+    template, flag, file, tiny_model, classifier, text_file, image_folder, tmp_path, nobody_answers
+):
+    images = template == "image_classification"
+    model = Path(shutil.copytree(classifier if images else tiny_model, tmp_path / "model"))
+    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
+    content = json.loads((model / file).read_text())
+    (model / file).write_text(json.dumps(content | {"auto_map": MAPS} | OWN[file]))
+    data = ("--train_dir", image_folder) if images else ("--train_file", text_file)
+    message = refused(template, tmp_path, *data, f"--{flag}", model)
+    assert message.startswith(str(model)) and "needs code of its own, which is never run here" in message
     assert not (tmp_path / "ran").exists()
 
 
@@ -352,12 +299,13 @@ def test_a_chat_template_reaches_nothing_beyond_the_messages(model, tmp_path, te
 # Code in data --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.npy", "a.pkl", "a.txt"])
-def test_a_pickle_in_place_of_data_runs_nothing(name, tiny_model, tmp_path, payload):
-    (tmp_path / name).write_bytes(payload)
-    for template in ("pretrain", "lora_finetune", "image_classification"):
-        flags = () if template == "image_classification" else ("--model_name_or_path", tiny_model)
-        assert refused(template, tmp_path, "--train_file", tmp_path / name, *flags).startswith(str(tmp_path / name))
+def test_a_pickle_in_place_of_data_runs_nothing(tiny_model, tmp_path, payload):
+    for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.npy", "a.pkl", "a.txt"):
+        (tmp_path / name).write_bytes(payload)
+        for template in ("pretrain", "lora_finetune", "image_classification"):
+            flags = () if template == "image_classification" else ("--model_name_or_path", tiny_model)
+            message = refused(template, tmp_path, "--train_file", tmp_path / name, *flags)
+            assert message.startswith(str(tmp_path / name)), name
 
 
 def test_a_pickle_in_place_of_an_image_runs_nothing(tmp_path, payload):
@@ -379,36 +327,27 @@ def test_code_in_a_data_set_s_folder_is_not_run(tiny_model, tmp_path, nobody_ans
     assert not (tmp_path / "ran").exists()
 
 
-PREPARED = {
-    "pretrain": ["meta.json", "train-00000.bin", "validation-00000.bin", "tokenizer/tokenizer.json"],
-    "lora_finetune": ["meta.json", *(f"{s}-{n}.npy" for s in ("train", "validation") for n in ("ids", "learned", "ends"))],
-    "image_classification": ["meta.json", "paths.npy", "ends.npy", "labels.npy"],
-}
-
-
-@pytest.mark.parametrize(("template", "name"), [(template, name) for template, names in PREPARED.items() for name in names])
+@pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
 def test_a_pickle_in_place_of_prepared_data_runs_nothing(
-    template, name, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch
+    template, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch
 ):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     flags = {
-        "pretrain": (
-            "--train_file",
-            text_file,
-            "--vocab_size",
-            320,
-            "--config_overrides",
-            "num_hidden_layers=1",
-        ),
+        "pretrain": ("--train_file", text_file, "--vocab_size", 320, "--config_overrides", "num_hidden_layers=1"),
         "lora_finetune": ("--train_file", text_file, "--model_name_or_path", tiny_model),
         "image_classification": ("--train_dir", image_folder, "--config_name", architectures / "convnext"),
     }[template]
     assert trains(template, tmp_path, *flags)
     (prepared,) = (tmp_path / "cache").glob("*/*")
-    (prepared / name).write_bytes(payload)
-    message = refused(template, tmp_path / "again", *flags)
-    assert message.startswith(f"{prepared}: prepared data is damaged (") and message.endswith(
-        "remove the folder to make it anew"
-    )
+    read = ["meta.json", "tokenizer.json", "*-00000.bin"] + ["*.npy"] * (template != "pretrain")
+    files = [path for pattern in read for path in prepared.rglob(pattern)]
+    assert len(files) >= 2
+    for path in files:
+        content = path.read_bytes()
+        path.write_bytes(payload)
+        message = refused(template, tmp_path / "again", *flags)
+        assert message.startswith(f"{prepared}: prepared data is damaged ("), path
+        assert message.endswith("remove the folder to make it anew")
+        path.write_bytes(content)
     shutil.rmtree(prepared)
     assert trains(template, tmp_path / "again", *flags)

@@ -1,8 +1,8 @@
-"""Prove that each sample was used exactly once an epoch, over all restarts of a run.
+"""Check that each sample was used exactly once an epoch, over all restarts of a run.
 
 python -m shared audit outputs/lora_finetune/20260101-120000
 
-Reads what `--audit_data` wrote. Exit code 0 if it was so, 3 if not.
+Reads what `--audit_data` wrote. Exit code 0 if so, 3 if not.
 """
 
 import argparse
@@ -25,8 +25,7 @@ def main() -> None:
     findings = audit.check(run_dir)
     print(f"{run_dir}: {findings.steps:,} optimizer steps")
     for epoch, (count, of) in findings.epochs.items():
-        whole = f"of {of:,} samples" if of is not None else "samples"
-        print(f"  epoch {epoch}: {count:,} {whole}{' so far' if of is not None and count < of else ''}")
+        print(f"  epoch {epoch}: {count:,} {'samples' if of is None else f'of {of:,} samples'}")
     if findings.problems:
         raise Differs("; ".join(findings.problems))
     print("each sample was used at most once an epoch, and in whole epochs exactly once; each step was done once")

@@ -4,7 +4,6 @@ python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 
 """
 
 import contextlib
-import importlib.metadata
 import os
 import sys
 from dataclasses import dataclass
@@ -76,9 +75,8 @@ def main() -> None:
         numbers = memory.count(job)
         try:
             rows = list(memory.plan(job, config.gpus))
-        except (AssertionError, RuntimeError) as error:  # of tensors without contents, on which older versions compute less
-            name, version = type(architecture).__name__, importlib.metadata.version("torch")
-            raise ConfigError(f"{name} cannot be measured with PyTorch {version}: {first_line(error)}") from None
+        except (AssertionError, RuntimeError) as error:  # a forward that looks at the values of its tensors
+            raise ConfigError(f"{type(architecture).__name__} cannot be measured: {first_line(error)}") from None
     print(
         f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.3f} B parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
@@ -92,20 +90,17 @@ def main() -> None:
     for name, gpus, peak in rows:
         cells = [peak.weights, peak.gradients, peak.optimizer, *(peak.activations[c] for c in memory.CHECKPOINTING)]
         totals = [peak.total(c) / 1e9 for c in memory.CHECKPOINTING]
-        marked = f"{name} *" if name in memory.UNCHECKED else name
         marks = [f"{t:.1f}{' ' if t <= usable else '!'}" for t in totals]
-        table.append((marked, str(gpus), *(f"{c / 1e9:.1f}" for c in cells), *marks))
-        if name not in memory.UNCHECKED:
-            fitting += [(name, c, gpus, t) for c, t in zip(memory.CHECKPOINTING, totals, strict=True) if t <= usable]
+        table.append((name, str(gpus), *(f"{c / 1e9:.1f}" for c in cells), *marks))
+        fitting += [(name, c, gpus, t) for c, t in zip(memory.CHECKPOINTING, totals, strict=True) if t <= usable]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     for first, *rest in table:
         print("  ".join([f"{first:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[1:], strict=True))]))
     print(
         f"\nactivations and peak: without gradient checkpointing, of every 2nd block, of all. ! is over {usable:.1f} GB "
-        f"({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and fragmentation). "
-        "* is an estimate that no measurement was held against."
+        f"({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and fragmentation)."
     )
-    # Offloading costs most, then cutting every matrix, then recomputing; what is left are gathers that hide well.
+    # Offloading costs most, then tensor parallelism, then recomputing. FSDP's gathers run beside the computation.
     last = {"tensor_parallel": 1, "fsdp2_offload": 2}
     several = [found for found in fitting if found[2] == config.gpus]
     several.sort(key=lambda found: (last.get(found[0], 0), memory.CHECKPOINTING.index(found[1])))
@@ -114,11 +109,7 @@ def main() -> None:
         return
     name, checkpointing, gpus, total = several[0]
     flags = "" if checkpointing == "none" else f" --gradient_checkpointing {checkpointing}"
-    replicas = memory.groups(gpus)
-    spread = {  # over sizes other than those that the file names
-        "hsdp": f" --parallelism_config_dp_replicate_size {replicas} --parallelism_config_dp_shard_size {gpus // replicas}",
-        "tensor_parallel": f" --parallelism_config_tp_size {gpus}",
-    }.get(name, "")
+    spread = f" --parallelism_config_tp_size {gpus}" if name == "tensor_parallel" else ""
     print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
     template = "lora_finetune" if config.lora_r else "pretrain"
     places = (f"templates/{template}.py", f"{template}.py")  # here and in a project of several templates

@@ -1,13 +1,13 @@
-"""Run a command so that it can be stopped, and so that its end can be understood. The container starts everything so.
+"""Run a launcher so that signals stop the training with a checkpoint, and return the training's own exit code.
 
 python -m shared run accelerate launch templates/pretrain.py --output_dir runs/first
-python -m shared run selftest
 
-SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes, which write a checkpoint and end; the launcher,
-which would die of them before that, does not see them (save SIGHUP, of which it may die: training is waited for). What it
-starts after that, as --max_restarts has it do, ends before it trains. What trains nothing is ended at once. The exit code
-is the training's own, of which `accelerate launch` makes 1: 0 done, 2 input or settings, 3 checkpoint or disk, 4 not finite,
-143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
+The containers and jobs start everything this way. SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes,
+which write a checkpoint and end. The launcher would die of them before that, so it does not get them. (It may get SIGHUP
+and die; then this command waits for the training.) A training that --max_restarts starts after the signal ends before its
+first step. A command that does not train is killed. `accelerate launch` turns every exit code into 1; this command returns
+the original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 143 stopped by SIGTERM, 130 by SIGINT,
+138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
 """
 
 import contextlib
@@ -30,47 +30,47 @@ def main() -> None:
     if not command or command[0] in ("-h", "--help"):
         print(__doc__)
         return
-    if command[0] == "selftest":
+    if command[0] == "selftest":  # docker run IMAGE selftest
         command = [sys.executable, "-m", "shared", *command]
     sys.exit(run(command))
 
 
 def run(command: list[str]) -> int:
-    """Run a command to its end; its exit code, or that of the training in it.
+    """Run a command to its end. Returns its exit code, or that of the training in it.
 
     Raises:
-        ConfigError: there is no such command.
+        ConfigError: the command cannot be started.
     """
     seen: list[int] = []
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda number, _frame: seen.append(number))
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
-        # Time for the last checkpoint, after which torch's launcher kills; by default it leaves 30 seconds.
+        # torch's launcher kills the training so long after a signal; the default of 30 s is short for a checkpoint.
         env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "290"} | os.environ | {"TEMPLATES_RUN": folder}
-        # That launcher would handle the others although they are ignored: also SIGHUP, where it is.
+        # torch's launcher would also handle signals that are ignored here. It may handle SIGHUP, unless that is ignored.
         env |= {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT" if signal.SIGHUP in STOP_SIGNALS else "SIGQUIT"}
         try:
             process = subprocess.Popen(command, env=env, preexec_fn=_ignore_stop_signals)
         except OSError as error:
             raise ConfigError(f"{command[0]}: {error.strerror}") from None
         passed = 0
-        told: set[int] = set()  # training processes that a signal was passed on to
+        signalled: set[int] = set()  # training processes that have got a signal
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.02 if seen else 0.2)  # new ones end before they remove exit.json, which tells why
+                process.wait(timeout=0.02 if seen else 0.2)  # restarted processes must end before they remove exit.json
             for number in seen[passed:]:
                 passed += 1
-                told = _training(folder)
-                if not _pass_on(number, told):
+                signalled = _training(folder)
+                if not _pass_on(number, signalled):
                     kill(process.pid)
-            if seen:  # under --max_restarts torch's launcher takes their end for a failure, and starts others
-                late = _training(folder) - told
+            if seen:  # with --max_restarts torch's launcher takes the stop for a failure, and starts new processes
+                late = _training(folder) - signalled
                 _pass_on(seen[0], late)
-                told |= late
+                signalled |= late
         _wait_for_checkpoints(folder)
         noted = Path(folder, "code")
         code = noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
-    if code.endswith("?"):  # by a signal that may have been the launcher's, after another process had died
+    if code.endswith("?"):  # ended by a signal, perhaps the launcher's own after another process failed
         code = code.removesuffix("?") if seen else "1"
     if seen and (int(code) == STOPPED or int(code) < 0):
         return 128 + seen[0]
@@ -78,18 +78,18 @@ def run(command: list[str]) -> int:
 
 
 def _ignore_stop_signals() -> None:
-    """In the command's process, for all that it starts, too: some clusters signal every process of a job."""
-    for number in STOP_SIGNALS - {signal.SIGHUP}:  # which means nohup to whoever finds it ignored
+    """Called in the command's process; its children inherit it. Some clusters signal every process of a job."""
+    for number in STOP_SIGNALS - {signal.SIGHUP}:  # a process that finds SIGHUP ignored was started with nohup
         signal.signal(number, signal.SIG_IGN)
 
 
 def _training(folder: str) -> set[int]:
-    """The training processes that there are or were: they leave their numbers in `folder` once they take signals."""
+    """Process ids of all trainings, ended ones too: each writes its id to `folder` once it can handle signals."""
     return {int(path.name) for path in Path(folder).glob("[0-9]*")}
 
 
 def _pass_on(number: int, processes: set[int]) -> bool:
-    """Signal processes; whether any of them is left."""
+    """Send a signal to processes. Returns whether any of them still exists."""
     reached = False
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ def _pass_on(number: int, processes: set[int]) -> bool:
 
 
 def _wait_for_checkpoints(folder: str, seconds: float = 290) -> None:
-    """Until all training processes have ended, which outlive a launcher that is killed: they write a checkpoint then."""
+    """Wait until all training processes have ended: after a launcher was killed, they may still write a checkpoint."""
     import psutil
 
     deadline, numbers = time.monotonic() + seconds, list(_training(folder))
@@ -112,7 +112,7 @@ def _wait_for_checkpoints(folder: str, seconds: float = 290) -> None:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL a process and all its descendants, the parents first, so that none can react."""
+    """SIGKILL a process and all its descendants, parents first, so that no parent can react."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

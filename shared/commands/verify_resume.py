@@ -1,10 +1,10 @@
-"""Kill and resume a run of yours, and compare it with one that was not killed.
+"""Check that your training resumes exactly: kill and resume a run, and compare it with an uninterrupted one.
 
 python -m shared verify-resume -- accelerate launch train.py --train_file chats.jsonl
 
-Trains a few steps with your command as it is, then again in another folder where everything is killed (SIGKILL) half-way
-and the same command is given once more. Samples of each step, losses, learning rates, evaluations, weights and the
-optimizer's state must be the same, bit for bit. Says which part differs, and ends with exit code 3 if one does.
+Runs your command for a few steps. Then runs it in another folder, kills all its processes (SIGKILL) half-way, and runs it
+again. Both runs must have the same samples in each step, losses, learning rates, evaluations, weights and optimizer state,
+bit for bit. Prints which of them differ, and ends with exit code 3 if one does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,60 +30,44 @@ from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
 from shared.run.checkpoint_files import checkpoints, read_tensors
 
-# Given anew for both runs, so taken out of the user's command.
+# Flags that this command sets itself, and the budgets that its --max_steps replaces.
 OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps", "save_total_limit", "logging_steps"}
 OURS |= {"report_to", "audit_data", "resume_from_checkpoint"}
-
-
 WHY = (
-    "what a step depends on has to be a function of its number and the seed (launch.seed_step), or lie in the checkpoint: "
-    "in the model, in an optimizer, or in state.notes"
+    "a step may depend only on its number, the seed (launch.seed_step) and what the checkpoint holds: the model, the "
+    "optimizers and state.notes"
 )
 
 
 class Differs(CleanExit):
-    """A resumed run is not what it would have been."""
+    """A resumed run is not the uninterrupted one."""
 
     exit_code = 3
 
 
-def without(command: Sequence[str], flags: set[str]) -> list[str]:
-    """The command with these flags and their values left out."""
+def without_ours(command: Sequence[str], folder: Path) -> list[str]:
+    """The user's command without the flags in `OURS`, also without those in the YAML file of --config."""
     kept: list[str] = []
     dropping = False
     for token in command:
+        name, _, value = token.partition("=")
         if token.startswith("--"):
-            name = token.lstrip("-").split("=", 1)[0].replace("-", "_")
-            dropping = name in flags or name.removeprefix("no_") in flags
+            dropping = name[2:].replace("-", "_").removeprefix("no_") in OURS
         if not dropping:
-            kept.append(token)
-    return kept
-
-
-def prepared(command: Sequence[str], folder: Path) -> list[str]:
-    """The user's command without what this one decides, in the YAML of its --config neither."""
-    script = next((i for i, token in enumerate(command) if token.endswith(".py")), None)
-    if script is None:
-        raise ConfigError(f"no script (*.py) in the command: {' '.join(command)}")
-    kept = [*command[: script + 1], *without(command[script + 1 :], OURS)]
-    for i, token in enumerate(kept[script:], script):
-        path = kept[i + 1] if token == "--config" and i + 1 < len(kept) else token.removeprefix("--config=")
-        if token == "--config" or token.startswith("--config="):
-            try:
-                content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-            except (OSError, ValueError, yaml.YAMLError):
-                break  # which the command itself will say
-            if not isinstance(content, dict):
-                break
-            copy = folder / "config.yaml"
-            copy.write_text(yaml.safe_dump({k: v for k, v in content.items() if str(k).replace("-", "_") not in OURS}))
-            kept[i : i + (2 if token == "--config" else 1)] = ["--config", str(copy)]
-            break
+            kept += [name, value] if name == "--config" and value else [token]
+    for i, token in enumerate(kept[:-1]):
+        # A file that cannot be read is left to the command, which says so.
+        with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
+            if token == "--config":
+                values = yaml.safe_load(Path(kept[i + 1]).expanduser().read_text(encoding="utf-8"))
+                values = {key: value for key, value in values.items() if str(key).replace("-", "_") not in OURS}
+                kept[i + 1] = str(folder / "config.yaml")
+                Path(kept[i + 1]).write_text(yaml.safe_dump(values), encoding="utf-8")
     return kept
 
 
 def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int | None = None) -> None:
-    """Give the command for `run_dir`; kill all its processes once it has logged step `kill_after`.
+    """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`.
 
     Raises:
         ConfigError: it fails by itself, or ends before it could be killed.
@@ -92,7 +75,7 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
     flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
     flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data"]
     log = run_dir.with_suffix(".log")
-    env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}  # which is for our own
+    env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}  # `run` must not see this kill
     with log.open("a") as output:
         process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
@@ -102,11 +85,11 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
                 return
             time.sleep(0.02)
     if process.returncode or kill_after is not None:
-        said = log.read_text(errors="replace")
+        text = log.read_text(errors="replace")
         what = f"failed with exit code {process.returncode}" if process.returncode else "ended before it could be killed"
-        cause = re.search(r"^error: (.*)", said.replace("\r", "\n"), re.M)
-        if cause is None:  # unforeseen, so there is a traceback
-            print(said[-4000:], file=sys.stderr)
+        cause = re.search(r"^error: (.*)", text.replace("\r", "\n"), re.M)
+        if cause is None:  # probably a traceback
+            print(text[-4000:], file=sys.stderr)
         raise ConfigError(f"the command {what}" + (f": {cause[1]}" if cause else "; its output ends as above"))
 
 
@@ -118,15 +101,15 @@ def logged(run_dir: Path) -> int:
 
 
 def compare(one: Path, other: Path) -> dict[str, str]:
-    """By part of two runs: an empty string if it is the same, bit for bit, else where it differs first."""
+    """What differs between two runs, by part: where it differs first, or an empty string if it is equal bit for bit."""
     found = {"samples of each step": _first(audit.samples_of_steps(one), audit.samples_of_steps(other))}
     parts = {"losses": ("loss", "grad_norm"), "learning rates": ("learning_rate",), "evaluations": ("eval_",)}
     for part, keys in parts.items():
         found[part] = _first(_rows(one, keys), _rows(other, keys))
     mine, theirs = (read_tensors(checkpoints(run)[-1]) for run in (one, other))
-    parts_of = {"weights": ("model.",), "optimizer's state": ("optimizer.",), "copies of weights": ("ema.", "best.")}
-    for part, prefix in parts_of.items():
-        names = {name for name in mine | theirs if name.startswith(prefix)}
+    parts = {"weights": ("model.",), "optimizer's state": ("optimizer.",), "averages and others": ("ema.", "extra.", "rank")}
+    for part, keys in parts.items():
+        names = {name for name in mine | theirs if name.startswith(keys)}
         unlike = sorted(n for n in names if n not in mine or n not in theirs or not torch.equal(mine[n], theirs[n]))
         found[part] = f"{len(unlike)} of {len(names)} tensors, first {unlike[0]}" if unlike else ""
     return found
@@ -146,6 +129,31 @@ def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     return "" if one else "nothing was recorded"
 
 
+def verify(command: Sequence[str], folder: Path, steps: int, *, verbose: bool = False) -> dict[str, str]:
+    """Train without interruption, train with a kill and resume, and compare both in the empty `folder`: see `compare`.
+
+    Raises:
+        ConfigError: the command fails by itself.
+        Differs: the second run starts from scratch instead of resuming.
+    """
+    straight, killed = folder / "straight", folder / "killed"
+    half = max(1, steps * 7 // 12)
+    command = without_ours(command, folder)
+    for text, run_dir, kill_after in (
+        (f"training {steps} steps", straight, None),
+        (f"training again, to be killed after step {half}", killed, half),
+        ("resuming", killed, None),
+    ):
+        if verbose:
+            print(f"{text} ...", file=sys.stderr, flush=True)
+        train(command, run_dir, steps=steps, kill_after=kill_after)
+        if kill_after is not None and not checkpoints(run_dir):
+            raise ConfigError("no checkpoint was written before the kill: give more --steps")
+    if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
+        raise Differs("the run did not resume: it started from scratch, so equal results prove nothing")
+    return compare(straight, killed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m shared verify-resume", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -157,41 +165,14 @@ def main() -> None:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command or options.steps < 3:
         raise ConfigError("give `--` and the command that starts the training; --steps is at least 3")
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="verify-resume-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ConfigError(f"--keep {folder}: is not empty")
-    try:
-        found = verify(prepared(command, folder), folder, options.steps, tell=True)
-    finally:
-        if not options.keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="verify-resume-", ignore_cleanup_errors=True) as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--keep {folder}: is not empty")
+        found = verify(command, folder, options.steps, verbose=True)
     for part, difference in found.items():
         print(f"  {part:<22} {'differ ' + difference if difference else 'same, bit for bit'}")
     if any(found.values()):
         raise Differs(f"the resumed run is not the run that was not killed: {WHY}")
-    print("a killed run continues as if it had not been")
-
-
-def verify(command: Sequence[str], folder: Path, steps: int, *, tell: bool = False) -> dict[str, str]:
-    """Train straight, train killed and resumed, compare: see `compare`; `tell` prints what it is at.
-
-    Raises:
-        ConfigError: the command fails by itself.
-        Differs: it begins anew in place of resuming.
-    """
-    straight, killed = folder / "straight", folder / "killed"
-    half = max(1, steps * 7 // 12)
-    for text, run_dir, kill_after in (
-        (f"training {steps} steps", straight, None),
-        (f"training again, to be killed after step {half}", killed, half),
-        ("resuming", killed, None),
-    ):
-        if tell:
-            print(f"{text} ...", file=sys.stderr, flush=True)
-        train(command, run_dir, steps=steps, kill_after=kill_after)
-        if kill_after is not None and not checkpoints(run_dir):
-            raise ConfigError("no checkpoint was written before the kill: give more --steps")
-    if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
-        raise Differs("the run did not resume: it began anew, which only looks the same")
-    return compare(straight, killed)
+    print("a killed run continues as if it had not been killed")

@@ -1,9 +1,9 @@
-"""The groups of flags that templates compose their `Config` from. Each field's docstring is its --help.
+"""The groups of flags that templates compose their `Config` from. The comment of each field is its --help.
 
-`FREE` names the fields that do not change what is learned: a run resumes with other values of these. Any other field that
-differs from the checkpoint's is refused unless --allow_changed names it. Data files are free: their content is compared.
+`FREE` names the fields that do not change what the model learns: a run resumes with other values of these. Any other field
+that differs from the checkpoint's is refused unless --allow_changed names it. Data files are free: their content counts.
 
-This module and the ones it imports stay clear of torch, so that --help and a mistyped flag answer at once.
+This module and its imports stay clear of torch, so that --help and a mistyped flag answer at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from shared.config import parse as configs
+from shared.config.parse import require
 from shared.process import ranks
 from shared.process.errors import ConfigError
 
@@ -26,37 +26,26 @@ class BatchConfig:
         {"per_device_train_batch_size", "per_device_eval_batch_size", "find_batch_size", "dataloader_num_workers"}
     )
 
+    # Samples (rows, where samples are packed) in one optimizer step, over all devices and accumulated micro-batches
     global_batch_size: int = 16
-    """Samples (rows, where samples are packed into rows) in one optimizer step, over all devices and accumulated
-    micro-batches."""
+    # Samples in one forward and backward of one device, at most: fewer where they do not divide a device's share of the
+    # global batch. Accumulation follows from it; the summary shows both.
     per_device_train_batch_size: int = 2
-    """Samples in one forward and backward of one device, at most: fewer where a device's share of the global batch does
-    not divide by it. Accumulation follows from it, and both are printed."""
-    find_batch_size: bool = False
-    """Try a step before training, and where memory runs out halve per_device_train_batch_size, doubling accumulation."""
-    per_device_eval_batch_size: int = 8
-    """Samples in one forward of one device in evaluation."""
-    max_steps: int | None = None
-    """Optimizer steps to train; at most one of max_steps and num_train_epochs is given."""
+    find_batch_size: bool = False  # Before training, halve per_device_train_batch_size until a step fits into memory
+    per_device_eval_batch_size: int = 8  # Samples in one forward of one device in evaluation
+    max_steps: int | None = None  # Optimizer steps to train; give max_steps or num_train_epochs, not both
+    # Passes over the training data; if not given, 1, or about two minutes on two CPU cores for the embedded demo
     num_train_epochs: float | None = None
-    """Passes over the training data; if not given, 1, or about two minutes on two CPU cores for the embedded demo."""
-    dataloader_num_workers: int = 0
-    """Worker processes of each rank that read samples; 0 reads in the training process."""
-    seed: int = 0
-    """Decides initial weights, order of samples, augmentation and dropout."""
+    dataloader_num_workers: int = 0  # Worker processes of each rank that read samples; 0 reads in the training process
+    seed: int = 0  # Decides initial weights, order of samples, augmentation and dropout
 
     def __post_init__(self) -> None:
-        sizes = ("global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
-        configs.require_at_least_one(self, *sizes)
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"--seed must be between 0 and 2**32 - 1, not {self.seed}")
-        if not 0 <= self.dataloader_num_workers < 2**10:
-            raise ConfigError(f"--dataloader_num_workers must be between 0 and 1023, not {self.dataloader_num_workers}")
+        require(self, "at least 1", "global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
+        require(self, "above 0", "max_steps", "num_train_epochs")
+        require(self, "at least 0", "dataloader_num_workers")
+        require(self, f"at least 0 and below {2**32}", "seed")
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
-        for name in ("max_steps", "num_train_epochs"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"--{name} must be positive, not {getattr(self, name)}")
 
     def micro_batch(self) -> tuple[int, int]:
         """(samples at once, micro-batches accumulated) of one rank in one optimizer step of this launch.
@@ -97,54 +86,32 @@ class OptimConfig:
 
     FREE: ClassVar = frozenset({"max_skipped_steps"})
 
+    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes. sgd: with
+    # Nesterov momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
-    """adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes. sgd:
-    with Nesterov momentum; its --weight_decay is usually 1e-4 and less."""
-    learning_rate: float = 3e-4
-    """Peak learning rate, of AdamW's parameters and (scaled to the same update size) of Muon's."""
-    weight_decay: float = 0.1
-    """Decoupled decay of weight matrices; norms, biases and embeddings are never decayed."""
-    adam_beta1: float = 0.9
-    """Decay of the first moment."""
-    adam_beta2: float = 0.95
-    """Decay of the second moment."""
-    adam_epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    muon_momentum: float = 0.95
-    """Momentum of Muon."""
-    sgd_momentum: float = 0.9
-    """Momentum of SGD."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global L2 norm; 0 turns clipping off."""
+    learning_rate: float = 3e-4  # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's
+    weight_decay: float = 0.1  # Decoupled decay of weight matrices; norms, biases and embeddings are never decayed
+    adam_beta1: float = 0.9  # Decay of the first moment
+    adam_beta2: float = 0.95  # Decay of the second moment
+    adam_epsilon: float = 1e-8  # Added to the root of the second moment
+    muon_momentum: float = 0.95  # Momentum of Muon
+    sgd_momentum: float = 0.9  # Momentum of SGD
+    max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm; 0 turns clipping off
+    # Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run."""
-    warmup_ratio: float = 0.03
-    """Share of the run in which the rate rises linearly to its peak."""
-    decay_ratio: float = 0.2
-    """Share of the run in which wsd decays."""
-    min_lr_ratio: float = 0.0
-    """Final learning rate as a share of the peak."""
-    max_skipped_steps: int = 5
-    """Steps whose update may be skipped because loss or gradient is not finite, in the whole run; one more ends it."""
-    layer_decay: float = 1.0
-    """Factor on the learning rate from each block to the one before it; 1: the same rate everywhere."""
+    warmup_ratio: float = 0.03  # Share of the run in which the rate rises linearly to its peak
+    decay_ratio: float = 0.2  # Share of the run in which wsd decays
+    min_lr_ratio: float = 0.0  # Final learning rate as a share of the peak
+    max_skipped_steps: int = 5  # The run ends after more than so many skipped updates (loss or gradient not finite)
+    layer_decay: float = 1.0  # Factor on the learning rate from each block to the one before it; 1: the same rate
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0:
-            raise ConfigError(f"--learning_rate must be positive, not {self.learning_rate}")
-        for name in ("warmup_ratio", "decay_ratio", "min_lr_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
-        if self.optim == "sgd" and not 0 < self.sgd_momentum < 1:
-            raise ConfigError(f"--sgd_momentum is between 0 and 1, not {self.sgd_momentum}")
-        for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"--{name} is at least 0 and below 1, not {getattr(self, name)}")
-        for name in ("weight_decay", "max_grad_norm", "max_skipped_steps", "adam_epsilon"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name} must not be negative, but is {getattr(self, name)}")
-        if not 0 < self.layer_decay <= 1:
-            raise ConfigError(f"--layer_decay is a factor above 0 and at most 1, not {self.layer_decay}")
+        require(self, "above 0", "learning_rate")
+        require(self, "at least 0", "weight_decay", "adam_epsilon", "max_grad_norm", "max_skipped_steps")
+        require(self, "at least 0 and at most 1", "warmup_ratio", "decay_ratio", "min_lr_ratio")
+        require(self, "at least 0 and below 1", "adam_beta1", "adam_beta2", "muon_momentum")
+        require(self, "above 0 and below 1", "sgd_momentum")
+        require(self, "above 0 and at most 1", "layer_decay")
 
 
 @dataclass(frozen=True)
@@ -155,24 +122,42 @@ class SpeedConfig:
         {"gradient_checkpointing", "torch_compile", "ddp_comm_hook", "ddp_timeout", "attn_implementation"}
     )
 
-    gradient_checkpointing: str = "none"
-    """none, full, or N: recompute the activations of every N-th block in the backward pass to save memory."""
+    gradient_checkpointing: str = "none"  # none, full, or N: recompute activations of every N-th block in the backward pass
+    # torch.compile each block, and the loss (image models whole); needs a C compiler. Pays off from some minutes of
+    # training on, or from the second start, which reuses what the first compiled.
     torch_compile: bool = False
-    """torch.compile each block, and the loss (image models whole); needs a C compiler, pays off from some minutes of
-    training on, or from the second start, which finds what the first compiled."""
+    # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
-    """Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits."""
-    ddp_timeout: float = 1800.0
-    """Seconds that a process waits for the others before it ends the run, which may then be started again."""
+    ddp_timeout: float = 1800.0  # Seconds that a process waits for the others before it ends the run
+    # Attention kernel; flash_attention_* need their own packages
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """Attention kernel; flash_attention_* need their own packages."""
 
     def __post_init__(self) -> None:
         value = self.gradient_checkpointing
         if value not in ("none", "full") and not (value.isdecimal() and int(value) >= 1):
             raise ConfigError(f"--gradient_checkpointing is none, full or a number of blocks, not {value!r}")
-        if not 1 <= self.ddp_timeout < 1e7:
-            raise ConfigError(f"--ddp_timeout is a number of seconds from 1 on, not {self.ddp_timeout}")
+        require(self, "at least 1 and below 1e7", "ddp_timeout")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation and best weights."""
+
+    FREE: ClassVar = frozenset({"eval_steps"})
+
+    # Optimizer steps between evaluations; one more is made before training and one at its end
+    eval_steps: int | None = 50
+    # final/ holds the weights of the evaluation that was best by this metric; none: the last weights
+    metric_for_best_model: Literal["loss", "accuracy", "macro_f1", "none"] = "loss"
+    early_stopping_patience: int = 0  # Stop after so many evaluations without a better one; 0: never
+    ema_decay: float = 0.0  # Evaluate and save a moving average of the weights with this decay a step; 0: off
+
+    def __post_init__(self) -> None:
+        require(self, "at least 1", "eval_steps")
+        require(self, "at least 0", "early_stopping_patience")
+        require(self, "at least 0 and below 1", "ema_decay")
+        if self.early_stopping_patience and self.metric_for_best_model == "none":
+            raise ConfigError("--early_stopping_patience needs a --metric_for_best_model, not none")
 
 
 @dataclass(frozen=True)
@@ -186,23 +171,19 @@ class CheckpointConfig:
         }
     )
 
+    # Folder of the run; a run that is there continues; if not given, a new outputs/<template>/<time>
     output_dir: Path | None = None
-    """Folder of the run; what is in it is continued; if not given, a new outputs/<template>/<time>."""
-    save_steps: int = 100
-    """Optimizer steps between checkpoints; one is always written at the end."""
-    save_total_limit: int = 2
-    """Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk."""
-    async_save: bool = False
-    """Write checkpoints in the background; training waits for a copy to the host's memory only."""
-    resume_from_checkpoint: Path | None = None
-    """Checkpoint to start from; if not given, the newest valid one in output_dir."""
+    save_steps: int = 100  # Optimizer steps between checkpoints; one is always written at the end
+    save_total_limit: int = 2  # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
+    async_save: bool = False  # Write checkpoints in the background; training waits for a copy to the host's memory only
+    resume_from_checkpoint: Path | None = None  # Checkpoint to start from; if not given, the newest valid one in output_dir
+    # Settings that may differ from the checkpoint's although they change what the model learns; also data and base
     allow_changed: tuple[str, ...] = ()
-    """Names of settings that may differ from the checkpoint's although they change what is learned; also data and base."""
+    # Before the first step: the longest batch forward and backward, an evaluation, a save and a load
     dress_rehearsal: bool = False
-    """Before the first step: the longest batch forward and backward, an evaluation, a save and a load."""
 
     def __post_init__(self) -> None:
-        configs.require_at_least_one(self, "save_steps", "save_total_limit")
+        require(self, "at least 1", "save_steps", "save_total_limit")
 
 
 @dataclass(frozen=True)
@@ -211,18 +192,13 @@ class LogConfig:
 
     FREE: ClassVar = frozenset({"report_to", "project_name", "run_name", "logging_steps", "audit_data", "profile"})
 
+    # Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written
     report_to: str = "wandb"
-    """Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written."""
-    project_name: str | None = None
-    """Project of the tracker; if not given, the template's name."""
-    run_name: str | None = None
-    """Name of the run in W&B; if not given, the run folder's name."""
-    logging_steps: int = 10
-    """Optimizer steps between logged values, which are means over them."""
-    audit_data: bool = False
-    """Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`."""
-    profile: bool = False
-    """Trace three steps after the first six, write profile.json, and print what took long and how long all idled."""
+    project_name: str | None = None  # Project of the tracker; if not given, the template's name
+    run_name: str | None = None  # Name of the run in W&B; if not given, the run folder's name
+    logging_steps: int = 10  # Optimizer steps between logged values, which are means over them
+    audit_data: bool = False  # Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`
+    profile: bool = False  # Trace three steps after the first six, write profile.json, and print what took long
 
     def __post_init__(self) -> None:
-        configs.require_at_least_one(self, "logging_steps")
+        require(self, "at least 1", "logging_steps")

@@ -1,8 +1,8 @@
-"""A frozen dataclass, a YAML file and the command line become one validated config.
+"""Build one validated config, a frozen dataclass, from the command line and a YAML file.
 
-A template composes its `Config` from groups (nested frozen dataclasses); on the command line and in YAML all
-fields are flat: `--learning_rate 1e-4`, `learning_rate: 1e-4`. The YAML is turned into command-line tokens placed
-before the user's own, so one parser types everything and the command line wins.
+A template's `Config` consists of groups (nested frozen dataclasses). On the command line and in YAML, all fields are flat:
+`--learning_rate 1e-4`, `learning_rate: 1e-4`. Both are read as text for each field. The command line overrides YAML. tyro
+builds the config from the text.
 """
 
 from __future__ import annotations
@@ -10,47 +10,51 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import io
 import logging
 import math
+import operator
 import os
 import re
-import reprlib
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import date
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import redact
 from shared.process.ranks import env_flag, is_main_rank
-from shared.process.signals import (
-    STOP_SIGNALS,
-    _be_told_of_signals,
-    _stop_before_the_start,
-    clean_exit,
-    end_with_the_launcher,
-)
+from shared.process.signals import clean_exit, stop_on_signals_before_training
 from shared.process.streams import outlive_readers
 
 T = TypeVar("T")
 
 
-def require_at_least_one(config: Any, *names: str) -> None:
-    """Raise a ConfigError that names the flag where one of these fields is below 1; None is not given."""
+def require(config: Any, bounds: str, *names: str) -> None:
+    """Check the ranges of fields: `require(self, "at least 0 and below 1", "adam_beta1")`. None is valid.
+
+    Raises:
+        ConfigError: names the flag, its bounds and its value.
+    """
     for name in names:
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {value}")
+        value = getattr(config, name)
+        for bound in bounds.split(" and "):
+            words, limit = bound.rsplit(maxsplit=1)
+            if value is not None and not COMPARE[words](value, float(limit)):
+                raise ConfigError(f"--{name} must be {bounds}, not {value}")
+
+
+COMPARE = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
+
+
+def require_at_least_one(config: Any, *names: str) -> None:
+    """Check that fields are at least 1. None is valid."""
+    require(config, "at least 1", *names)
 
 
 def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield (field name, type, name of the group that holds it or None) of a config class, groups flattened."""
+    """Yield (name, type, name of its group or None) for each field of a config class, including the fields of groups."""
     hints = get_type_hints(config_class, include_extras=True)
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]
@@ -62,7 +66,7 @@ def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """All values of a config by flat field name, in YAML's types, as `--config` accepts them back."""
+    """All values of a config by flat field name, in types of YAML, so that `--config` can read them again."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -75,7 +79,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def free_fields(config_class: type) -> frozenset[str]:
-    """The fields whose value does not change what is learned: those that the class and its groups list in `FREE`."""
+    """The fields that do not change what the model learns: those that the class and its groups list in `FREE`."""
     hints = get_type_hints(config_class)
     groups = [hints[field.name] for field in dataclasses.fields(config_class) if dataclasses.is_dataclass(hints[field.name])]
     return frozenset().union(*(getattr(kind, "FREE", ()) for kind in (config_class, *groups)))
@@ -97,31 +101,6 @@ def replace(config: T, **changes: Any) -> T:
     return config
 
 
-def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
-    """Parse the command line, and the YAML file that `--config` names, into a `config_class`.
-
-    Every rank calls this; only the main one prints.
-
-    Raises:
-        ConfigError: unknown flag or key (the near one is suggested), unreadable or ill-formed YAML, or a value
-            that a group's `__post_init__` refuses.
-        SystemExit: with code 0 after `--help`.
-    """
-    tokens = list(sys.argv[1:] if argv is None else argv)
-    kinds = {name: kind for name, kind, _ in fields(config_class)}
-    if {"-h", "--help"} & set(tokens):
-        return _typed(config_class, ["--help"], description)
-    tokens, yaml_path = _take_config_flag(tokens)
-    tokens = _normalise(tokens, kinds)
-    given = {_key(token) for token in tokens if token.startswith("--")}
-    given |= {key.removeprefix("no_") for key in given}
-    if yaml_path is not None:
-        tokens = [
-            t for key, value in _read_yaml(yaml_path, kinds) if key not in given for t in _as_tokens(key, value)
-        ] + tokens
-    return _typed(config_class, tokens, description)
-
-
 def cache_dir() -> Path:
     """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -129,243 +108,190 @@ def cache_dir() -> Path:
 
 
 def parse_or_exit(config_class: type[T]) -> T:
-    """`parse` for a script's first lines, before torch is imported: --help and mistakes answer at once."""
-    end_with_the_launcher()
+    """`parse` for a script's first lines, before it imports torch, so that --help and errors appear at once."""
     outlive_readers()
-    # What torch.compile makes outlives the job here; by default it lies below /tmp, which clusters empty.
+    stop_on_signals_before_training()
+    # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters empty /tmp.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
-    if env_flag("ACCELERATE_USE_CPU"):  # a GPU that is there nonetheless would be found by parts of torch, and used
+    if env_flag("ACCELERATE_USE_CPU"):  # otherwise parts of torch would use a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # On newer CPUs it asks, when it is imported, for a package that is not needed.
+    # On newer CPUs, the import of bitsandbytes asks for a package that is not needed.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _stop_before_the_start)
-    _be_told_of_signals()
+    about = (sys.modules["__main__"].__doc__ or "").strip()
+    about += "\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins."
     with clean_exit():
-        about = (sys.modules["__main__"].__doc__ or "").strip()
-        config = parse(
-            config_class,
-            description=f"{about}\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins.",
-        )
+        config = parse(config_class, description=about)
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):
-            Path(folder, "exit.json").unlink(missing_ok=True)  # of an earlier end
+            Path(folder, "exit.json").unlink(missing_ok=True)  # from an earlier run
     return config
 
 
-def _typed(config_class: type[T], tokens: list[str], description: str | None) -> T:
-    wants_help = "--help" in tokens
-    import tyro  # not by those who parse nothing
+def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
+    """Parse the command line, and the YAML file that `--config` names, into a `config_class`.
 
-    report = io.StringIO()
-    config: T
-    try:
-        # tyro draws its errors as boxes, once per rank; they are kept back and become one line instead.
-        with contextlib.nullcontext() if wants_help else contextlib.redirect_stderr(report):
-            config = tyro.cli(
-                config_class,
-                args=tokens,
-                description=description,
-                use_underscores=True,
-                console_outputs=is_main_rank(),
-                config=(tyro.conf.OmitArgPrefixes,),  # flat names, one titled box of help a group
-            )
-    except SystemExit as exit:
-        if exit.code in (0, None):
-            raise
-    else:
-        for name, value in flatten(config).items():
-            endless = name == "max_grad_norm" and value == math.inf  # as good a word for no clipping as 0
-            if isinstance(value, float) and not math.isfinite(value) and not endless:
-                raise ConfigError(f"--{name} is {value}, with which nothing can be computed")
-        return config
-    text = " ".join(line.strip(" │╭╮╰╯─") for line in report.getvalue().splitlines())
-    text = re.split(r" Argument helptext:| ─{3,}| For full helptext", " ".join(text.split()))[0]
-    text = re.sub(r"^(Parsing error|Value error|Invalid choice|Unrecognized options|Missing value)s? (?=\S)", "", text)
-    raise ConfigError(text or f"the command line could not be read: {' '.join(tokens)}")
-
-
-def _key(token: str) -> str:
-    return token.lstrip("-").split("=", 1)[0].replace("-", "_")
-
-
-def _take_config_flag(tokens: list[str]) -> tuple[list[str], Path | None]:
-    if sum(token.partition("=")[0] == "--config" for token in tokens) > 1:
-        raise ConfigError("--config is given twice: put all into one file")
-    for i, token in enumerate(tokens):
-        if token == "--config":
-            if not "".join(tokens[i + 1 : i + 2]) or tokens[i + 1].startswith("--"):
-                raise ConfigError("--config needs the path of a YAML file")
-            return tokens[:i] + tokens[i + 2 :], Path(tokens[i + 1]).expanduser()
-        if token.startswith("--config="):
-            return tokens[:i] + tokens[i + 1 :], Path(token.split("=", 1)[1]).expanduser()
-    return tokens, None
-
-
-def _normalise(tokens: list[str], kinds: dict[str, Any]) -> list[str]:
-    """Tokens as the parser takes them: `--key=value`, `--key value value` for lists, `--key` and `--no_key` for switches.
+    Every rank calls this; only the main one prints.
 
     Raises:
-        ConfigError: an unknown flag (the near one is named), a value that is missing, too much or of another kind.
+        ConfigError: unknown flag or key (the error suggests a similar one), unreadable or ill-formed YAML, or a value
+            that its type or a group's `__post_init__` refuses.
+        SystemExit: with code 0 after `--help`.
     """
-    result: list[str] = []
-    lists: set[str] = set()  # flags of several values that were given
-    rest = list(reversed(tokens))
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    kinds = {name: kind for name, kind, _ in fields(config_class)}
+    if {"-h", "--help"} & set(tokens):
+        return _build(config_class, ["--help"], description)
+    given = _read_command_line(tokens, kinds)
+    where: dict[str, str] = {}  # file and line of each value from YAML
+    if path := given.pop("config", None):
+        in_file, where = _read_yaml(Path(path[-1]).expanduser(), kinds)
+        where = {key: place for key, place in where.items() if key not in given}
+        given = in_file | given
+    try:
+        args = [token for key, texts in given.items() for token in _as_tokens(key, kinds[key], texts)]
+        return _build(config_class, args, description)
+    except ConfigError as error:
+        flag = re.match(r"--(\w+)", str(error))
+        if flag and flag[1] in where:
+            raise ConfigError(f"{where[flag[1]]}: {error}") from None
+        raise
 
-    def follows() -> bool:  # a value, which may begin with a dash, as -1 does
-        return bool(rest) and not rest[-1].startswith("--") and not (rest[-1].startswith("-") and _key(rest[-1]) in kinds)
 
-    while rest:
-        token = rest.pop()
+def _build(config_class: type[T], args: list[str], description: str | None) -> T:
+    import tyro  # here, since only parsing needs it
+
+    return tyro.cli(
+        config_class,
+        args=args,
+        description=description,
+        use_underscores=True,
+        console_outputs=is_main_rank(),
+        config=(tyro.conf.OmitArgPrefixes,),  # flat names; one titled help box per group
+    )
+
+
+def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, list[str]]:
+    """The given values of each field, as text. A bool flag without a value is true."""
+    given: dict[str, list[str]] = {}
+    texts: list[str] | None = None
+    for token in tokens:
         if not token.startswith("--"):
-            raise ConfigError(f"{token!r} belongs to no flag; --help lists all")
-        name, equals, value = token.partition("=")
-        key = _key(name)
-        negated = key.startswith("no_") and kinds.get(key[3:]) is bool
-        if key not in kinds and not negated:
-            raise ConfigError(f"unknown flag {name}{_suggest(key, kinds, '--')}; --help lists all")
-        if negated or kinds[key] is bool:
-            following = rest[-1] if rest and not rest[-1].startswith("-") else ""
-            if negated and (equals or following):
-                raise ConfigError(f"{token if equals else f'{name} {following}'}: {name} takes no value")
-            if not equals and following.lower() in ("true", "false"):
-                value = rest.pop()
-            elif not equals and following:
-                raise ConfigError(f"{name} {following}: it is true or false")
-            if equals and value.lower() not in ("true", "false"):
-                raise ConfigError(f"{name} is true or false, not {value!r}")
-            result += [f"--{key}"] if negated else _as_tokens(key, value.lower() != "false")
+            if texts is None:
+                raise ConfigError(f"{token!r} belongs to no flag; --help lists all")
+            texts.append(token)
             continue
-        values = [value] if equals else []
-        several = get_origin(kinds[key]) is tuple
-        while (several or not values) and follows():
-            values.append(rest.pop())
-        # A variable of a script that is not set must not train the demo; in place of a file's list there may be none.
-        instead = {_key(other) for other in tokens} & {"dataset_name", "train_dir"}
-        if not values and (not several or (key == "train_file" and not instead)):
-            raise ConfigError(f"{name} needs a value" + (f", which {rest[-1]} is not; {name}=... takes any" if rest else ""))
-        if several and key in lists:
-            raise ConfigError(f"{name} is given twice: give all of its values after one")
-        lists.add(key)
-        values = [_of_kind(kinds[key], value, name, key) for value in values]
-        result += [f"--{key}", *values] if several else [f"--{key}={values[0]}"]
-    return result
+        flag, equals, text = token.partition("=")
+        key = flag[2:].replace("-", "_")
+        texts = [text] if equals else []
+        if key.startswith("no_") and kinds.get(key[3:]) is bool:
+            key, texts = key[3:], ["false", *texts]
+        if key not in kinds and key != "config":
+            raise ConfigError(f"unknown flag {flag}{_suggest(key, kinds, '--')}; --help lists all")
+        if key in given and (key == "config" or get_origin(kinds[key]) is tuple):
+            raise ConfigError(f"{flag} is given twice: give all of its values after one")
+        given[key] = texts
+    for key, texts in given.items():
+        if kinds.get(key) is bool:
+            texts[:] = texts or ["true"]
+        elif not texts:  # an unset variable in a script must not start the demo
+            raise ConfigError(f"--{key} needs a value")
+    return given
 
 
-def _of_kind(kind: Any, text: str, where: str, key: str) -> str:
-    """The text of one value of `key`, whole numbers written out (1e9, too), ~ expanded. `where` is for messages.
+def _read_yaml(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The values of each key of a YAML file as text, and the file and line of each key. YAML tags create no objects."""
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML ({problem})") from None
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected 'key: value' lines")
+    given: dict[str, list[str]] = {}
+    where: dict[str, str] = {}
+    for name, node in root.value if root else ():
+        key, place = str(name.value).replace("-", "_"), f"{path}:{name.start_mark.line + 1}"
+        if key not in kinds:
+            raise ConfigError(f"{place}: unknown key {key!r}{_suggest(key, kinds)}")
+        if key in given:
+            raise ConfigError(f"{place}: the key {key!r} is there twice")
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        known = all(item.tag in yaml.SafeLoader.yaml_constructors for item in (node, *items))
+        if not known or not all(isinstance(item, yaml.ScalarNode) for item in items):
+            raise ConfigError(f"{place}: {key}: expected a value or a list of values; keys are flat, as the flags are")
+        is_null = node.tag.endswith(":null")
+        if is_null and type(None) not in get_args(kinds[key]):
+            raise ConfigError(f"{place}: {key} is empty")
+        given[key] = ["None"] if is_null else [item.value for item in items]
+        where[key] = place
+    return given, where
+
+
+def _as_tokens(key: str, kind: Any, texts: list[str]) -> list[str]:
+    """A field's given values as command line tokens for tyro.
 
     Raises:
-        ConfigError: what is expected instead.
+        ConfigError: names the flag.
     """
-    inner = set(get_args(kind)) - {Ellipsis, type(None)}
     several = get_origin(kind) is tuple
-    kinds = inner if several or get_origin(kind) in (Union, UnionType) else {kind}
-    is_place = re.search(r"(dir|file|path|checkpoint|config_name|tokenizer_name|dataset_name|split_name)$", key)
-    if not text and (several or is_place):  # a variable of a script that is not set
-        raise ConfigError(f"{where} is given, but empty")
-    if several and text.startswith("-"):
-        raise ConfigError(f"{where}: a value that begins with a dash, as {text!r}, would be a flag; ./{text} is a file")
-    if several and "," in text and not set("*?[") & set(text) and not os.path.exists(os.path.expanduser(text)):
-        raise ConfigError(f"{where}: {text!r}: several values have spaces between them (lines of a list in YAML), no commas")
-    if is_place:
-        return os.path.expanduser(text)  # which shells do not do in YAML and after =
-    if len(kinds) != 1 or (type(None) in get_args(kind) and text == "None"):
-        return text
-    (kind,) = kinds
-    if get_origin(kind) is Literal and text not in get_args(kind):
-        raise ConfigError(f"{where} is one of {', '.join(get_args(kind))}, not {text!r}")
-    if kind not in (int, float):
-        return text
-    try:
-        if kind is float:
-            return repr(float(text))
-        number = Decimal(text)
-        if number.is_finite() and number == number.to_integral_value() and number.adjusted() < 19:
-            return str(int(number))
-    except (ValueError, InvalidOperation):
-        pass
-    raise ConfigError(f"{where} is a {'whole ' if kind is int else ''}number, not {text!r}")
+    if not several and len(texts) != 1:
+        raise ConfigError(f"--{key} takes one value, not {len(texts)}: {' '.join(texts)}")
+    if kind is bool:
+        if texts[0].lower() not in SWITCH:
+            raise ConfigError(f"--{key} is true or false, not {texts[0]!r}")
+        return [f"--{key}" if SWITCH[texts[0].lower()] else f"--no_{key}"]
+    texts = [_checked(key, kind, text) for text in texts]
+    if several and any(text.startswith("-") for text in texts):
+        raise ConfigError(f"--{key}: a value cannot begin with a dash, as {' '.join(texts)!r} does; ./-x is a file")
+    return [f"--{key}", *texts] if several else [f"--{key}={texts[0]}"]
 
 
-# What is called otherwise elsewhere, and what is decided otherwise here.
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _checked(key: str, kind: Any, text: str) -> str:
+    """Check the text of one value. For an integer, 1e3 becomes 1000. In a path, ~ becomes the home folder."""
+    types = {kind, *get_args(kind)}
+    if not text:  # for example "$FILE" in a script that has not set FILE
+        raise ConfigError(f"--{key} is given, but empty")
+    if type(None) in types and text == "None":
+        return text
+    if get_origin(kind) is Literal and text not in types:
+        raise ConfigError(f"--{key} is one of {', '.join(get_args(kind))}, not {text!r}")
+    if types & {int, float}:
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            if int in types and number.is_integer() and abs(number) < 2**53:
+                return str(int(number))
+            if float in types and math.isfinite(number):
+                return text
+        raise ConfigError(f"--{key} is a {'whole ' if int in types else ''}number, not {text!r}")
+    is_place = re.search(r"(dir|file|path|checkpoint|name)$", key)
+    return os.path.expanduser(text) if is_place else text  # shells do not expand ~ in YAML and after =
+
+
+# Names of flags in other programs, and flags that are set elsewhere.
+RENAMED = {
+    **dict.fromkeys(("micro_batch_size", "per_device_batch_size"), "per_device_train_batch_size"),
+    **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
+    "lr": "learning_rate",
+    "batch_size": "global_batch_size",
+    "model": "model_name_or_path",
+    "workers": "dataloader_num_workers",
+}
 ELSEWHERE = {
-    **dict.fromkeys(("micro_batch_size", "per_device_batch_size"), "did you mean {}per_device_train_batch_size?"),
-    "model": "did you mean {}model_name_or_path?",
-    "workers": "did you mean {}dataloader_num_workers?",
-    "overwrite_output_dir": "a run goes on in its {}output_dir; a new run takes another",
-    "lr": "did you mean {}learning_rate?",
-    "batch_size": "did you mean {}global_batch_size?",
-    "epochs": "did you mean {}num_train_epochs?",
-    "num_epochs": "did you mean {}num_train_epochs?",
-    "gradient_accumulation_steps": "it follows from {}global_batch_size and {}per_device_train_batch_size",
+    "overwrite_output_dir": "a run continues in its --output_dir; a new run takes another",
+    "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "precision is the launcher's: accelerate launch --mixed_precision"),
 }
 
 
 def _suggest(key: str, kinds: dict[str, Any], prefix: str = "") -> str:
-    if key in ELSEWHERE and "global_batch_size" in kinds:
-        return ": " + ELSEWHERE[key].replace("{}", prefix)
-    near = difflib.get_close_matches(key, list(kinds), n=1, cutoff=0.6)
+    if key in ELSEWHERE:
+        return f": {ELSEWHERE[key]}"
+    near = difflib.get_close_matches(RENAMED.get(key, key), kinds, n=1)
     return f": did you mean {prefix}{near[0]}?" if near else ""
-
-
-def _read_yaml(path: Path, kinds: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        root, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not valid YAML ({getattr(error, 'problem', None) or first_line(error)})") from None
-    if content is None:
-        return
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected 'key: value' lines, found a {type(content).__name__}")
-    lines: dict[str, int] = {}
-    assert isinstance(root, yaml.MappingNode)
-    for node, _ in root.value:
-        key = str(node.value).replace("-", "_")
-        line = node.start_mark.line + 1
-        if key in lines:  # YAML's loader would keep the last one in silence
-            raise ConfigError(f"{path}:{line}: the key {key!r} is there twice")
-        lines[key] = line
-    for raw, value in content.items():
-        key = str(raw).replace("-", "_")
-        where = f"{path}:{lines[key]}" if key in lines else str(path)  # a merged one stands elsewhere
-        if key not in kinds:
-            raise ConfigError(f"{where}: unknown key {raw!r}{_suggest(key, kinds)}")
-        if isinstance(value, dict):
-            raise ConfigError(f"{where}: {raw}: expected a value, found a mapping (keys are flat, as the flags are)")
-        if not all(isinstance(v, str | int | float | date) for v in (value if isinstance(value, list) else [value or ""])):
-            raise ConfigError(f"{where}: {raw}: expected text, a number, true or false, or a list of them")
-        if kinds[key] is bool and not isinstance(value, bool):
-            raise ConfigError(f"{where}: {raw} is true or false, not {reprlib.repr(value)}")
-        if isinstance(value, list) and get_origin(kinds[key]) is not tuple:
-            raise ConfigError(f"{where}: {raw} has one value, not a list of them")
-        if isinstance(value, bool) and {int, float} & {kinds[key], *get_args(kinds[key])}:
-            raise ConfigError(f"{where}: {raw} is a number, not {str(value).lower()}")
-        if kinds[key] is not bool and any(isinstance(v, bool) for v in (value if isinstance(value, list) else [value])):
-            raise ConfigError(
-                f"{where}: {raw}: YAML reads yes, no, on and off as true or false: put such a word into quotes"
-            )
-        if value is None and type(None) not in get_args(kinds[key]):
-            raise ConfigError(f"{where}: {raw} is empty")
-        if isinstance(value, list):
-            value = [_of_kind(kinds[key], str(v), f"{where}: {raw}", key) for v in value]
-        elif value is not None and not isinstance(value, bool):
-            value = _of_kind(kinds[key], str(value), f"{where}: {raw}", key)
-        yield key, value
-
-
-def _as_tokens(key: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{key}" if value else f"--no_{key}"]
-    if isinstance(value, list):
-        return [f"--{key}", *map(str, value)]
-    return [f"--{key}={value}"]

@@ -1,4 +1,4 @@
-"""Which samples each optimizer step used, written down as a run goes and checked afterwards over all its restarts."""
+"""Records which samples each optimizer step used, and checks them afterwards over all restarts of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -74,16 +73,14 @@ def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, int | None, list[int
     sizes: dict[int, int] = {}  # samples of each step over all ranks
     for path in files:
         for line in read_json_lines(path):
-            step, epoch, of, whole, samples = (line.get(key) for key in ("step", "epoch", "of", "all", "samples"))
-            if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(of, int | None)):
-                raise ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit")
-            if not (isinstance(whole, int) and isinstance(samples, list) and all(isinstance(s, int) for s in samples)):
-                raise ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit")
-            steps.setdefault(step, (epoch, of, []))[2].extend(samples)
-            sizes[step] = whole
+            try:
+                steps.setdefault(line["step"], (line["epoch"], line["of"], []))[2].extend(line["samples"])
+                sizes[line["step"]] = line["all"]
+            except (KeyError, TypeError):
+                raise ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit") from None
     lacking = [step for step, (_, _, samples) in sorted(steps.items()) if len(samples) < sizes[step]]
     if lacking:
-        raise ConfigError(f"{run_dir}: the records of some ranks are missing, of steps {_some(lacking)}")
+        raise ConfigError(f"{run_dir}: the records of some ranks are missing for steps {_some(lacking)}")
     return {step: (epoch, of, sorted(samples)) for step, (epoch, of, samples) in sorted(steps.items())}
 
 
@@ -95,19 +92,15 @@ def check(run_dir: Path) -> Findings:
     if missing:
         findings.problems.append(f"{_some(missing)}: no record of these steps")
     used: dict[int, Counter[int]] = defaultdict(Counter)
-    sizes: dict[int, Any] = {}
-    for _step, (epoch, of, samples) in steps.items():
+    for epoch, of, samples in steps.values():
         used[epoch].update(samples)
-        sizes[epoch] = of
-    for epoch, counts in sorted(used.items()):
-        of = sizes[epoch]
-        findings.epochs[epoch] = (len(counts), of)
-        twice = sorted(sample for sample, count in counts.items() if count > 1)
-        if twice:
+        findings.epochs[epoch] = (len(used[epoch]), of)
+    for epoch, counts in used.items():
+        if twice := sorted(sample for sample, count in counts.items() if count > 1):
             findings.problems.append(f"epoch {epoch}: used more than once: samples {_some(twice)}")
-        over = epoch < max(used)
-        if over and of is not None and len(counts) != of:
-            findings.problems.append(f"epoch {epoch}: {of - len(counts)} of {of} samples were never used")
+        distinct, of = findings.epochs[epoch]
+        if epoch < max(used) and of is not None and distinct != of:
+            findings.problems.append(f"epoch {epoch}: {of - distinct} of {of} samples were never used")
     return findings
 
 

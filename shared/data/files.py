@@ -21,8 +21,7 @@ def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if os.path.isdir(path):
-            below = sorted(Path(place, name) for place, names in walk(path) for name in names)
-            found += [p for p in below if p.is_file() or not p.exists()]  # no sockets, say; a broken link is refused below
+            found += sorted(Path(place, name) for place, names in walk(path) for name in names)
         elif os.path.exists(path):
             found.append(Path(path))
         else:
@@ -48,21 +47,22 @@ def refuse_archive(path: Path, *, flag: str) -> None:
 
 
 def walk(root: str | Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield (folder, names of the files in it) for `root` and all folders below, sorted, hidden ones left out.
+    """Yield (folder, names of its files) for `root` and all folders below, sorted, hidden ones left out.
 
-    Links are followed, but no folder comes twice, however many lead to it, and none that `root` lies in.
+    Links are followed, but no folder comes twice, and none that `root` lies in.
 
     Raises:
-        ConfigError: a folder that cannot be read, which `os.walk` would pass over in silence.
+        ConfigError: a folder that cannot be read.
     """
 
-    def refuse(error: OSError) -> None:
+    def refuse(error: OSError) -> None:  # os.walk would skip the folder without a word
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
 
-    seen = {Path(root).resolve(), *Path(root).resolve().parents}
+    seen = {str(path) for path in Path(root).resolve().parents}
     for place, folders, files in os.walk(root, onerror=refuse, followlinks=True):
-        visible = [Path(place, name) for name in sorted(folders, reverse=True) if not name.startswith(".")]
-        below = {path.resolve(): path.name for path in visible}  # of several names the first
-        folders[:] = sorted(name for folder, name in below.items() if folder not in seen)
-        seen.update(below)
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield place, sorted(name for name in files if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Windows of micro-batches for one rank, from any optimizer step on."""
+"""Worker processes, and windows of micro-batches for one rank from any optimizer step on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shared.data.order import IGNORED, Batch, Order, Row, Samples, micro_batches, seed_all
-from shared.process.errors import CleanExit
+from shared.process.errors import CleanExit, ConfigError
+from shared.process.ranks import cores
 from shared.process.signals import STOP_SIGNALS, stop_signals_wait
 
 
@@ -42,48 +43,51 @@ class Window:
     indices: np.ndarray  # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
 
 
-class _Rows(Dataset):
-    """Transformed rows by (index, epoch); index -1 gives a row that has the shape of the first and no targets."""
+class _Rows:
+    """Micro-batches by their keys (index, epoch). Index -1 gives a row that has the shape of the first and no targets."""
 
-    def __init__(self, samples: Samples, transform: Callable[[Row], Row] | None, seed: int) -> None:
-        self.samples, self.transform, self.seed = samples, transform, seed
+    def __init__(
+        self, samples: Samples, collate: Callable[[list[Row]], Batch], transform: Callable[[Row], Row] | None, seed: int
+    ) -> None:
+        self.samples, self.collate, self.transform, self.seed = samples, collate, transform, seed
 
-    def __getitem__(self, key: tuple[int, int]) -> Row:
-        index, epoch = key
+    def row(self, index: int, epoch: int) -> Row:
         row = self.samples[max(index, 0)]
         if self.transform is not None:
             seed_all(self.seed, epoch, max(index, 0), 1, devices=False)
             row = self.transform(row)
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Row] | CleanExit:
+    def __call__(self, keys: list[tuple[int, int]]) -> Batch:
+        return self.collate([self.row(*key) for key in keys])
+
+
+# Worker processes ------------------------------------------------------------------------------------------------------
+
+
+class _Work(Dataset):
+    """What workers do with each item, as the data set of a DataLoader."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
+
+    def __getitems__(self, item: Any) -> Any:
         try:
-            return [self[key] for key in keys]
-        except CleanExit as error:  # raised by the training process: a reading one would wrap it into a traceback
+            return self.work(item)
+        except CleanExit as error:  # if a worker raised it, DataLoader would put a traceback into its message
             return error
 
 
-@dataclass(frozen=True)
-class _Collate:
-    rows: Callable[[list[Row]], Batch]
-
-    def __call__(self, rows: list[Row] | CleanExit) -> Batch | CleanExit:
-        return rows if isinstance(rows, CleanExit) else self.rows(rows)
+def _as_it_is(result: Any) -> Any:
+    return result
 
 
-class _Ending:
-    """Whether the training process is at its end, seen by the reading ones."""
-
-    def __init__(self) -> None:
-        self.flag = RawValue(ctypes.c_bool, False)
-        atexit.register(self.begin)  # runs before multiprocessing ends its children with SIGTERM and waits for them
-
-    def begin(self) -> None:
-        self.flag.value = True
+_ENDING = RawValue(ctypes.c_bool, False)  # the training process exits; workers see it
+atexit.register(setattr, _ENDING, "value", True)  # runs before multiprocessing ends its children with SIGTERM and waits
 
 
-def _ignore_stop_signals(_worker: int, *, ending: Any) -> None:
-    """They are the training process's business: a reading process that died of them would take the step with it."""
+def _ignore_stop_signals(_worker: int, ending: Any) -> None:
+    """In a worker: a stop signal is for the training process, which still needs this step's batches."""
 
     def handle(_number: int, _frame: object) -> None:
         if ending.value:
@@ -94,8 +98,55 @@ def _ignore_stop_signals(_worker: int, *, ending: Any) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+def _workers(work: Callable[[Any], Any], items: Iterable[Any], num_workers: int, **options: Any) -> DataLoader:
+    """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items. Reads them as needed."""
+    return DataLoader(
+        _Work(work),
+        batch_sampler=items,  # type: ignore[arg-type]
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        worker_init_fn=partial(_ignore_stop_signals, ending=_ENDING),
+        generator=torch.Generator(),  # leave the global one alone
+        **options,
+    )
+
+
+def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: int | None) -> Iterator[Any]:
+    """`map(work, items)` by several processes. The results come in the order of the items.
+
+    Args:
+        work: a function that can be pickled.
+        items: are read as they are needed, a few ahead.
+        processes: None takes one for each processor, at most 16; 1 works in this process.
+
+    Raises:
+        ConfigError: a process was killed.
+        CleanExit: raised by `work`.
+    """
+    processes = min(cores(), 16) if processes is None else processes
+    if processes > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    try:
+        with stop_signals_wait():
+            results = iter(_workers(work, items, processes if processes > 1 else 0))
+        for result in results:
+            if isinstance(result, CleanExit):
+                raise result
+            yield result
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ConfigError(
+            "a process that prepares the data has died, perhaps for lack of memory: choose fewer with "
+            "--preprocessing_num_workers"
+        ) from None
+
+
+# Windows ---------------------------------------------------------------------------------------------------------------
+
+
 class ToDevice:
-    """Puts batches on a device. Pinned ones cross to a GPU on a stream of their own, beside the step that it computes."""
+    """Puts batches on a device. Pinned batches are copied to a GPU on a separate stream, while it computes a step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -110,7 +161,7 @@ class ToDevice:
         using.wait_stream(self.stream)
         for batch in batches:
             for tensor in batch.values():
-                tensor.record_stream(using)  # or its memory is taken again while that stream still reads it
+                tensor.record_stream(using)  # else its memory is reused while that stream still reads it
         return batches
 
 
@@ -118,15 +169,15 @@ class Loader:
     """Windows of micro-batches for one rank, from any optimizer step on.
 
     Args:
-        samples: the whole data set; every rank holds the same.
+        samples: the whole data set, the same on every rank.
         collate: rows -> a batch of tensors, `labels` among them.
         order: the global batches.
         per_device: rows of one micro-batch.
         rank, world_size: this rank's place among those that read different data.
         device: where the batches are put.
         num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes over one range.
-        transform: what is done to a row where it is read, augmentation for one. All it draws, from the generators of
-            torch, Python or NumPy, is a function of (order.seed, epoch, sample index).
+        transform: applied to each row where it is read, for example augmentation. Its random draws (torch, Python,
+            NumPy) are a function of (order.seed, epoch, sample index).
     """
 
     def __init__(
@@ -156,7 +207,7 @@ class Loader:
         """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there.
 
         Raises:
-            CleanExit: that reading a sample raised.
+            CleanExit: raised by reading a sample.
         """
         if (start, stop) not in self._readers:
             self._readers = {(start, stop): self._reader(start, stop)}
@@ -174,29 +225,28 @@ class Loader:
             yield Window(rows, self.samples.num_targets(indices), len(indices), epoch, self.order.samples_per_epoch, split)
 
     def longest(self, rows: int) -> Batch:
-        """The longest sample and `rows` - 1 times another, of the shortest, on the device: what memory has to suffice for.
+        """The batch that takes the most memory, on the device: the longest sample and `rows` - 1 times the shortest.
 
-        All rows are as long as the longest, some may be packed, which takes a mask, and all tokens count as targets.
+        It is as long as the longest sample, may have packed rows, which take a mask, and all its tokens are targets.
         """
         lengths = getattr(self.samples, "lengths", np.zeros(1))
-        read = _Rows(self.samples, self.transform, self.order.seed)
-        longest, shortest = (read[int(index), 0] for index in (np.argmax(lengths), np.argmin(lengths)))
+        read = self._rows()
+        longest, shortest = (read.row(int(index), 0) for index in (np.argmax(lengths), np.argmin(lengths)))
         batch = self.collate([longest] + [shortest] * (rows - 1))
         batch.pop("targets", None)
         return {key: tensor.to(self.device) for key, tensor in batch.items()}
 
+    def _rows(self) -> _Rows:
+        return _Rows(self.samples, self.collate, self.transform, self.order.seed)
+
     def _reader(self, start: int, stop: int) -> DataLoader:
-        keys = _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device))
-        return DataLoader(
-            _Rows(self.samples, self.transform, self.order.seed),
-            batch_sampler=keys,
-            collate_fn=_Collate(self.collate),
-            num_workers=self.num_workers,
+        return _workers(
+            self._rows(),
+            _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device)),
+            self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if self.num_workers else None,
-            worker_init_fn=partial(_ignore_stop_signals, ending=_Ending().flag),
-            generator=torch.Generator(),  # leave the global one alone
         )
 
 
@@ -206,7 +256,7 @@ class _Keys:
 
     order: Order
     steps: range
-    share: tuple[int, int, int]  # of micro_batches: rank, world size, rows at once
+    share: tuple[int, int, int]  # rank, world size, rows of a micro-batch
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:

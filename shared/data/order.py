@@ -1,7 +1,7 @@
 """The order of samples, and each rank's share of every global batch.
 
-The order is a function of (seed, epoch, step) alone. The world size only decides who reads which slice of a global
-batch, so a run resumes with a jump, on any number of processes, and sees the samples it would have seen.
+The order depends only on (seed, epoch, step). The world size only decides how ranks share a global batch. So a run can
+resume at any step, on any number of processes, without reading earlier samples, and sees the same samples.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-IGNORED = -100  # the label that no loss counts, as everywhere in PyTorch and transformers
-
-
-DRAWN_AT_ONCE = 4096  # positions of an epoch
+IGNORED = -100  # the label that the loss ignores, as in PyTorch and transformers
+DRAWN_AT_ONCE = 4096  # positions of an epoch: the fewest that one call of `permuted` computes
 
 
 # Order -------------------------------------------------------------------------------------------------------------
@@ -34,11 +32,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """Where a keyed pseudo-random permutation of range(size) sends each entry of `index`.
+    """Apply a keyed pseudo-random permutation of range(size) to each entry of `index`.
 
-    A balanced Feistel network on the next even power of two, walked until it lands inside the range (Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002). Costs the same at any size and holds no table, so any
-    step of any epoch is a jump.
+    A balanced Feistel network permutes the next power of two with an even exponent. It is applied again until the result
+    is inside the range (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The cost does not
+    depend on the size, and no table is stored.
 
     Args:
         index: [n], integers in range(size).
@@ -67,14 +65,14 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def permuted(size: int, key: tuple[int, ...], start: int, stop: int) -> np.ndarray:
-    """`permute` of range(start, stop), kept for the next calls: many cost little more than one. Not to be written to."""
+    """`permute` of range(start, stop), read-only and cached: many positions cost little more than one."""
     result = permute(np.arange(start, stop), size, key)
     result.flags.writeable = False
     return result
 
 
 def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
-    """Which documents, by their number in the source, belong to the validation split. Shape kept, bool.
+    """Which documents, by their number in the source, belong to the validation split: bool, the shape of `numbers`.
 
     A hash of the number alone decides, so the split does not depend on seed, world size or corpus size.
     """
@@ -83,8 +81,8 @@ def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
     return hashed % np.uint64(10_000) < np.uint64(round(percent * 100))
 
 
-def is_near(held_out: float, share: float) -> bool:
-    """Whether what whole documents hold out, in samples or tokens, is at least half and at most twice the share wanted."""
+def near_share(held_out: float, share: float) -> bool:
+    """Whether `held_out`, a share of samples or tokens, is at least half and at most twice the wanted `share`."""
     return share / 2 <= held_out <= 2 * share
 
 
@@ -96,7 +94,7 @@ class Order:
     global_batch_size: int
     seed: int
     shuffle: bool = True
-    drop_last: bool = False  # leave the smaller batch out; which samples that are differs from epoch to epoch
+    drop_last: bool = False  # drop the smaller last batch; with shuffling, each epoch drops other samples
 
     @property
     def steps_per_epoch(self) -> int:
@@ -123,8 +121,8 @@ class Order:
 def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: int) -> np.ndarray:
     """One rank's micro-batches of a global batch: [micro-batches, per_device] sample indices.
 
-    All ranks get equally many, as their collectives require; where a ragged batch runs out, -1 stands for a row
-    that is computed and counts for nothing. Over all ranks each index appears exactly once.
+    All ranks get the same number of micro-batches, because their collectives must match. A smaller batch is padded with
+    -1: rows without targets. Over all ranks, each index appears exactly once.
     """
     at_once = per_device * world_size
     padded = np.full(math.ceil(len(indices) / at_once) * at_once, -1, dtype=np.int64)
@@ -140,19 +138,17 @@ Batch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """A map-style dataset that knows how many targets each sample has, so that no rank need ask the others."""
+    """A map-style dataset that knows the number of targets (tokens or images) of any samples, without communication."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row: ...
 
-    def num_targets(self, indices: np.ndarray) -> int:
-        """Target tokens (or images) of these samples together."""
-        ...
+    def num_targets(self, indices: np.ndarray) -> int: ...
 
 
-class Spread:
-    """`count` samples spread evenly over others, or all of them if there are fewer: what an evaluation uses."""
+class EvenSubset:
+    """`count` samples, evenly spaced over `samples`, or all of them if there are fewer: for evaluation."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self.samples = samples
@@ -169,9 +165,9 @@ class Spread:
 
 
 def seed_all(*key: int, devices: bool = True) -> None:
-    """Seed the generators of torch (the CPU's alone unless `devices`), Python and NumPy with a hash of `key`.
+    """Seed the generators of torch (only the CPU's without `devices`), Python and NumPy with a hash of `key`.
 
-    Those of the device in use and no others: torch.manual_seed asks every kind of device, and takes 50 times as long.
+    `torch.manual_seed` goes through every type of device and takes 50 times as long.
     """
     text = ",".join(map(str, key))
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
@@ -179,10 +175,10 @@ def seed_all(*key: int, devices: bool = True) -> None:
     if devices and (device := _accelerator()) is not None:
         device.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed >> 32)  # torch on the CPU takes the lower half, and the same generator as NumPy
+    np.random.seed(seed >> 32)  # the upper half: torch uses the lower half, for the same generator on the CPU
 
 
 @cache
 def _accelerator() -> Any:
-    """torch.cuda or the like, None where there is none."""
+    """The module of the accelerator, for example torch.cuda. None without an accelerator."""
     return torch.get_device_module() if torch.accelerator.is_available() else None

@@ -1,4 +1,4 @@
-"""Flags of images."""
+"""Flags of images. The comment of each field is its --help."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from shared.config.parse import require
 from shared.data.files import refuse_archive
 from shared.data.options import DataConfig
 from shared.process.errors import ConfigError
@@ -17,22 +18,16 @@ class ImageConfig(DataConfig):
 
     FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir"}
 
-    train_dir: Path | None = None
-    """Folder of class folders, or one with such folders in train/ and val/ (or validation/)."""
-    validation_dir: Path | None = None
-    """Folder of class folders to validate on; if not given, a part of each class is held out."""
+    train_dir: Path | None = None  # Folder of class folders, or one with such folders in train/ and val/ (or validation/)
+    validation_dir: Path | None = None  # Class folders to validate on; if not given, a part of each class is held out
+    # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder
     train_file: tuple[str, ...] = ()
-    """CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder."""
-    validation_split_percentage: float = 15.0
-    """Per cent of each class held out to validate on, where no validation data is named."""
-    validation_split_name: str | None = None
-    """Split of dataset_name to validate on; if not given, validation, val or valid, if it has one."""
+    validation_split_percentage: float = 15.0  # Per cent of each class held out, where no validation data is named
+    validation_split_name: str | None = None  # Split to validate on; if not given, validation, val or valid, if present
+    # Column of the image; if not given, image, img, image_path, path, file_name, filename or file
     image_column: str | None = None
-    """Column of the image; if not given, image, img, image_path, path, file_name, filename or file."""
-    label_column: str | None = None
-    """Column of the label; if not given, label, labels, class, fine_label or target."""
-    skip_bad_images: bool = False
-    """Leave images out that cannot be read, and count them; otherwise the first one ends the run before it starts."""
+    label_column: str | None = None  # Column of the label; if not given, label, labels, class, fine_label or target
+    skip_bad_images: bool = False  # Leave out images that cannot be read, and count them; otherwise the first is an error
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,34 +50,24 @@ class ImageConfig(DataConfig):
 class RecipeConfig:
     """Augmentation and regularisation of images."""
 
+    # Least share of the image's area in a training crop; if not given, 0.35; 0.08 is usual for long training
     crop_min_scale: float | None = None
-    """Least share of the image's area in a training crop; if not given, 0.35; 0.08 is usual for long training."""
-    horizontal_flip: float | None = None
-    """Probability of a mirrored training image; if not given, 0.5."""
+    horizontal_flip: float | None = None  # Probability of a mirrored training image; if not given, 0.5
+    # RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
-    """RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)."""
-    random_erasing: float = 0.0
-    """Probability of a rectangle wiped out (arXiv 1708.04896)."""
+    random_erasing: float = 0.0  # Probability of a rectangle wiped out (arXiv 1708.04896)
+    # Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for ViTs
     mixup_alpha: float = 0.0
-    """Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for ViTs."""
+    # Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets one of the two
     cutmix_alpha: float = 0.0
-    """Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets one of the two."""
-    label_smoothing: float = 0.1
-    """Share of each target spread over all classes."""
+    label_smoothing: float = 0.1  # Share of each target spread over all classes
+    # balanced: weigh each image inversely to how often its class occurs
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: weigh each image inversely to how often its class occurs."""
-    ema_decay: float = 0.0
-    """Evaluate and save the moving average of the weights, with this decay a step (0.9999 for long runs); 0: off."""
 
     def __post_init__(self) -> None:
-        if self.crop_min_scale is not None and not 0 < self.crop_min_scale <= 1:
-            raise ConfigError(f"--crop_min_scale must be above 0 and at most 1, not {self.crop_min_scale}")
-        for name in ("horizontal_flip", "random_erasing", "label_smoothing", "ema_decay"):
-            if not 0 <= (getattr(self, name) or 0) <= 1:
-                raise ConfigError(f"--{name} is a share between 0 and 1, not {getattr(self, name)}")
-        for name in ("mixup_alpha", "cutmix_alpha"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name} must not be negative")
+        require(self, "above 0 and at most 1", "crop_min_scale")
+        require(self, "at least 0 and at most 1", "horizontal_flip", "random_erasing", "label_smoothing")
+        require(self, "at least 0", "mixup_alpha", "cutmix_alpha")
 
     @property
     def mixes(self) -> bool:

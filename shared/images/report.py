@@ -1,4 +1,4 @@
-"""What a classifier got right and wrong: numbers by class, a confusion matrix, and its worst mistakes as pictures."""
+"""Evaluation of a classifier: figures by class, a confusion matrix, a page of its most confident mistakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MISTAKES = 32  # on the page, at most
 
 
 def scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What is kept of a batch.
+    """What the evaluation keeps of a batch.
 
     Args:
         logits: [batch, classes].
@@ -55,11 +55,11 @@ class Predictions:
     def gather(
         cls, accelerator: Accelerator, batches: list[torch.Tensor], num_images: int, classes: tuple[str, ...]
     ) -> Predictions:
-        """Put together what all ranks computed, each image once. Every rank calls this and gets all.
+        """The predictions of all ranks, each image once. Every rank calls this and gets all.
 
         Args:
             batches: this rank's `scores` of each window in order, [per device, 5]; all ranks have equally many.
-            num_images: how many there are; what is left is the filling of the last window.
+            num_images: size of the data set; the rest fills the last window.
         """
         mine = torch.stack(batches)  # [windows, per device, 5]
         everything = accelerator.gather(mine).view(accelerator.num_processes, *mine.shape)
@@ -85,13 +85,6 @@ class Predictions:
             values["eval_top5_accuracy"] = (self.above < 5).mean()
         values["eval_macro_f1"] = by_class["f1"][by_class["support"] > 0].mean()
         return {name: float(value) for name, value in values.items()}
-
-    def confusion(self, chosen: np.ndarray) -> np.ndarray:
-        """[true class, predicted class] int64: images among `chosen` classes, [n] ascending."""
-        size = len(chosen)
-        inside = np.isin(self.labels, chosen) & np.isin(self.predicted, chosen)
-        true, predicted = (np.searchsorted(chosen, values[inside]) for values in (self.labels, self.predicted))
-        return np.bincount(true * size + predicted, minlength=size * size).reshape(size, size)
 
     def mistakes(self) -> np.ndarray:
         """The images that were classified wrongly, the most confident mistake first."""
@@ -121,61 +114,51 @@ class Predictions:
         }
         (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         matrix, page = run_dir / "confusion_matrix.png", run_dir / "mistakes.png"
-        page.unlink(missing_ok=True)
+        page.unlink(missing_ok=True)  # of an evaluation before
         try:
             self._draw_confusion(matrix)
             if len(self.mistakes()):
                 self._draw_mistakes(page, images)
-        except Exception as error:  # of a font or a picture, which must not cost the model
+        except Exception as error:  # a font or an image must not cost the model
             print_main(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
         return [path for path in (matrix, page) if path.exists()]
 
     def _draw_confusion(self, file: Path) -> None:
         from matplotlib.figure import Figure
+        from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
 
         mistakes = self.mistakes()
         wrong = sum(np.bincount(v[mistakes], minlength=len(self.classes)) for v in (self.labels, self.predicted))
         shown = np.sort(np.argsort(-wrong, kind="stable")[:MATRIX_CLASSES])
-        matrix = self.confusion(shown)
-        names = [_short(self.classes[i]) for i in shown]
-        share = matrix / np.maximum(1, matrix.sum(1, keepdims=True))
-        side = 2.5 + 0.45 * len(names)
+        title = f"{len(self.labels):,} validation images, {(self.labels == self.predicted).mean():.2%} right"
+        if len(shown) < len(self.classes):
+            title += f"\nthe {len(shown)} of {len(self.classes)} classes with the most mistakes"
+        side = 2.5 + 0.45 * len(shown)
         figure = Figure(figsize=(side, side), layout="constrained")
-        axes = figure.subplots()
-        axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
-        for true, predicted in np.argwhere(matrix):
-            colour = "white" if share[true, predicted] > 0.5 else "black"
-            text = str(matrix[true, predicted])
-            axes.text(predicted, true, text, ha="center", va="center", color=colour, fontsize=8)
-        axes.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 2 else 0)
-        axes.set_yticks(range(len(names)), names)
-        accuracy = (self.labels == self.predicted).mean()
-        title = f"{len(self.labels):,} validation images, {accuracy:.2%} right"
-        if len(names) < len(self.classes):
-            title += f"\nthe {len(names)} of {len(self.classes)} classes with the most mistakes"
-        axes.set(xlabel="predicted", ylabel="true", title=title)
+        axes = figure.add_subplot(title=title)
+        matrix = confusion_matrix(self.labels, self.predicted, labels=shown)
+        display = ConfusionMatrixDisplay(matrix, display_labels=[_short(self.classes[i]) for i in shown])
+        display.plot(ax=axes, cmap="Blues", xticks_rotation="vertical", colorbar=False, text_kw={"fontsize": 8})
         figure.savefig(file, dpi=110)
 
     def _draw_mistakes(self, file: Path, images: Images) -> None:
         from matplotlib.figure import Figure
 
         chosen = self.mistakes()[:MISTAKES]
-        columns = min(8, len(chosen))
-        rows = math.ceil(len(chosen) / columns)
-        figure = Figure(figsize=(1.7 * max(columns, 3), 2.1 * rows + 0.5), layout="constrained")
+        rows = math.ceil(len(chosen) / 8)
+        figure = Figure(figsize=(14, 2.1 * rows + 0.5), layout="constrained")
         figure.suptitle(f"the most confident of {len(self.mistakes()):,} mistakes")
-        for axes in figure.subplots(rows, columns, squeeze=False).flat:
-            axes.axis("off")
-        for axes, i in zip(figure.axes, chosen, strict=False):
-            picture = images[int(i)]["image"].copy()
-            picture.thumbnail((160, 160))
-            axes.imshow(picture)
+        for place, i in enumerate(chosen, 1):
+            image = images[int(i)]["image"]
+            image.thumbnail((160, 160))
             true, predicted = _short(self.classes[self.labels[i]]), _short(self.classes[self.predicted[i]])
+            axes = figure.add_subplot(rows, 8, place, xticks=[], yticks=[])
             axes.set_title(f"pred {predicted} {self.confidence[i]:.0%}\ntrue {true}", fontsize=8)
+            axes.imshow(image)
         figure.savefig(file, dpi=110)
 
 
 def _short(name: str) -> str:
-    """At most 18 characters, and no $, which would begin a formula in a picture; what is not Unicode as its bytes."""
+    """At most 18 characters, without $ (it starts a formula in matplotlib) and without bytes that are not Unicode."""
     name = name.encode("utf-8", "backslashreplace").decode()
     return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

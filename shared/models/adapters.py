@@ -1,15 +1,127 @@
-"""LoRA adapters: precision, PiSSA, quantised bases."""
+"""LoRA adapters: making, saving and merging them; their precision; quantised bases."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import Any
+
 import torch
+from accelerate import Accelerator, DistributedType
 from torch import nn
+
+from shared.config.options import SpeedConfig
+from shared.models.checks import outside_of_text
+from shared.models.hub import from_hub
+from shared.models.options import AdapterConfig
+from shared.process.errors import ConfigError, first_line
+
+
+def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, device: torch.device) -> Any:
+    """The frozen base model, in the launch config's precision, quantised if asked."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": speed.attn_implementation, "use_safetensors": True}
+    if adapter.load_in_4bit or adapter.load_in_8bit:
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        if adapter.load_in_8bit and sharded:
+            raise ConfigError("--load_in_8bit cannot be sharded: use --load_in_4bit, or accelerate_configs/ddp.yaml")
+        options["device_map"] = {"": device}
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=adapter.load_in_4bit,
+            load_in_8bit=adapter.load_in_8bit,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            # FSDP2 shards 4-bit weights only if they are stored as the floating type that it communicates in.
+            bnb_4bit_quant_storage=dtype if sharded else torch.uint8,
+        )
+    base = from_hub(AutoModelForCausalLM, name, **options)
+    keep_quantized(base)
+    return base
+
+
+def add_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
+    """`base` with trainable adapters in fp32: new ones, or those of --adapter_name_or_path. In training mode.
+
+    Raises:
+        ConfigError: the flags name modules that the model does not have, or that cannot take adapters.
+    """
+    from peft import PeftModel
+
+    if adapter.adapter_name_or_path:
+        model = from_hub(PeftModel, adapter.adapter_name_or_path, first=base, is_trainable=True)
+    else:
+        model = _new_adapters(base, adapter)
+    if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
+        require_own_embeddings(model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa")
+    return trained_in_fp32(model)
+
+
+def _new_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = adapter.lora_target_modules
+    last_names = {name.rpartition(".")[2] for name, _ in base.named_modules() if name}
+    for flag, names in (("lora_target_modules", targets), ("modules_to_save", adapter.modules_to_save)):
+        for name in names if names != ("all-linear",) else ():  # of several, PEFT leaves out those that it does not find
+            if name.rpartition(".")[2] not in last_names:
+                raise ConfigError(f"--{flag} {name}: the model has no module of that name")
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.lora_r,
+        lora_alpha=adapter.lora_alpha,
+        lora_dropout=adapter.lora_dropout,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        exclude_modules=outside_of_text(base),
+        modules_to_save=list(adapter.modules_to_save) or None,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
+        init_lora_weights=True if adapter.init_lora_weights == "default" else adapter.init_lora_weights,
+    )
+    try:
+        return get_peft_model(base, lora)  # type: ignore[arg-type]
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
+
+
+def pissa_start(model: nn.Module, adapter: AdapterConfig) -> dict[str, torch.Tensor]:
+    """What `save_adapter` needs of the initial adapters, on the CPU: nothing unless they are PiSSA's. Before training."""
+    if adapter.init_lora_weights != "pissa":
+        return {}
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def save_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> None:
+    """Write an adapter as PEFT loads it; one that began as PiSSA's becomes an ordinary one. The main rank calls this.
+
+    Args:
+        model: the PEFT model, not wrapped.
+        weights: of `gather_weights`, those that were trained.
+        initial: of `pissa_start`.
+    """
+    if initial:
+        weights = pissa_to_lora(weights, initial)
+        lora = model.peft_config["default"]
+        lora.r, lora.init_lora_weights = 2 * lora.r, True
+        lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # the scale stays
+    model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+
+
+def merge(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, adapter_folder: Path) -> Any:
+    """The base, dequantised, with the saved adapter added in, on the CPU: the device still holds the model in training."""
+    from peft import PeftModel
+
+    base = load_base(name, adapter, speed, accelerator, torch.device("cpu"))
+    base = base.dequantize() if adapter.load_in_4bit or adapter.load_in_8bit else base
+    return PeftModel.from_pretrained(base, str(adapter_folder)).merge_and_unload()  # type: ignore[operator]
 
 
 def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An adapter trained from PiSSA's start as an ordinary one, of twice the rank, on the unchanged base.
+    """An adapter trained from PiSSA's start, as an ordinary one of twice the rank on the unchanged base.
 
-    PiSSA subtracts the initial product from the base, so what was learned is B A - B0 A0 = [B, -B0] [A; A0]
+    PiSSA subtracts the initial product from the base, so the update is B A - B0 A0 = [B, -B0] [A; A0]
     (appendix C of arXiv 2404.02948). Other tensors pass through.
     """
 
@@ -23,8 +135,26 @@ def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Ten
     return {name: convert(name, value) for name, value in weights.items()}
 
 
+def require_own_embeddings(model: Any, why: str) -> None:
+    """Refuse adapters on an embedding that input and output share: added to it, they change both.
+
+    Args:
+        why: the flag that adds them.
+
+    Raises:
+        ConfigError: names the module.
+    """
+    ends = [getattr(end, "base_layer", end) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    for name, module in model.named_modules():
+        if getattr(module, "base_layer", None) in ends and hasattr(module, "lora_A") and ends[0].weight is ends[1].weight:
+            raise ConfigError(
+                f"{why} adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's input and output share: "
+                "name it in --modules_to_save in place of --lora_target_modules"
+            )
+
+
 def trained_in_fp32(model: nn.Module) -> nn.Module:
-    """What is trained gets fp32 weights, also `modules_to_save` of a 16-bit base: small updates would be rounded away."""
+    """Give trained parameters fp32 weights, also `modules_to_save` of a 16-bit base: small updates would be rounded away."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -33,10 +163,10 @@ def trained_in_fp32(model: nn.Module) -> nn.Module:
 
 
 def spare_input_casts(model: nn.Module) -> None:
-    """Let adapters take what their layers are given: PEFT makes it fp32, autocast the type that it was, and both are kept.
+    """Let adapters take their inputs as they are. PEFT casts them to fp32, autocast casts them back, both copies are kept.
 
-    The same numbers in fewer bytes (with lora_dropout to the rounding of its scale). Not for DoRA and the like, which
-    compute more than two products with it.
+    The numbers stay the same (with lora_dropout to the rounding of its scale). DoRA and its like are left alone: they
+    compute more with the cast input.
     """
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
@@ -44,10 +174,10 @@ def spare_input_casts(model: nn.Module) -> None:
 
 
 def keep_quantized(model: nn.Module) -> None:
-    """Forbid bitsandbytes to rearrange 4-bit weights in an evaluation, which it does on CPUs with AVX512-BF16.
+    """Stop bitsandbytes from rearranging 4-bit weights in an evaluation, as it does on CPUs with AVX512-BF16.
 
-    It rounds their scales to bf16 and leaves them so: what is trained afterwards would differ, a resumed run from one
-    left alone for example, and weights that FSDP has cut would be misread.
+    It rounds the scales to bf16 for good: later steps would differ from a run that never evaluated, and FSDP would
+    misread the weights.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

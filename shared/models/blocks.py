@@ -16,9 +16,9 @@ from shared.process.errors import ConfigError
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Compute without the compiled forwards of a model's modules: an evaluation.
+    """Run a model's modules without their compiled forwards, for an evaluation.
 
-    Sizes that come and go are compiled as variables, slower ones, and from then on for the training, too.
+    Its varying sizes would be compiled as variables, which are slower, and from then on training would use these, too.
     """
     compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
     for module in compiled:

@@ -21,24 +21,11 @@ def model_card(
         load: the line of Python that loads it.
         front: metadata for the Hub.
     """
-    front = {"library_name": "transformers", **front}
-    lines = [
-        "---",
-        *(f"{k}: {v}" for k, v in front.items()),
-        "---",
-        "",
-        f"# {title}",
-        "",
-        f"Data: {data}",
-        "",
-        "```python",
-        load,
-        "```",
-        "",
-        "## Results",
-        "",
-    ]
-    lines += ["| metric | value |", "|---|---|", *(f"| {k} | {v:.4f} |" for k, v in results.items())]
+    metadata = "\n".join(f"{k}: {v}" for k, v in {"library_name": "transformers", **front}.items())
+    shown = {name: str(value) if isinstance(value, int) else f"{value:.4f}" for name, value in results.items()}
+    rows = "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in shown.items())])
     given = yaml.safe_dump(redact({k: v for k, v in settings.items() if v is not None}), sort_keys=False, allow_unicode=True)
-    lines += ["", "## Settings", "", f"```yaml\n{given}```", ""]
-    return redact("\n".join(lines))
+    return redact(
+        f"---\n{metadata}\n---\n\n# {title}\n\nData: {data}\n\n```python\n{load}\n```\n\n"
+        f"## Results\n\n{rows}\n\n## Settings\n\n```yaml\n{given}```\n"
+    )

@@ -19,8 +19,7 @@ def _context(model: Any) -> int | None:
 
 
 def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
-    """Refuse a sequence longer than the model's context, tokens that the model has no embedding for, and models that do not
-    predict the next token from those before it alone.
+    """Refuse sequences longer than the model's context, tokens without an embedding, and models that see later tokens.
 
     Raises:
         ConfigError: with both numbers, or what is wrong.
@@ -65,7 +64,7 @@ def outside_of_text(model: Any) -> str | None:
 
 
 def freeze_outside_of_text(model: Any) -> None:
-    """Leave what text does not pass through as it is: no gradient reaches it, and DDP would wait for one."""
+    """Freeze the parts that text does not pass through: no gradient reaches them, and DDP would wait for one."""
     if model.config.get_text_config() is model.config:
         return
     inside = {model.get_decoder(), model.get_output_embeddings()}
@@ -75,18 +74,3 @@ def freeze_outside_of_text(model: Any) -> None:
         parameter.requires_grad_(False)
     if unused:
         print_main(f"{sum(map(_numel, unused)):,} parameters, which text does not pass through, stay as they are")
-
-
-def require_own_embeddings(model: Any, why: str) -> None:
-    """Refuse adapters on an embedding that input and output share: added to it, they change both.
-
-    Raises:
-        ConfigError: which one it is, and `why` it is added.
-    """
-    ends = [getattr(end, "base_layer", end) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
-    for name, module in model.named_modules():
-        if getattr(module, "base_layer", None) in ends and hasattr(module, "lora_A") and ends[0].weight is ends[1].weight:
-            raise ConfigError(
-                f"{why} adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's input and output share: "
-                "name it in --modules_to_save in place of --lora_target_modules"
-            )

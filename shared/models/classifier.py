@@ -1,8 +1,11 @@
-"""Heads of image classifiers, and their export."""
+"""Classifiers: head, names of classes, frozen backbone, export."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,12 @@ from shared.models.hub import from_hub
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
-# Heads -----------------------------------------------------------------------------------------------------------------
-
 
 def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """A classifier of these classes with the weights of `name`, and the order in which it scores them.
 
-    If its labels are these classes, its head is kept, and its order with it. Otherwise it gets a new head: also where
-    only the names differ, since the old head means other things.
+    If its labels are these classes, it keeps its head and its order. Otherwise it gets a new head, also if it has as many
+    labels with other names: the old head means other things.
 
     Raises:
         ConfigError: it cannot be loaded, or weights of its backbone are missing.
@@ -68,16 +69,14 @@ def name_classes(config: Any, classes: tuple[str, ...]) -> None:
 
 
 def make_shardable(model: Any) -> None:
-    """Give Accelerate's FSDP2 what it asks of a model and image models lack: no input embeddings, names of blocks."""
+    """Give an image model what FSDP2 of Accelerate asks for: input embeddings (none) and the class names of its blocks."""
     # Patch embeddings are in blocks already, or none are known.
     model.get_input_embeddings = lambda: None
     if not {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ()):
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-        model._no_split_modules = sorted({type(b).__name__ for blocks in lists if _alike(blocks) for b in blocks})
-
-
-def _alike(modules: Any) -> bool:
-    return len({type(module) for module in modules}) == 1 and any(True for module in modules for _ in module.parameters())
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+        alike = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
+        names = {type(blocks[0]).__name__ for blocks in alike if any(True for block in blocks for _ in block.parameters())}
+        model._no_split_modules = sorted(names)
 
 
 def freeze_backbone(model: nn.Module) -> None:
@@ -91,7 +90,7 @@ def freeze_backbone(model: nn.Module) -> None:
 
 
 def training_mode(model: nn.Module) -> None:
-    """`model.train()`, but for modules of which nothing is trained: a frozen backbone's statistics and dropout rest."""
+    """`model.train()`, except for frozen modules: they neither drop out nor update statistics."""
     model.train()
     for module in model.modules():
         parameters = list(module.parameters())
@@ -102,50 +101,32 @@ def training_mode(model: nn.Module) -> None:
 # Export ----------------------------------------------------------------------------------------------------------------
 
 
-class _Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.model(pixel_values=pixel_values).logits
-
-
 def export_onnx(folder: Path, image_size: int) -> str:
     """Write `folder/model.onnx` for the model saved in `folder`: pixel_values [batch, 3, size, size] -> logits.
 
-    For any batch size if the model can be traced so, else for one image. Call on one rank.
+    Any batch size works. Call on one rank.
 
     Returns:
-        A line about it.
+        A line about it, a warning if the model cannot be exported.
     """
-    import contextlib
-    import io
-    import warnings
-
-    model = _Logits(AutoModelForImageClassification.from_pretrained(folder)).eval()
-    images = torch.zeros(2, 3, image_size, image_size)
-    any_batch: tuple[Any, ...] = ({0: torch.export.Dim("batch")},)
-    problem = ""
-    for example, shapes, size in ((images, any_batch, "any number of images"), (images[:1], None, "one image at a time")):
-        try:
-            # The exporter prints its progress and draws boxes around its errors.
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.onnx.export(
-                    model,
-                    (example,),
-                    folder / "model.onnx",
-                    dynamo=True,
-                    input_names=["pixel_values"],
-                    output_names=["logits"],
-                    dynamic_shapes=shapes,
-                    external_data=False,
-                    verbose=False,
-                )
-            return f"model.onnx takes {size}"
-        except Exception as error:  # the exporter's own types are not public
-            while error.__cause__ is not None:
-                error = error.__cause__  # type: ignore[assignment]
-            problem = re.sub(r"\x1b\[[0-9;]*m", "", first_line(error))
-    return f"warning: model.onnx could not be written ({problem}); everything else in final/ is complete"
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
+    try:
+        # The exporter prints its progress and draws boxes around its errors.
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                model,
+                f=folder / "model.onnx",
+                kwargs={"pixel_values": torch.zeros(2, 3, image_size, image_size)},
+                dynamo=True,
+                output_names=["logits"],
+                dynamic_shapes={"pixel_values": {0: torch.export.Dim("batch")}},
+                external_data=False,
+                verbose=False,
+            )
+    except Exception as error:  # the exporter's own types are not public
+        while error.__cause__ is not None:
+            error = error.__cause__  # type: ignore[assignment]
+        problem = re.sub(r"\x1b\[[0-9;]*m", "", first_line(error))
+        return f"warning: model.onnx could not be written ({problem}); everything else in final/ is complete"
+    return "model.onnx takes any number of images"

@@ -11,7 +11,6 @@ from accelerate.utils import broadcast, extract_model_from_parallel
 from torch import nn
 
 from shared.models.checks import _context
-from shared.models.hub import _try_to_save
 from shared.process.printing import print_main
 
 
@@ -22,18 +21,16 @@ def end_generation_at(model: Any, end: int | None) -> None:
     ends = [] if before is None else [before] if isinstance(before, int) else list(before)
     if end is None or end in ends:
         return
-    settings.eos_token_id = [*ends, end] if ends else end
     try:
-        _try_to_save(settings)
-    except ValueError:  # settings that contradict each other are saved only as they were
-        settings.eos_token_id = before
-        print_main(
-            f"warning: the model's generation settings cannot be changed, so that they do not end a text at token {end}"
-        )
+        settings.validate(strict=True)
+    except ValueError:  # transformers saves settings that contradict each other only as they were
+        print_main(f"warning: the model's generation settings cannot be changed: they do not end a text at token {end}")
+        return
+    settings.eos_token_id = [*ends, end] if ends else end
 
 
 def first_lines(text: str, most: int = 8) -> str:
-    """What a log needs of a text: a model that has not learned yet repeats itself."""
+    """The first lines of a text, for a log: a model that has not learned yet repeats itself."""
     lines = text.splitlines()
     return text if len(lines) <= most else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
 
@@ -51,9 +48,8 @@ def continuations(
 ) -> list[str]:
     """Continue each prompt (token ids) up to the end-of-text token or the token `end`, greedily or by sampling.
 
-    Goes through the prepared model's own forward, without a cache, so that it works under every strategy. What fills a
-    row up comes after all that is looked at; without it each token would be a new length to choose kernels for. Every
-    rank calls this with the same prompts.
+    Runs the prepared model's own forward, without a cache, so that it works under every strategy. Rows are padded at the
+    end, since kernels are chosen anew for each length. Every rank calls this with the same prompts.
     """
     training = model.training
     model.eval()

@@ -1,12 +1,10 @@
-"""The loss of a language model, without ever holding all logits: with a vocabulary of 128k they are the peak of memory.
+"""The loss of a language model, computed in chunks of tokens: all logits at once would dominate peak memory.
 
-Nor is a logit computed that no loss counts, where batches say which these are: prompts, and what fills rows up.
+If a batch has `targets`, logits are computed only for them, not for prompts and padding.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -21,46 +19,41 @@ from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
 from shared.process.ranks import data_parallel_size, world_size
 
-AT_ONCE = 2**26  # logits of a chunk: 256 MB in fp32
-LEAST = 1024  # tokens of a chunk of a trained head, each of which is added to the whole matrix: with 128k, 525 MB in fp32
-_asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the head, while a forward pass computes the loss
+AT_ONCE = 2**26  # maximum logits per chunk: 256 MB in fp32
+LEAST = 1024  # minimum tokens per chunk if the head is trained: each chunk updates the whole matrix gradient
+_asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # labels and targets, while the head computes the loss
 
 
 def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy summed over this micro-batch's target tokens; the caller divides by the global batch's.
+    """Cross-entropy summed over this micro-batch's target tokens. The caller divides by the global batch's number of them.
 
     Args:
-        model: returns logits, [batch, seq, vocab], or the loss itself where `fuse_head` has been called.
+        model: returns logits, [batch, seq, vocab], or the loss itself after `fuse_head`.
         batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
-            `position_ids` only where rows hold several documents. May have `targets`: [any], the places in the flattened
-            labels that are not -100, in their order; and `cu_seqlens`, see `data.cu_seqlens_of`.
+            `position_ids` only if rows hold several documents. May have `targets`: [any], the indices of the flattened
+            labels that are not -100, ascending; and `cu_seqlens`, see `data.cu_seqlens_of`.
 
     Returns:
         Scalar, fp32.
     """
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
-    rows = told_of_rows(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens"))
-    with _asked_of_the_head(batch["labels"].flatten(), batch.get("targets")), rows:
-        logits = model(**inputs, use_cache=False).logits
-    if logits.ndim == 0:
-        return logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-@contextlib.contextmanager
-def _asked_of_the_head(labels: torch.Tensor, targets: torch.Tensor | None) -> Iterator[None]:
     global _asked
-    _asked = labels, targets
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
+    labels = batch["labels"].flatten()
+    _asked = labels, batch.get("targets")
     try:
-        yield
+        with told_of_rows(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens")):
+            logits = model(**inputs, use_cache=False).logits
     finally:
         _asked = None
+    if logits.ndim == 0:
+        return logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of -log softmax(hidden @ weight.T)[label], chunk by chunk over the tokens.
 
-    A chunk's logits become their own gradient at once, so backward computes nothing again: as many operations as without.
+    The forward pass also turns a chunk's logits into their gradient, so the backward pass recomputes nothing.
     """
 
     @staticmethod
@@ -80,14 +73,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matrix_grad: torch.Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         chunk = max(1, AT_ONCE // weight.shape[0], LEAST if to_matrix else 0)
-        chunk *= 2 if compiled and dtype.itemsize == 2 else 1  # whose chunks take half of the memory
-        chunk -= chunk % 128 if chunk > 128 else 0  # whole tiles
-        for start in range(0, max(1, len(states)), chunk):  # once for no tokens, too: DDP waits for each gradient
+        chunk *= 2 if compiled and dtype.itemsize == 2 else 1  # compiled chunks need half of the memory
+        chunk -= chunk % 128 if chunk > 128 else 0  # a multiple of the tile size
+        for start in range(0, max(1, len(states)), chunk):  # at least once, since DDP waits for each gradient
             here, label = slice(start, start + chunk), labels[start : start + chunk]
             place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
-            part = states[here].masked_fill(left_out, 0.0)  # here and not in the logits, which are far more numbers
+            part = states[here].masked_fill(left_out, 0.0)  # cheaper than masking the logits
             if compiled and (to_states or to_matrix) and len(label) > 1:
-                loss, gradient = _compiled()(*(_of_any_number(tensor) for tensor in (part @ matrix.T, place, left_out)))
+                arguments = part @ matrix.T, place, left_out
+                for argument in arguments:
+                    torch._dynamo.maybe_mark_dynamic(argument, 0)  # another number of tokens must not recompile
+                loss, gradient = _compiled()(*arguments)
                 total += loss
             else:
                 log_probs = F.log_softmax(part @ matrix.T, -1, dtype=torch.float32)
@@ -117,13 +113,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_and_gradient(
     logits: torch.Tensor, place: torch.Tensor, left_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A chunk's loss, and its gradient for the logits in their type, written for a compiler: which reads them two or three
-    times and writes the gradient, without another number for each logit in between.
+    """A chunk's loss, and its gradient with respect to the logits. Compiled, it stores no other tensor of the logits' size.
 
     Args:
         logits: [tokens, vocab].
-        place: [tokens, 1], of each target.
-        left_out: [tokens, 1] bool, what counts for nothing.
+        place: [tokens, 1], the target tokens.
+        left_out: [tokens, 1] bool, tokens that the loss does not count.
     """
     log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
     loss = -log_probs.gather(-1, place).masked_fill(left_out, 0.0).sum()
@@ -136,14 +131,8 @@ def _compiled() -> Any:
     return torch.compile(_loss_and_gradient)
 
 
-def _of_any_number(tensor: torch.Tensor) -> torch.Tensor:
-    """The number of tokens is no reason to compile anew: the last chunk has fewer, and targets vary."""
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensor
-
-
 def _forward(head: nn.Linear, compiled: bool, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's logits, or the loss while `causal_lm_loss` is asking for it."""
+    """The head's logits, or the loss while `causal_lm_loss` asks for it."""
     if _asked is None:
         return F.linear(hidden, head.weight)
     (labels, targets), states = _asked, hidden.flatten(0, -2)
@@ -161,24 +150,24 @@ def is_plain(head: Any) -> bool:
 
 
 def attach(head: Any, *, compiled: bool = False) -> None:
-    """Let a head, a plain matrix, compute the loss where `causal_lm_loss` asks for it."""
+    """Let a plain head compute the loss when `causal_lm_loss` asks for it."""
     head.forward = partial(_forward, head, compiled)
 
 
 @torch.no_grad()
 def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, compiled: bool = False) -> str:
-    """Let the model's last layer compute the loss itself, where that gives the same; a word about it for the summary.
+    """Let the model's head compute the loss, if the result is the same. Returns a line for the summary.
 
-    Tried on a few tokens, since some models change their logits after the head (soft caps, scales), and then all stays as
-    it was. Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
+    It is tried on a few tokens. Some models change their logits after the head (soft caps, scales): they stay as they are.
+    Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:
-        compiled: what lies between the products of matrices, too, in training.
+        compiled: in training, also compile the operations between the matrix products.
     """
     head = accelerator.unwrap_model(model).get_output_embeddings()
     if not is_plain(head):
         return "from whole logits: the head is not a plain matrix"
-    if accelerator.mixed_precision == "fp16":  # whose gradients need the scale before they are computed
+    if accelerator.mixed_precision == "fp16":  # the loss scale must be applied before gradients are computed
         return "from whole logits, for fp16"
     if data_parallel_size() < world_size():  # tensor parallelism
         return "from whole logits, which are cut over ranks"
@@ -188,14 +177,14 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
     training = model.training
     model.eval()
     trial = {"input_ids": tokens, "labels": labels}
-    # Compiled blocks are not to see these few tokens: the sizes that they meet first are compiled as constants.
+    # Compiled blocks must not see these few tokens: they would specialise on the size of their first input.
     why = f"{type(model).__name__} changes what its head returns"
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
         attach(head, compiled=compiled)
         try:
             fused = causal_lm_loss(model, trial)
-        except Exception as error:  # whatever a model does with what it takes for logits
+        except Exception as error:  # a model may raise anything if it gets a loss in place of logits
             end_step(model)
             if is_out_of_memory(error):
                 raise

@@ -1,9 +1,8 @@
 """Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
 
-What a strategy divides (weights, gradients, optimizer state) is counted. What it does not (activations, temporaries) is
-measured: a forward and backward of one and of two blocks (of as many as hold all that differs between blocks, and of one
-pattern more) run on fake tensors, which have shapes and no contents, while the bytes of living storages are counted, and
-more blocks follow a straight line.
+Weights, gradients and optimizer state, which a strategy divides, are counted. Activations and temporaries are measured: a
+forward and backward of one and of two blocks run on fake tensors, which have shapes and no
+contents, while the bytes of living storages are counted. More blocks follow a straight line.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from shared.models.hub import from_architecture
 from shared.process.errors import ConfigError
 
 CHECKPOINTING = ("none", "2", "full")
-UNCHECKED = ("deepspeed_zero2", "deepspeed_zero3")  # estimates that were never held against a measurement
-MOST_BLOCKS = 8  # that are measured at once, since each takes seconds
-ZERO_BUCKETS = 1e9  # numbers that DeepSpeed's reduction and gathering hold by default
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, and of those scales 32 bits a block of 256
 
 
@@ -63,7 +59,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters: all, those outside the blocks (embeddings, head, last norm), and those of the largest block."""
+    """Parameters: all, those outside the blocks (embeddings, head, last norm), and those of one block."""
 
     all: int
     trained: int
@@ -129,44 +125,27 @@ def _build(job: Job, depth: int, gathered: bool) -> nn.Module:
 
 
 def count(job: Job) -> Counts:
-    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or has no blocks."""
+    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or has no equal blocks."""
     model = _on_meta(job)
     chosen = repeated_blocks(model)
+    if len({sum(p.numel() for p in block.parameters()) for block in chosen}) > 1:
+        raise ConfigError(f"{type(job.config).__name__}: its blocks are not alike, so that two cannot stand for the rest")
 
     def number(modules: list[nn.Module], *, trained: bool = False, matrices: bool = False) -> int:
         found = {p: n for module in modules for n, p in module.named_parameters() if p.requires_grad or not trained}
         return sum(p.numel() for p, n in found.items() if not matrices or (p.ndim == 2 and "lora_" not in n))
 
-    largest = [max(chosen, key=lambda block: number([block]))]
     everything, trained = number([model]), number([model], trained=True)
     return Counts(
         all=everything,
         trained=trained,
         rest=everything - number(chosen),
         trained_rest=trained - number(chosen, trained=True),
-        block=number(largest),
-        trained_block=number(largest, trained=True),
+        block=number(chosen[:1]),
+        trained_block=number(chosen[:1], trained=True),
         matrices=number(chosen, matrices=True),
-        block_matrices=number(largest, matrices=True),
+        block_matrices=number(chosen[:1], matrices=True),
     )
-
-
-@cache
-def _depths(job: Job) -> tuple[int, int]:
-    """The fewest blocks that begin as the model does and end with a whole pattern of blocks, and one pattern more.
-
-    (1, 2) where all blocks are alike, (4, 5) where the first three are unlike the rest, (4, 8) where each 4th is another.
-
-    Raises:
-        ConfigError: the blocks follow no pattern, or too long a one.
-    """
-    model = _on_meta(job)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in repeated_blocks(model)]
-    for most in range(2, min(max(len(sizes), 2), MOST_BLOCKS) + 1):
-        for period in range(1, most // 2 + 1):
-            if all(a == b for a, b in zip(sizes[most - 2 * period :], sizes[most - period :], strict=False)):
-                return most - period, most
-    raise ConfigError(f"{type(job.config).__name__}: its blocks are not alike, so that a few cannot stand for the rest")
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -230,14 +209,12 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
         around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
     """
     depth = job.config.get_text_config().num_hidden_layers
-    fewer, more_blocks = _depths(job)
     peaks: dict[str, list[float]] = {setting: [] for setting in CHECKPOINTING}
     for moment, more in ((0, around_loss), (1, in_blocks)):
         lines = {}
         for setting in ("none", "full"):
-            one, two = (_measure(job, d, setting, gathered)[moment] for d in (fewer, more_blocks))
-            slope = (two - one) / (more_blocks - fewer)
-            lines[setting] = (one - fewer * slope + more, slope)  # at no block, and for each
+            one, two = (_measure(job, blocks, setting, gathered)[moment] for blocks in (1, 2))
+            lines[setting] = (2 * one - two + more, two - one)  # without blocks, and for each
         (start, slope), (start_full, slope_full) = lines["none"], lines["full"]
         peaks["none"].append(start + slope * depth)
         peaks["2"].append(max(start, start_full) + (slope + slope_full) / 2 * depth)
@@ -245,45 +222,11 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
     return {setting: max(found) for setting, found in peaks.items()}
 
 
-def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
-    """Most bytes that were allocated at once on the CPU after `since` (time.time_ns()), of a profile with memory.
-
-    What other threads free (those of collectives, which may be the last to let go of what they sent) is not in the
-    profile; it is known by its address, once that is given out again.
-
-    Args:
-        profiler: stopped, and started before anything that is to be counted was allocated.
-    """
-    trace: Any = profiler.profiler
-    todo = trace.kineto_results.experimental_event_tree()
-    found = []
-    while todo:
-        event = todo.pop()
-        todo += event.children
-        if event.name == "[memory]":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    live: dict[int, int] = {}
-    now = peak = 0
-    for moment, address, size in sorted(found, key=lambda event: event[0]):
-        now -= live.pop(address, 0)
-        if size > 0:
-            live[address] = size
-            now += size
-        peak = max(peak, now) if moment > since else peak
-    return peak
-
-
-def groups(devices: int) -> int:
-    """Groups that HSDP forms: nodes of 8 devices, or halves of one; 1 where that makes none of equal size."""
-    size = 8 if devices > 8 else devices // 2
-    return devices // size if size > 1 and devices % size == 0 else 1
-
-
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
-    """Yield (launch config, devices it uses, peak of one device); estimates that are not checked come last.
+    """Yield (launch config, devices it uses, peak of one device).
 
-    With accumulation, so that gradients exist beside all activations. FSDP2 casts weights as it gathers them, two blocks
-    at a time with the embeddings; without it autocast keeps 16-bit copies of all that are trained.
+    Gradients are accumulated: they exist beside all activations. FSDP2 casts weights as it gathers them, two blocks
+    at a time with the embeddings. Without it autocast keeps 16-bit copies of all trained weights.
     """
     numbers = count(job)
     cast = 2 if job.mixed else 4
@@ -301,9 +244,7 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     rest = cast * (numbers.rest + numbers.trained_rest)  # gathered, with its gradient, all the time
     block = 2 * cast * numbers.block + (cast + 8) * numbers.trained_block  # two gathered, two gradients being reduced
     sharded = activations(job, gathered=True, around_loss=rest, in_blocks=rest + block)
-    for name, pieces in (("hsdp", devices // groups(devices)), ("fsdp2", devices)):
-        if name == "fsdp2" or 1 < pieces < devices:
-            yield name, devices, Peak(weights / pieces, gradients / pieces, optimizer / pieces, sharded)
+    yield "fsdp2", devices, Peak(weights / devices, gradients / devices, optimizer / devices, sharded)
     text = job.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", 0)
     if heads and heads % devices == 0 and not job.four_bits and getattr(job.config, "base_model_tp_plan", None):
@@ -318,9 +259,3 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
         mine = (local.all - local.trained) * cast + local.trained * 4
         yield "tensor_parallel", devices, Peak(mine, local.trained * 4, local.trained * 8, activations(piece))
     yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)
-    if not job.four_bits:
-        buckets = {k: v + ZERO_BUCKETS * cast for k, v in whole.items()}
-        moments = (trained * 4 + optimizer) / devices
-        yield "deepspeed_zero2", devices, Peak(numbers.all * cast, trained * cast / devices, moments, buckets)
-        cut = (numbers.all * cast / devices, trained * cast / devices, moments)
-        yield "deepspeed_zero3", devices, Peak(*cut, {k: v + ZERO_BUCKETS * cast for k, v in sharded.items()})

@@ -26,7 +26,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop weights that FSDP2 has gathered, perhaps in 16 bits, for a forward and not let go of yet."""
+    """Drop the weights that FSDP2 has gathered, perhaps in 16 bits, for a forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -75,17 +75,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 class WeightCopy:
     """A second set of a model's trainable weights and buffers, sharded as the model's own are.
 
-    Made after `parallel.prepare`, as a copy of the present ones; it goes into checkpoints through `Checkpointer`.
-    Used for the moving average of the weights, and for those of the best evaluation.
+    Made after `sharding.prepare`, as a copy of the present ones. `Checkpointer` saves it. For the moving average of the
+    weights (`--ema_decay`).
     """
 
     @torch.no_grad()
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.model = accelerator.unwrap_model(model)
         if zero.is_used(accelerator):
-            raise ConfigError(
-                "DeepSpeed keeps no second set of weights (moving average, best ones): use ddp.yaml or fsdp2.yaml"
-            )
+            raise ConfigError("--ema_decay does not work with DeepSpeed: use ddp.yaml or fsdp2.yaml")
         live: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
         buffers = persistent_buffers(self.model)
         self.live = live | buffers
@@ -102,23 +100,17 @@ class WeightCopy:
             if not copy.is_floating_point():
                 copy.copy_(value)
 
-    @torch.no_grad()
-    def take(self) -> None:
-        """Become a copy of the model's present weights."""
-        for name, value in self.live.items():
-            _local(self.tensors[name]).copy_(_local(value))
-
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Let the model have these weights, and this copy the model's, until the block ends."""
-        self._swap()
+        self.swap()
         try:
             yield
         finally:
-            self._swap()
+            self.swap()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def swap(self) -> None:
         for name, value in self.live.items():
             mine, theirs = _local(self.tensors[name]), _local(value)
             kept = theirs.clone()

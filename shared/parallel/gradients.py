@@ -1,4 +1,4 @@
-"""Gradients that are spread over processes."""
+"""Gradients that are sharded over processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from shared.process import ranks
 
 
 def keeps_gradients(accelerator: Accelerator) -> bool:
-    """Whether to zero gradients in place: DDP's are views of its buckets; new ones would take their memory once more."""
+    """Whether to zero gradients in place. DDP's are views of its buckets; new gradients would need that memory again."""
     ddp = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     sizes = accelerator.parallelism_config
     return ddp and not (sizes is not None and sizes.tp_enabled)
 
 
 def end_step(model: nn.Module) -> None:
-    """Let FSDP forget a forward or backward that an exception has ended.
+    """Reset FSDP's state after an exception in a forward or backward pass.
 
-    As `FSDPModule.reset_iter_state` of torch 2.15 does, which 2.11 has not.
+    `FSDPModule.reset_iter_state` of torch 2.15 does the same; torch 2.11 does not have it.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -44,10 +44,10 @@ def end_step(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """L2 norm of all gradients as one vector, wherever their pieces are: scalar, the same on all ranks.
+    """L2 norm of all gradients as one vector, however they are sharded: scalar, the same on all ranks.
 
-    Each rank adds up its pieces, each divided by the number of ranks that hold the same piece, so that one sum over all
-    ranks counts everything once. Not a collective where every rank holds whole gradients. Every rank calls this.
+    Each rank sums the squares of its shards, divided by the number of ranks that hold the same shard. So one all-reduce
+    counts each value once. If every rank holds whole gradients, no all-reduce is needed. Every rank calls this.
     """
     pieces: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:

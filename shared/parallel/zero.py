@@ -1,7 +1,7 @@
-"""What DeepSpeed's ZeRO hides from the outside: its settings, and its weights and moments as plain tensors.
+"""DeepSpeed's ZeRO: its settings, and its weights and moments as plain tensors.
 
-DeepSpeed keeps fp32 weights and optimizer state in flat pieces of its own. Reading them out by parameter name gives a ZeRO
-run the same checkpoints as any other: no pickles, and what ZeRO saved resumes under FSDP or in one process.
+DeepSpeed keeps fp32 weights and optimizer state in flat pieces of its own. Read out by parameter name, they give a ZeRO run
+the same checkpoints as any other: no pickles, and they resume under FSDP or in one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_used(accelerator: Accelerator) -> bool:
 
 
 def make_whole_models() -> None:
-    """Have transformers make models whole, the same on every rank, for DeepSpeed to cut; the draws would differ."""
+    """Have transformers make whole models, the same on every rank, for DeepSpeed to cut: its random draws would differ."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -44,18 +44,18 @@ def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: fl
     if accelerator.state.deepspeed_plugin.zero_stage == 0:
         raise ConfigError("zero_stage is 0 in the launch config, which cuts nothing: use ddp.yaml")
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
-    answers = {"gradient_clipping": ("--max_grad_norm", max_grad_norm), "gradient_accumulation_steps": (None, 1)}
-    for key, (flag, value) in answers.items():
+    answers = {
+        "gradient_clipping": (max_grad_norm, f"--max_grad_norm is {max_grad_norm}"),
+        "gradient_accumulation_steps": (1, "accumulation follows from --global_batch_size"),
+    }
+    for key, (value, ours) in answers.items():
         theirs = settings.get(key, "auto")
         if theirs not in ("auto", None) and float(theirs) != value:
-            ours = f"{flag} is {value}" if flag else "accumulation follows from --global_batch_size"
             raise ConfigError(f"{key} is {theirs} in the DeepSpeed config, but {ours}: remove it from the DeepSpeed config")
         settings[key] = value
     for section, flag in (("optimizer", "--optim"), ("scheduler", "--lr_scheduler_type")):
         if section in settings:
-            raise ConfigError(
-                f"the DeepSpeed config has {section!r}, which {flag} decides: remove it from the DeepSpeed config"
-            )
+            raise ConfigError(f"the DeepSpeed config has {section!r}, which {flag} decides: remove it there")
     settings["train_micro_batch_size_per_gpu"] = 1  # counts for DeepSpeed's own throughput log alone
     settings["zero_force_ds_cpu_optimizer"] = False  # PyTorch's AdamW runs on offloaded state, and needs no compiler
 

@@ -26,36 +26,30 @@ def point(place: str) -> None:
     faults = os.environ.get("TEMPLATES_FAULT")
     if not faults:
         return
-    own = os.environ.get("RANK", "0")
     _seen[place] += 1
     for fault in faults.split(","):
         match = re.fullmatch(r"([a-z_.]+):([a-z]+)(?:@(\d+))?(?:#(\d+))?", fault)
-        if match is None:
-            raise ValueError(f"TEMPLATES_FAULT: {fault!r} is not PLACE:ACTION[@TIMES][#RANK]")
+        assert match, f"TEMPLATES_FAULT: {fault!r} is not PLACE:ACTION[@TIMES][#RANK]"
         where, action, count, rank = match.groups()
-        if where == place and _seen[place] == int(count or 1) and os.environ.get("RANK", "0") == (rank or own):
+        if (where, int(count or 1)) == (place, _seen[place]) and rank in (None, os.environ.get("RANK", "0")):
             _act(action)
 
 
 def _act(action: str) -> None:
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif action == "usr":
-        os.kill(os.getpid(), signal.SIGUSR1)
-    elif action == "hang":
-        time.sleep(1e6)
-    elif action == "pause":
-        time.sleep(5)
+    if action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[action])
+    elif action in _SECONDS:
+        time.sleep(_SECONDS[action])
     elif action == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif action == "error":
         raise RuntimeError("a fault on purpose")
-    elif action in ("nan", "inf"):
-        _spoil(float(action))
     else:
-        raise ValueError(f"TEMPLATES_FAULT: unknown action {action!r}")
+        _spoil(float(action))
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr": signal.SIGUSR1}
+_SECONDS = {"hang": 1e6, "pause": 5}
 
 
 def _spoil(factor: float) -> None:

@@ -17,7 +17,7 @@ from shared.process.errors import CleanExit
 from shared.process.printing import redact
 from shared.process.ranks import is_main_rank
 
-# Stop the run after a checkpoint. SIGINT is Ctrl-C, SIGHUP a terminal that is closed, which a run under nohup survives.
+# Each stops the run after a checkpoint. Ctrl-C sends SIGINT. A closed terminal sends SIGHUP; under nohup, it is ignored.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     STOP_SIGNALS.remove(signal.SIGHUP)
@@ -31,32 +31,38 @@ def clean_exit() -> Iterator[None]:
     except CleanExit as end:
         note_exit_code(end.exit_code, sure=not end.alone)
         if end.exit_code == 143 and not end.alone and not is_main_rank():
-            time.sleep(1)  # until the main rank has said so: the launcher ends the others when one ends
+            time.sleep(1)  # the main rank prints first: the launcher ends all ranks when one ends
         elif not is_main_rank():
-            # Most errors are seen by all ranks and told by the main one; the launcher then ends this one right here.
+            # Most errors occur on all ranks. The main rank prints them; the launcher then ends this rank during the sleep.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
             print(redact(f"error on rank {os.environ['RANK']}: {end}"), file=sys.stderr, flush=True)
         else:
             print(redact(f"{'' if end.exit_code == 143 else 'error: '}{end}"), file=sys.stderr, flush=True)
-        if os.environ.get("SHOW_TRACEBACK"):  # for whoever changes the code rather than runs it
+        if os.environ.get("SHOW_TRACEBACK"):  # for developers
             traceback.print_exc()
         sys.exit(end.exit_code)
-    except KeyboardInterrupt:  # in a command that trains nothing
+    except KeyboardInterrupt:  # only in commands that do not train
         print("interrupted", file=sys.stderr)
         sys.exit(130)
 
 
 def note_exit_code(code: int, *, sure: bool = True) -> None:
-    """Tell `python -m shared run`, if this runs under it; the first one of a launch stays, since it is the cause."""
+    """Record the exit code for `python -m shared run`, if it is used. The first code of a launch is kept, as the cause."""
     folder = os.environ.get("TEMPLATES_RUN")
     if folder:
         with contextlib.suppress(OSError), open(Path(folder, "code"), "x", encoding="utf-8") as noted:
             noted.write(f"{code}{'' if sure else '?'}")
 
 
-def _be_told_of_signals() -> None:
-    """Tell `python -m shared run`, if this runs under it, that this process trains, and when it fails."""
+def stop_on_signals_before_training() -> None:
+    """Let a stop signal end this process at once, with exit code 143, until training sets its own handlers.
+
+    Also record for `python -m shared run`, if that is used, that this process trains, and later whether it fails.
+    """
+    end_with_the_launcher()
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop_before_training)
     folder = os.environ.get("TEMPLATES_RUN")
     if folder:
         with contextlib.suppress(OSError):
@@ -72,7 +78,7 @@ def _be_told_of_signals() -> None:
 
 @contextlib.contextmanager
 def stop_signals_wait() -> Iterator[None]:
-    """Hold stop signals back, also in processes that are started meanwhile and have no handlers yet."""
+    """Block stop signals in this process, and in processes that it starts meanwhile: they have no handlers yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -80,11 +86,10 @@ def stop_signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _stop_before_the_start(number: int, _frame: object) -> None:
-    """Until training has its own handlers. Whoever started this may have signals ignored, as `run` does."""
+def _stop_before_training(number: int, _frame: object) -> None:
     note_exit_code(143, sure=False)
     if is_main_rank():
-        with contextlib.suppress(OSError):  # not print, which may be at work right now
+        with contextlib.suppress(OSError):  # not print: the signal may have interrupted a print
             os.write(2, f"stopped by {signal.Signals(number).name} before the start\n".encode())
     os._exit(143)
 
@@ -93,12 +98,12 @@ _PARENT = os.getppid()
 
 
 def end_with_the_launcher() -> None:
-    """Get SIGTERM when the launcher dies: one that is killed, or that does not pass SIGTERM on, would leave an orphan.
+    """Get SIGTERM when the launcher dies, so that this process does not stay behind as an orphan. Linux only.
 
-    `accelerate launch` of a single process is such a one. Linux only.
+    A launcher may be killed. `accelerate launch` with one process does not pass SIGTERM on.
     """
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if launched and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != _PARENT:  # it has died meanwhile
+        if os.getppid() != _PARENT:  # the launcher is dead already
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,21 +1,18 @@
 """Checkpoints that are whole or do not exist, and that any strategy and world size can resume.
 
 One format for all strategies: torch distributed checkpoint (DCP) of the trainable parameters, the buffers and the
-optimizer's state, tensors only. Everything else is JSON. Learning rate, order of samples and random numbers are
-functions of the step, so the step is all that has to be remembered of them.
+optimizer's state, tensors only. Everything else is JSON. Learning rate, order of samples and random numbers depend on the
+step alone, so only the step is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
-import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,56 +28,32 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
-from shared.data.loader import Window
 from shared.models.weights import WeightCopy, average_buffers, persistent_buffers, reshard
 from shared.parallel import zero
 from shared.parallel.sharding import sharding_shares
-from shared.process import faults, ranks
+from shared.process import faults
 from shared.process.collectives import on_main
-from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_out_of_memory
-from shared.process.files import commit, digest, remove, require_space
+from shared.process.errors import CleanExit, ConfigError, NotNow, is_out_of_memory
+from shared.process.files import commit, digest, remove
 from shared.process.printing import print_main, redact
 from shared.run import exits
 from shared.run.checkpoint_files import (
     MANIFEST,
-    NAME,
+    STATE,
     CheckpointError,
-    _digest_of,
-    _NoAnswer,
-    _TensorReader,
+    NoAnswer,
+    TensorReader,
+    cause_of,
     checkpoints,
+    innermost,
+    require_compatible,
     verify,
+    versions,
+    write_manifest,
 )
 from shared.run.launch import strategy
+from shared.run.state import TrainState
 from shared.training import optim
-
-STATE = "trainer_state.json"
-UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}  # differences that go without saying
-
-
-@dataclass
-class TrainState:
-    """What a run is besides tensors."""
-
-    step: int = 0  # optimizer steps done
-    targets: int = 0  # target tokens (or images) trained on
-    samples: int = 0  # samples trained on
-    skipped: int = 0  # steps whose update was skipped
-    evaluated: int = -1  # step of the latest evaluation
-    started_from: str = ""  # checkpoint of this run that it was taken back to
-    tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
-    notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
-
-    def advance(self, window: Window) -> None:
-        """Count an optimizer step."""
-        self.step += 1
-        self.targets += window.num_targets
-        self.samples += window.num_samples
-        exits.at_step(self.step)
-
-    def owes_evaluation(self, every: int, last: int | None = None) -> bool:
-        """Whether one is due, each `every` steps and at step `last`, and has not been made: it was stopped, say."""
-        return self.evaluated < self.step and (self.step % every == 0 or self.step == last)
 
 
 class Checkpointer:
@@ -88,54 +61,71 @@ class Checkpointer:
 
     Args:
         accelerator: of the run.
-        model, optimizers: as `parallel.prepare` returned them.
+        models: as `Run.prepare` returned them, by name; "model" is the one that final/ is made of.
+        optimizers: of all models.
         run_dir: where `checkpoint-000120/` and its siblings go.
-        config: the template's, whose `checkpoint` group says how many stay, and which is compared on resume.
+        config: the template's. Its `checkpoint` group says how many stay; its values are compared on resume.
         data: fingerprint of the samples; resuming with others is refused.
-        base: the same of weights that are not trained, and so not saved.
-        copies: second sets of the model's weights that belong to the run (their moving average, the best ones).
+        base: fingerprint of weights that are not trained, and so not saved.
+        ema: the moving average of the weights, if there is one.
+        extra: more tensors of the run, by name. They are saved and loaded in place.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        model: nn.Module,
+        models: Mapping[str, nn.Module],
         optimizers: list[Any],
         run_dir: Path,
         config: Any,
         *,
         data: str,
         base: str = "",
-        copies: Mapping[str, WeightCopy] | None = None,
+        ema: WeightCopy | None = None,
+        extra: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.copies = dict(copies or {})
+        self.ema, self.extra = ema, dict(extra or {})
         self.accelerator, self.run_dir, self.data, self.base = accelerator, run_dir, data, base
         self.options: CheckpointConfig = config.checkpoint
         self.settings = redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
-        self.model = accelerator.unwrap_model(model)
         self.optimizers = optimizers
-        reshard(self.model)  # a forward before may have left weights gathered, which are other parameters
-        # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
-        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.trainable: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        for name, model in models.items():
+            prefix, whole = "" if name == "model" else f"{name}/", accelerator.unwrap_model(model)
+            reshard(whole)  # gathered weights are other Parameter objects
+            # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
+            self.trainable |= {prefix + n: p for n, p in whole.named_parameters() if p.requires_grad}
+            self.buffers |= {prefix + n: b for n, b in persistent_buffers(whole).items()}
+        self.model = accelerator.unwrap_model(models["model"])
         self.latest: Path | None = None
         self.passed_over: list[Path] = []  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
-        self.group: Any = None  # of the writing thread, which must not meet the training's collectives
+        self.group: Any = None  # its own, so that the writing thread's collectives do not mix with training's
         if self.options.async_save:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
-            # And not DefaultStager, which in PyTorch 2.11 forgets after each save how to copy and what it had pinned.
-            # Small tensors are not worth a call each, and may share a page, which is pinned once only.
+            # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors below 1 MiB are not
+            # pinned: two of them on one page cannot both be.
             on_gpu = accelerator.device.type == "cuda"
             self.stager = StateDictStager(pin_memory=on_gpu, share_memory=False, pin_memory_min_bytes=2**20)
             if dist.is_initialized():
                 self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout))
 
-    def _state(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(live tensors by name, scalars by name) of trainable parameters, persistent buffers and optimizers."""
-        tensors: dict[str, torch.Tensor] = {f"model.{name}": b for name, b in persistent_buffers(self.model).items()}
-        for kind, copy in self.copies.items():
-            tensors |= {f"{kind}.{name}": value for name, value in copy.tensors.items()}
+    def _statistics(self) -> dict[str, torch.Tensor]:
+        """Live buffers of floating-point numbers, by name in a checkpoint: BatchNorm's statistics.
+
+        They differ from rank to rank: each rank's are of the images that it saw.
+        """
+        live = {f"model.{name}": b for name, b in self.buffers.items()}
+        live |= {f"ema.{name}": b for name, b in (self.ema.buffers if self.ema else {}).items()}
+        return {name: b for name, b in live.items() if b.is_floating_point()}
+
+    def _live(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers."""
+        tensors: dict[str, torch.Tensor] = {f"model.{name}": b for name, b in self.buffers.items()}
+        tensors |= {f"extra.{name}": value for name, value in self.extra.items()}
+        tensors |= {f"ema.{name}": value for name, value in (self.ema.tensors if self.ema else {}).items()}
         scalars: dict[str, Any] = {}
         if zero.is_used(self.accelerator):
             return tensors | zero.state(self.accelerator, self.trainable, step), scalars
@@ -148,8 +138,19 @@ class Checkpointer:
                     into[f"optimizer.{name_of[parameter]}.{key}"] = value
         return tensors, scalars
 
+    def _to_save(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on as many ranks."""
+        tensors, scalars = self._live(step)
+        own = self._statistics()
+        if self.accelerator.num_processes > 1 and own:
+            mean = {name: value.clone() for name, value in own.items()}  # saving changes nothing in the live model
+            average_buffers(self.accelerator, [mean])
+            rank = self.accelerator.process_index
+            tensors |= mean | {f"rank{rank}.{name}": value for name, value in own.items()}
+        return tensors, scalars
+
     def save(self, state: TrainState) -> None:
-        """Write `checkpoint-<step>`, commit it, then prune. Every rank calls this.
+        """Write `checkpoint-<step>`, commit it, then prune all but the newest and the best. Every rank calls this.
 
         Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync, rename, fsync of the
         parent, prune. Killed at any point, the checkpoints before it are what they were. With --async_save all but a
@@ -163,7 +164,7 @@ class Checkpointer:
         try:
             self.wait()
         except CheckpointError as error:
-            failed = error  # but this one may succeed
+            failed = error  # still try this save
         if state.step > 0 and self.latest != self.run_dir / f"checkpoint-{state.step:06d}":
             self._save(state)
         if failed is not None:
@@ -178,37 +179,33 @@ class Checkpointer:
             with contextlib.suppress(OSError):  # reported below: writing into it fails
                 temporary.mkdir()
         self.accelerator.wait_for_everyone()
-        # One rank's buffers are written, so they are made one: BatchNorm statistics differ from rank to rank.
-        average_buffers(self.accelerator, [persistent_buffers(self.model), *(c.buffers for c in self.copies.values())])
-        tensors, scalars = self._state(state.step)
+        reshard(self.model)  # an evaluation may have left weights gathered
+        tensors, scalars = self._to_save(state.step)
         content = dataclasses.asdict(state) | {"scalars": scalars}
         if self.accelerator.scaler is not None:  # fp16's loss scale
             content["scaler"] = self.accelerator.scaler.state_dict()
-        manifest = {"format": 1, "step": state.step, "world_size": self.accelerator.num_processes}
-        manifest |= {
-            "strategy": strategy(self.accelerator),
-            "held": sharding_shares(self.accelerator, self.model, self.optimizers),
-        }
-        manifest |= {"versions": _versions(), "data": self.data, "base": self.base, "settings": self.settings}
-        manifest |= {"started_from": state.started_from}
-        manifest |= {"tracker_run_id": state.tracker_run_id}
+        manifest = {"format": 2, "step": state.step, "best_step": state.best_step, "started_from": state.started_from}
+        manifest |= {"world_size": self.accelerator.num_processes, "strategy": strategy(self.accelerator)}
+        manifest |= {"held": sharding_shares(self.accelerator, self.model, self.optimizers), "versions": versions()}
+        manifest |= {"data": self.data, "base": self.base, "settings": self.settings}
         if self.options.async_save:
             staged = self.stager.stage(tensors)
             self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
         else:
             self._write(folder, tensors, content, manifest)
 
-    def save_and_load(self, state: TrainState) -> None:
-        """Save, verify, read back and delete: whether it works, and how long it takes. Every rank calls this."""
-        prefix = ".tmp-gone-"  # what no run resumes from, and the next start removes if this is killed
+    def save_and_load(self, state: TrainState) -> int:
+        """Save, verify, read back and delete, to see whether it works. Returns bytes on disk. Every rank calls this."""
+        prefix = ".tmp-gone-"  # resume ignores this prefix; the next start deletes leftovers
         self._save(state, prefix)
         self.wait()
         folder = self.run_dir / f"{prefix}checkpoint-{state.step:06d}"
-        on_main(lambda: verify(folder) and None)
+        size: int = on_main(lambda: sum(file["size"] for file in verify(folder)["files"].values()))
         self._load(folder, {}, state.step)
         self.latest = None
         self.accelerator.wait_for_everyone()
         on_main(lambda: remove(folder))
+        return size
 
     def wait(self) -> None:
         """Wait for a save in the background. Every rank calls this.
@@ -228,39 +225,32 @@ class Checkpointer:
         problem = ""
         try:
             alone = not dist.is_initialized()
-            # What is on its way to the CPU is written meanwhile. A copy that was made there before waits for nothing: that
-            # loader would wait for the training's stream at every 10 MB.
+            # Write while more is copied to the CPU. A background save has its copy already, and copying ahead would wait for
+            # the training's stream at every 10 MB.
             ahead = 0 if self.options.async_save else 10_000_000
             writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=ahead)
             dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
             faults.point("save.shard")
             files = {p.name: digest(p) for p in temporary.glob(f"__{rank}_*")}
             faults.point("save.hash")
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            problem = f"rank {rank}: {_cause(error)}"
+            problem = f"rank {rank}: {cause_of(error)}"
         reports = self._gather((problem, files))
         problems = [p for p, _ in reports if p]
         if not problems and rank == 0:
             try:
-                (temporary / STATE).write_text(json.dumps(content, indent=1))
                 files = {name: fact for _, part in reports for name, fact in part.items()}
-                files |= {name: digest(temporary / name) for name in (STATE, ".metadata")}
-                manifest |= {"files": dict(sorted(files.items()))}
-                (temporary / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1))
-                faults.point("save.manifest")
-                missing = [name for name, fact in files.items() if not _is_there(temporary / name, fact["size"])]
-                if missing:
-                    raise OSError(f"{missing[0]}, which another rank has written, is not seen here: is the folder shared?")
+                write_manifest(temporary, content, manifest, files)
                 commit(temporary, folder)
             except OSError as error:
-                problems = [f"rank 0: {_cause(error)}"]
+                problems = [f"rank 0: {cause_of(error)}"]
             else:
                 try:
-                    self._prune(manifest["step"])
+                    self._prune(manifest["step"], manifest["best_step"])
                 except OSError as error:
-                    print_main(f"warning: {name} is saved, but an older one could not be removed ({_cause(error)})")
+                    print_main(f"warning: {name} is saved, but an older one could not be removed ({cause_of(error)})")
                 if folder.name == name:  # and not in a rehearsal
                     print_main(f"saved {name}")
         problems = self._gather(problems)[0]
@@ -278,51 +268,34 @@ class Checkpointer:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def _prune(self, step: int) -> None:
-        """Keep the newest ones up to `step`. Later ones are of a run that was taken back to an earlier checkpoint, or were
-        found damaged at its start: these stay until they are due.
-        """
+    def _prune(self, step: int, best: int) -> None:
+        """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was taken back, or damaged."""
         own = [folder for folder in checkpoints(self.run_dir) if folder not in self.passed_over or _step_of(folder) <= step]
-        ahead = [p for p in own if _step_of(p) > step]
-        for old in ahead + [p for p in own if p not in ahead][: -self.options.save_total_limit]:
+        behind = [p for p in own if _step_of(p) <= step]
+        kept = [*behind[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
+        for old in (p for p in own if p not in kept):
             faults.point("save.prune")
             remove(old)
 
-    def size(self) -> int:
-        """Bytes of one checkpoint, also before the optimizers have any state."""
-        moments = {"AdamW": 8, "AdamW8bit": 2, "Muon": 4, "SGD": 4}  # bytes of state for a parameter
-        each = {p: moments.get(type(o).__name__, 8) for o in self.optimizers for g in o.param_groups for p in g["params"]}
-
-        def held_by(tensors: Iterable[torch.Tensor]) -> int:
-            return sum(getattr(t, "ds_numel", t.numel()) * t.element_size() for t in tensors)
-
-        trained = self.trainable.values()
-        state = sum(each.get(p, 8) * getattr(p, "ds_numel", p.numel()) for p in trained)
-        copies = sum(held_by(copy.tensors.values()) for copy in self.copies.values())
-        return held_by(trained) + held_by(persistent_buffers(self.model).values()) + state + copies
-
-    def resume(self, named: Path | None = None, *, total_steps: int | None = None) -> TrainState:
+    def resume(self, named: Path | None = None) -> TrainState:
         """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls this.
 
-        Also refuses to start what would fill the disk. A checkpoint named from outside the run's folder is where the run
-        starts: once the run has checkpoints of its own, the same command continues from those. One named from inside takes
-        the run back to it, once: the same command again continues from what was saved since.
+        A checkpoint of another folder is where the run starts. Once the run has checkpoints of its own, the same command
+        continues from those. One of the run's own takes it back, once: the same command again continues from there.
 
         Args:
             named: a checkpoint's folder.
-            total_steps: of the whole run, to know how many checkpoints are to come.
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
-            ConfigError: it was made with other data or other settings that change what is learned, the run's folder holds
-                what was trained before and no checkpoint, or the disk is too full for the checkpoints to come.
+            ConfigError: it was made with other data or other settings that change what is learned, or the run's folder holds
+                what was trained before and no checkpoint.
             NotNow: the file system gives an error.
         """
         folder = self._choose(named)
         begins = folder is None or folder.parent != self.run_dir
         if begins:
             on_main(self._require_nothing_trained)
-        on_main(lambda: self._require_space(folder, total_steps))
         if folder is None:
             return TrainState()
         faults.point("resume.verified")
@@ -333,8 +306,9 @@ class Checkpointer:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
         self._load(folder, scalars, state.step)
-        if begins:  # another run, whose name and figures these are not
+        if begins:  # the checkpoint of another run: drop its tracker id and scores
             state.tracker_run_id = state.started_from = ""
+            state.forget_scores()
             on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         elif named is not None and folder == named.resolve():
             state.started_from = folder.name
@@ -355,7 +329,7 @@ class Checkpointer:
             problem = error
         problems = [problem for problem in gather_object([problem]) if problem is not None]
         for problem in problems:
-            if isinstance(problem, _NoAnswer):
+            if isinstance(problem, NoAnswer):
                 raise NotNow(str(problem))
         if problems:
             raise problems[0]
@@ -367,7 +341,7 @@ class Checkpointer:
         if (named is not None and not own) or (inside and not self._continues_from(named)):
             assert named is not None
             manifest = self._verify(named.resolve())
-            on_main(partial(self._compare, named, manifest))
+            on_main(partial(self._require_compatible, named, manifest))
             return named.resolve()
         for folder in reversed(own):
             try:
@@ -376,7 +350,7 @@ class Checkpointer:
                 print_main(f"warning: {error}; the one before it is used")
                 self.passed_over.append(folder)
                 continue
-            on_main(partial(self._compare, folder, manifest))
+            on_main(partial(self._require_compatible, folder, manifest))
             if named is not None and folder != named.resolve():
                 print_main(
                     f"--resume_from_checkpoint {named} is where this run began; it continues from its own {folder.name}"
@@ -400,36 +374,9 @@ class Checkpointer:
 
         return on_main(since)
 
-    def _compare(self, folder: Path, manifest: dict[str, Any]) -> None:
-        """Print which settings are not the checkpoint's, and refuse those that change what is learned."""
-        if manifest.get("data") != self.data and "data" not in self.options.allow_changed:
-            raise ConfigError(
-                f"{folder} belongs to a run on other data: use the same, another --output_dir, or --allow_changed data"
-            )
-        if manifest.get("base", self.base) != self.base and "base" not in self.options.allow_changed:
-            raise ConfigError(
-                f"{folder} belongs to a run on other base weights, of which it holds none itself: use the same, another "
-                "--output_dir, or --allow_changed base"
-            )
-        if unknown := sorted(set(self.options.allow_changed) - set(self.settings) - {"data", "base"}):
-            raise ConfigError(
-                f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces between them"
-            )
-        before = manifest.get("settings", {})
-        changed = {k: (before[k], v) for k, v in self.settings.items() if k in before and before[k] != v}
-        lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
-        refused = sorted(set(lines) - self.free - set(self.options.allow_changed))
-        if refused:
-            raise ConfigError(
-                f"{folder} belongs to a run that learns something else ({'; '.join(lines[n] for n in refused)}): use the "
-                f"same settings, another --output_dir, or --allow_changed {' '.join(refused)}"
-            )
-        precision = [str(text).rsplit(", ", 1)[-1] for text in (manifest.get("strategy", ""), strategy(self.accelerator))]
-        if precision[0] != precision[1]:
-            lines["mixed_precision"] = f"mixed_precision was {precision[0]}, now {precision[1]}"
-        told = [line for name, line in lines.items() if name not in UNTOLD]
-        if told:
-            print_main(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
+    def _require_compatible(self, folder: Path, manifest: dict[str, Any]) -> None:
+        own = {"data": self.data, "base": self.base, "settings": self.settings, "strategy": strategy(self.accelerator)}
+        require_compatible(folder, manifest, own, free=self.free, allowed=set(self.options.allow_changed))
 
     def _require_nothing_trained(self) -> None:
         for name in ("final", "merged"):
@@ -439,21 +386,9 @@ class Checkpointer:
                     "away, or choose another --output_dir"
                 )
 
-    def _require_space(self, folder: Path | None, total_steps: int | None) -> None:
-        if zero.is_used(self.accelerator) or ranks.pipeline_ranks() > 1:
-            return  # whose ranks do not know the whole
-        step = _step_of(folder) if folder and NAME.fullmatch(folder.name) else 0
-        to_come = self.options.save_total_limit
-        if total_steps is not None:
-            to_come = math.ceil(max(0, total_steps - step) / self.options.save_steps)
-        # A new one is there before the oldest goes.
-        more, one = min(to_come, self.options.save_total_limit + 1 - len(checkpoints(self.run_dir))), self.size()
-        if more > 0:
-            require_space(self.run_dir, more * one, f"{more} checkpoints of {one / 1e9:.1f} GB")
-
     def _drop_unused(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        """Parameters that never had a gradient have no optimizer state, in the checkpoint neither."""
-        saved = _TensorReader(folder).read_metadata().state_dict_metadata
+        """Drop optimizer state that the checkpoint lacks: of parameters that never had a gradient."""
+        saved = TensorReader(folder).read_metadata().state_dict_metadata
         for optimizer in self.optimizers:
             for name, parameter in self.trainable.items():
                 keys = [f"optimizer.{name}.{key}" for key in optimizer.state.get(parameter, {})]
@@ -462,28 +397,47 @@ class Checkpointer:
                     for key in keys:
                         tensors.pop(key, None)
 
+    def _own_statistics(self, folder: Path) -> dict[str, torch.Tensor]:
+        """This rank's own statistics, by name in the checkpoint, if the world size is unchanged."""
+        saved = TensorReader(folder).read_metadata().state_dict_metadata
+        if len({name.partition(".")[0] for name in saved if name.startswith("rank")}) != self.accelerator.num_processes:
+            return {}
+        return {f"rank{self.accelerator.process_index}.{name}": b for name, b in self._statistics().items()}
+
+    def load_best(self, step: int) -> bool:
+        """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank calls this."""
+        folder = self.run_dir / f"checkpoint-{step:06d}"
+        try:
+            self._verify(folder)
+        except CheckpointError as error:
+            print_main(f"warning: {error}; final/ holds the last weights, not the best")
+            return False
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        self._load(folder, content["scalars"], step)
+        return True
+
     def _load(self, folder: Path, scalars: dict[str, Any], step: int) -> None:
         def read(tensors: dict[str, torch.Tensor]) -> None:
             try:
-                dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=not dist.is_initialized())
+                dcp.load(tensors, storage_reader=TensorReader(folder), no_dist=not dist.is_initialized())
             except CleanExit:
                 raise
             except BaseException as error:
-                cause = _innermost(error)  # DCP wraps whatever it meets
-                if exits.is_of_a_lost_rank(cause) or is_out_of_memory(cause):
-                    raise cause from None
-                if not isinstance(cause, Exception):  # a signal
-                    raise cause from None
-                raise CheckpointError(f"{folder}: does not fit this model and optimizer ({_cause(error)})") from None
+                cause = innermost(error)  # DCP wraps whatever it meets
+                if exits.is_of_a_lost_rank(cause) or is_out_of_memory(cause) or not isinstance(cause, Exception):
+                    raise cause from None  # the last is a signal
+                raise CheckpointError(f"{folder}: does not fit this model and optimizer ({cause_of(error)})") from None
 
         if zero.is_used(self.accelerator):
             zero.load(self.accelerator, self.trainable, step, read)
-            read({f"model.{name}": b for name, b in persistent_buffers(self.model).items()})
+            read({f"model.{name}": b for name, b in self.buffers.items()})
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
-        tensors, _ = self._state(step)
+        tensors, _ = self._live(step)
         self._drop_unused(folder, tensors)
+        if own := self._own_statistics(folder):
+            tensors = {name: value for name, value in tensors.items() if name not in self._statistics()} | own
         read(tensors)
         for optimizer in self.optimizers:
             for name, parameter in self.trainable.items():
@@ -494,28 +448,3 @@ class Checkpointer:
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.split("-")[1])
-
-
-def _is_there(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The true error: DCP wraps it once a rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _cause(error: BaseException) -> str:
-    text = first_line(_innermost(error))
-    if "inline_container" in text:  # PyTorch's zip writer, which keeps the system's reason to itself
-        text = f"a file could not be written whole: is the disk full, or a quota reached? ({text})"
-    return text
-
-
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import pickle
 import re
@@ -15,10 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shared.process.errors import CleanExit
+from shared.process import faults
+from shared.process.errors import CleanExit, ConfigError, first_line
 from shared.process.files import digest
+from shared.process.printing import print_main
 
 MANIFEST = "MANIFEST.json"
+STATE = "trainer_state.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -28,7 +32,7 @@ class CheckpointError(CleanExit):
     exit_code = 3
 
 
-class _NoAnswer(CheckpointError):
+class NoAnswer(CheckpointError):
     """The file system gives an error where it should give a file: the file may be good."""
 
 
@@ -62,7 +66,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}, not a complete checkpoint") from None
     except OSError as error:
-        raise _NoAnswer(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from None
+        raise NoAnswer(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
     for name, (expected, size) in list(files.items())[part::parts]:
@@ -71,8 +75,31 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
             if not path.is_file() or path.stat().st_size != size or digest(path)["sha256"] != expected:
                 raise CheckpointError(f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}")
         except OSError as error:
-            raise _NoAnswer(f"{folder}: {name} cannot be read ({error.strerror})") from None
+            raise NoAnswer(f"{folder}: {name} cannot be read ({error.strerror})") from None
     return manifest
+
+
+def write_manifest(
+    folder: Path, content: dict[str, Any], manifest: dict[str, Any], files: dict[str, dict[str, Any]]
+) -> None:
+    """Write a checkpoint's state and, last, its manifest. Call on one rank, after all ranks have written their shards.
+
+    Args:
+        content: the state, JSON.
+        manifest: facts about the run.
+        files: SHA-256 and size of all shards.
+
+    Raises:
+        OSError: a file cannot be written, or a shard is not seen here.
+    """
+    (folder / STATE).write_text(json.dumps(content, indent=1))
+    files |= {name: digest(folder / name) for name in (STATE, ".metadata")}
+    manifest |= {"files": dict(sorted(files.items()))}
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1))
+    faults.point("save.manifest")
+    for name, fact in files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != fact["size"]:
+            raise OSError(f"{name}, which another rank has written, is not seen here: is the folder shared?")
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:
@@ -95,7 +122,7 @@ _DESCRIPTIONS = {  # all that DCP's index of tensors is made of, besides their t
 }
 
 
-class _TensorReader(dcp.FileSystemReader):
+class TensorReader(dcp.FileSystemReader):
     """DCP's `.metadata` is a pickle: read it with an unpickler that knows DCP's own plain classes and runs nothing."""
 
     class _Unpickler(pickle.Unpickler):
@@ -135,7 +162,7 @@ def _enum_member(enum_class: Any, name: Any) -> Any:
 
 def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint whose names begin with `prefix`, whole, on the CPU. Call on one rank."""
-    metadata = _TensorReader(folder).read_metadata().state_dict_metadata
+    metadata = TensorReader(folder).read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
@@ -143,7 +170,7 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that torch.distributed is not used
-        dcp.load(tensors, storage_reader=_TensorReader(folder), no_dist=True)
+        dcp.load(tensors, storage_reader=TensorReader(folder), no_dist=True)
     return tensors
 
 
@@ -152,3 +179,67 @@ def read_weights(folder: Path, *, dtype: torch.dtype | None = None) -> dict[str,
     tensors = read_tensors(folder, "model.")
     cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
     return {name.removeprefix("model."): value for name, value in cast.items()}
+
+
+UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}  # differences that go without saying
+
+
+def require_compatible(
+    folder: Path, manifest: dict[str, Any], own: dict[str, Any], *, free: frozenset[str], allowed: set[str]
+) -> None:
+    """Print which settings differ from a checkpoint's, and refuse those that change what is learned.
+
+    Args:
+        own: data, base, settings and strategy of this run, as the manifest has them.
+        free: settings that change nothing that is learned.
+        allowed: what `--allow_changed` names.
+
+    Raises:
+        ConfigError: with the settings and what to do.
+    """
+    if manifest.get("data") != own["data"] and "data" not in allowed:
+        raise ConfigError(
+            f"{folder} belongs to a run on other data: use the same, another --output_dir, or --allow_changed data"
+        )
+    if manifest.get("base", own["base"]) != own["base"] and "base" not in allowed:
+        raise ConfigError(
+            f"{folder} belongs to a run on other base weights, of which it holds none itself: use the same, another "
+            "--output_dir, or --allow_changed base"
+        )
+    if unknown := sorted(allowed - set(own["settings"]) - {"data", "base"}):
+        raise ConfigError(f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces between them")
+    before = manifest.get("settings", {})
+    changed = {k: (before[k], v) for k, v in own["settings"].items() if k in before and before[k] != v}
+    lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
+    if refused := sorted(set(lines) - free - allowed):
+        raise ConfigError(
+            f"{folder} belongs to a run that learns something else ({'; '.join(lines[n] for n in refused)}): use the "
+            f"same settings, another --output_dir, or --allow_changed {' '.join(refused)}"
+        )
+    precision = [str(text).rsplit(", ", 1)[-1] for text in (manifest.get("strategy", ""), own["strategy"])]
+    if precision[0] != precision[1]:
+        lines["mixed_precision"] = f"mixed_precision was {precision[0]}, now {precision[1]}"
+    told = [line for name, line in lines.items() if name not in UNTOLD]
+    if told:
+        print_main(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The true error: DCP wraps it once a rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def cause_of(error: BaseException) -> str:
+    text = first_line(innermost(error))
+    if "inline_container" in text:  # PyTorch's zip writer, which keeps the system's reason to itself
+        text = f"a file could not be written whole: is the disk full, or a quota reached? ({text})"
+    return text
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers")}

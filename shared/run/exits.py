@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shared.process import ranks
 from shared.process.errors import CleanExit, first_line, is_out_of_memory
-from shared.process.printing import redact
+from shared.process.printing import print_main, redact
 from shared.process.signals import STOP_SIGNALS, clean_exit
 
 C = TypeVar("C")
@@ -37,6 +37,10 @@ class Stopped(CleanExit):
     def __str__(self) -> str:
         again = f"; the same command with --output_dir {_folder} continues" if _folder else ""
         return super().__str__() + again
+
+
+class Finished(Exception):
+    """Nothing is left to do: an end with exit code 0 on all ranks."""
 
 
 class _EndNow(BaseException):
@@ -61,39 +65,16 @@ class OutOfMemory(CleanExit):
     exit_code = 2
 
     def __init__(self, error: BaseException, config: Any) -> None:
-        rows, checkpointing = config.batch.micro_batch()[0], config.speed.gradient_checkpointing
-        sharded, deepspeed = ranks.env_flag("ACCELERATE_USE_FSDP"), ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
-        pipeline, cut = ranks.pipeline_ranks() > 1, ranks.env_flag("ACCELERATE_USE_PARALLELISM_CONFIG")
-        images, streamed = hasattr(config, "images"), getattr(getattr(config, "text", None), "streaming", False)
-        find = "" if deepspeed or pipeline or streamed or config.batch.find_batch_size else " (or --find_batch_size)"
-        whole = not (sharded or deepspeed or pipeline or cut)  # every process holds the whole model
-        levers = [
-            (rows > 1, f"--per_device_train_batch_size {rows // 2}{find}: what is learned stays the same"),
-            (
-                os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no",
-                "--mixed_precision bf16 after `accelerate launch`: activations in half the size",
-            ),
-            (
-                checkpointing != "full",
-                f"--gradient_checkpointing full{' (without BatchNorm)' * images}: recomputes activations, a third slower",
-            ),
-            (whole and config.optim.optim == "adamw", "--optim adamw_8bit: a quarter of the optimizer's state"),
-            (whole, "accelerate_configs/fsdp2.yaml on several GPUs: each holds its share only"),
-            (pipeline, "more --pipeline_ranks"),
-            (
-                not (pipeline or images or ranks.env_flag("FSDP_OFFLOAD_PARAMS")),
-                "accelerate_configs/fsdp2_offload.yaml: weights in the machine's memory",
-            ),
-            (True, "smaller images, or a smaller model" if images else "shorter rows, or a smaller model"),
-        ]
+        rows = config.batch.micro_batch()[0]
+        advice = [f"--per_device_train_batch_size {rows // 2}, which learns the same"] if rows > 1 else []
+        if config.speed.gradient_checkpointing != "full":
+            advice.append("--gradient_checkpointing full, a third slower")
+        if not (ranks.env_flag("ACCELERATE_USE_FSDP") or ranks.env_flag("ACCELERATE_USE_DEEPSPEED")):
+            advice.append("accelerate_configs/fsdp2.yaml on several GPUs, or --optim adamw_8bit on one")
+        advice.append("shorter rows, smaller images or a smaller model")
         if torch.cuda.is_available():
             print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
-        advice = [text for applies, text in levers if applies]
-        super().__init__(
-            f"out of memory: {first_line(error)}\n  next: {advice[0]}"
-            + (f"\n  then: {'; '.join(advice[1:])}" if advice[1:] else "")
-            + ("" if images else "\n  `python -m shared plan --help` predicts what fits")
-        )
+        super().__init__(f"out of memory: {first_line(error)}\n  next: {advice[0]}\n  then: {'; '.join(advice[1:])}")
 
 
 def run(main: Callable[[C], None], config: C) -> None:
@@ -107,6 +88,8 @@ def run(main: Callable[[C], None], config: C) -> None:
     with clean_exit():
         try:
             main(config)
+        except Finished as done:
+            print_main(str(done))
         except BaseException as error:
             end = _as_clean_exit(error, config)
             _report(end or error)

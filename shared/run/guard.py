@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from shared.data.loader import Window
 from shared.models.weights import persistent_buffers
 from shared.parallel import zero
 from shared.process import faults
@@ -25,13 +24,14 @@ from shared.process.errors import CleanExit
 from shared.process.printing import print_main
 from shared.process.ranks import is_main_rank
 from shared.process.signals import STOP_SIGNALS
-from shared.run.checkpoint import TrainState
 from shared.run.exits import Stopped, stop_at_once
-from shared.training.step import T
+from shared.run.state import TrainState
+
+T = TypeVar("T")
 
 
 class NonFiniteError(CleanExit):
-    """Loss or gradient is not finite, too often. All ranks see it together; no weight was changed by it."""
+    """Loss or gradient is not finite, too often. All ranks raise it together."""
 
     exit_code = 4
 
@@ -55,20 +55,21 @@ class _OnItsWay:
 class Guard:
     """What all ranks agree on once a step: is everything finite, and does a signal ask to stop.
 
-    The answer is on the device, and the host fetches it one step later, while the device is busy with the next, so that
-    it need not wait; but at once where steps take more than a second, or something else waits for the device. From the
-    guard's making on, `STOP_SIGNALS` are noted and acted on between steps. Every rank makes one, before any
-    reading process is started, and calls its methods alike.
+    The answer is on the device. The host reads it one step later, so that it need not wait for the device. It reads at once
+    where steps take more than a second, or where something else waits for the device anyway. From construction on,
+    `STOP_SIGNALS` are noted, and acted on between steps. All ranks call the same methods in the same order.
 
     Args:
-        accelerator: of the run.
-        model: as prepared.
+        accelerator: the run's.
+        models: as prepared.
         state: of the run; skipped steps are counted in it.
         max_skipped: so many steps may be skipped in the whole run.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, state: TrainState, *, max_skipped: int) -> None:
-        self.accelerator, self.model, self.state, self.max_skipped = accelerator, model, state, max_skipped
+    def __init__(
+        self, accelerator: Accelerator, models: Sequence[nn.Module], state: TrainState, *, max_skipped: int
+    ) -> None:
+        self.accelerator, self.models, self.state, self.max_skipped = accelerator, models, state, max_skipped
         self.received = self.agreed = self.slow = 0
         self.began = time.perf_counter()
         self.unread: Callable[[], None] | None = None  # acts on the last step's verdict
@@ -100,15 +101,15 @@ class Guard:
 
         return verdict[0] == 1, fetch
 
-    def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, window: Window) -> torch.Tensor:
+    def finite(self, losses: list[torch.Tensor], norm: torch.Tensor, indices: np.ndarray) -> torch.Tensor:
         """Whether the losses of all ranks' micro-batches and the gradient are finite; if not, the update is to be skipped.
 
-        With fp16 an infinite gradient is the loss scaler's business, and does not count: see `update`.
+        With fp16 an infinite gradient does not count while the loss scale can still fall: see `update`.
 
         Args:
             losses: of this rank's micro-batches, scalars.
             norm: of the gradient.
-            window: what was computed, whose samples are named where the loss is not finite.
+            indices: [micro-batches, rows] samples of this rank, to be named where the loss is not finite.
 
         Returns:
             bool scalar on the device, the same on all ranks.
@@ -122,7 +123,7 @@ class Guard:
         before, self.began = self.began, time.perf_counter()
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
         everywhere, fetch = self._agree(finite, slow=self.began - before > 1)
-        step, indices = self.state.step + 1, window.indices  # and not the batch, which takes memory
+        step = self.state.step
 
         def act() -> None:
             if not fetch():
@@ -151,7 +152,7 @@ class Guard:
         everything = sorted({s for _, _, rows in each for row in rows for s in row if s >= 0})
         samples = f"samples of {where}" if where else f"the gradient, not the loss; samples {str(everything)[1:-1]}"
         what = f"step {step}: loss or gradient is not finite (gradient norm {norm.item():g}; {samples})"
-        buffers = [b for b in persistent_buffers(self.model).values() if b.is_floating_point()]
+        buffers = [b for m in self.models for b in persistent_buffers(m).values() if b.is_floating_point()]
         sound = torch.tensor(all(bool(torch.isfinite(b).all()) for b in buffers), device=norm.device)
         if not self._agree(sound)[0]:
             raise NonFiniteError(f"{what}. The running statistics have taken it in: continue from the last checkpoint")
@@ -170,7 +171,7 @@ class Guard:
 
         Args:
             now: go by this step's verdict and not the last one's, because what comes next waits for the device anyway
-                (an evaluation), or needs the state to be true (a save).
+                (an evaluation) or saves the state.
 
         Raises:
             Stopped: on all ranks. The one who catches it saves a checkpoint.

@@ -10,7 +10,6 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -25,7 +24,6 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from shared.config import parse as configs
 from shared.config.options import BatchConfig
 from shared.data.order import seed_all
 from shared.parallel import zero
@@ -110,14 +108,6 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         print_main(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
     set_seed(seed)
     return accelerator
-
-
-def say_finished(run_dir: Path, steps: int, config: Any) -> None:
-    """Print, on the main rank, that the run's budget is used up, and what to do if more is wanted."""
-    given = configs.flatten(config)
-    budget = next((name for name in ("max_tokens", "num_train_epochs") if given.get(name)), "max_steps")
-    more = f"Train longer with a larger --{budget} and --allow_changed {budget}"
-    print_main(f"{run_dir} is finished: {steps} steps. {more}, or choose another --output_dir")
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:

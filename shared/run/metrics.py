@@ -25,15 +25,15 @@ from tqdm import tqdm
 
 from shared.config.options import LogConfig
 from shared.data import audit
-from shared.data.loader import Window
 from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import read_json_lines
 from shared.process.printing import print_main, redact
-from shared.run.checkpoint import TrainState
 from shared.run.plots import draw_curves
 from shared.run.profiling import Profiler
+from shared.run.state import TrainState
+from shared.training.step import Step
 
 T = TypeVar("T")
 
@@ -131,8 +131,9 @@ class Logger:
     def _reset(self) -> None:
         self.targets = self.positions = 0
         self.seconds = self.waited = 0.0
-        self.loss, self.steps = 0.0, 0  # of this rank: losses per target, summed over the steps that are finite
-        self.unread: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []  # losses, finite, targets of the others
+        self.sums: dict[str, float] = {}  # of this rank, by name: values per target, summed over the finite steps
+        self.steps = 0  # that are finite
+        self.unread: list[tuple[dict[str, list[torch.Tensor]], torch.Tensor, int]] = []  # sums, finite, targets
 
     def waiting(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass the loader's windows on, and time how long each keeps the training waiting."""
@@ -159,29 +160,14 @@ class Logger:
             self.bar.start_t += self.mark - start
             self.bar.last_print_t += self.mark - start
 
-    def step(
-        self,
-        losses: list[torch.Tensor],
-        finite: torch.Tensor,
-        window: Window,
-        *,
-        grad_norm: torch.Tensor,
-        learning_rate: float,
-    ) -> None:
-        """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this.
-
-        Args:
-            losses: summed losses of this rank's micro-batches.
-            finite: bool scalar on the device; losses of a step that is not are left out.
-            window: what was computed.
-            grad_norm: before clipping, the same on all ranks.
-            learning_rate: of this step.
-        """
+    def step(self, step: Step) -> None:
+        """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this."""
         if self.recorder is not None:
-            self.recorder.write(self.state.step, window)
-        self.unread.append((losses, finite, window.num_targets))
-        self.targets += window.num_targets
-        self.positions += sum(batch["labels"].numel() for batch in window.micro_batches)  # padding included
+            self.recorder.write(self.state.step, step.window)
+        assert step.finite is not None and step.grad_norm is not None
+        self.unread.append((step.sums, step.finite, step.num_targets))
+        self.targets += step.num_targets
+        self.positions += sum(batch["labels"].numel() for batch in step.batches)  # padding included
         self.bar.update()
         if self.profiler is not None:
             self.profiler.step()
@@ -192,15 +178,15 @@ class Logger:
                 self._read()
             return
         self._read()
-        own = torch.tensor([self.loss, self.positions], device=self.accelerator.device)
-        (summed_loss, positions), steps = total(self.accelerator, own).tolist(), self.steps
+        own = torch.tensor([*self.sums.values(), self.positions], device=self.accelerator.device)
+        *sums, positions = total(self.accelerator, own).tolist()
+        means = {name: value / self.steps if self.steps else math.nan for name, value in zip(self.sums, sums, strict=True)}
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         processed = positions / seconds
-        values = {
-            "loss": summed_loss / steps if steps else math.nan,
-            "learning_rate": learning_rate,
-            "grad_norm": grad_norm.item(),
+        values = means | {
+            "learning_rate": step.learning_rate,
+            "grad_norm": step.grad_norm.item(),
             f"trained_{self.unit}_per_second": self.targets / seconds,
             f"processed_{self.unit}_per_second": processed,
             "data_wait_share": self.waited / seconds,
@@ -212,8 +198,9 @@ class Logger:
             values["mfu"] = self.flops * processed / self.accelerator.num_processes / peak
         if self.state.skipped:
             values["skipped_steps"] = self.state.skipped
-        self._warn_of_a_spike(values["loss"])
-        progress = f"loss {values['loss']:.3f}, {processed:,.0f} {self.unit}/s"
+        loss = means.get("loss", math.nan)
+        self._warn_of_a_spike(loss)
+        progress = f"loss {loss:.3f}, {processed:,.0f} {self.unit}/s"
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
             print_main(f"step {self.state.step}/{self.total_steps}: {progress}")
@@ -223,11 +210,12 @@ class Logger:
 
     def _read(self) -> None:
         """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels."""
-        values = iter(torch.stack([loss for losses, _, _ in self.unread for loss in losses]).tolist())
+        values = iter(torch.stack([v for sums, _, _ in self.unread for each in sums.values() for v in each]).tolist())
         good = torch.stack([finite for _, finite, _ in self.unread]).tolist()
-        for (losses, _, targets), is_finite in zip(self.unread, good, strict=True):
-            summed = sum(islice(values, len(losses)))
-            self.loss += summed / max(1, targets) if is_finite else 0.0
+        for (sums, _, targets), is_finite in zip(self.unread, good, strict=True):
+            for name, each in sums.items():
+                summed = sum(islice(values, len(each)))
+                self.sums[name] = self.sums.get(name, 0.0) + (summed / max(1, targets) if is_finite else 0.0)
         self.steps += sum(good)
         self.unread.clear()
 
@@ -254,9 +242,8 @@ class Logger:
             self.accelerator.log({**values, "step": self.state.step}, step=self._tracker_step)
 
     def log_evaluation(self, values: dict[str, float]) -> None:
-        """Log and print an evaluation's values, and note in the state that it is made. Every rank calls this."""
+        """Log and print an evaluation's values. Every rank calls this."""
         self.log(values)
-        self.state.evaluated = self.state.step
         figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in values.items())
         print_main(f"step {self.state.step}: validation {figures}")
 
@@ -324,11 +311,7 @@ class Logger:
         import wandb
 
         self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
-        patience, mode = os.environ.get("WANDB_INIT_TIMEOUT", "30"), os.environ.get("WANDB_MODE", "")
-        if not re.fullmatch(r"\d+(\.\d*)?", patience):
-            raise ConfigError(f"WANDB_INIT_TIMEOUT is {patience!r}, not a number of seconds")
-        if mode not in ("", "online", "offline", "disabled", "dryrun", "run", "shared"):
-            raise ConfigError(f"WANDB_MODE is {mode!r}, not online, offline or disabled")
+        mode = os.environ.get("WANDB_MODE", "")
         options: dict[str, Any] = {
             "id": self.state.tracker_run_id,
             "name": redact(self.config.run_name or self.run_dir.name),
@@ -342,7 +325,7 @@ class Logger:
                 console="off",
                 save_code=False,
                 x_disable_meta=True,
-                init_timeout=float(patience),
+                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", "30")),
             ),
         }
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import sys
@@ -18,7 +17,8 @@ import numpy as np
 from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
-from shared.data.order import IGNORED, Row, is_near, permute
+from shared.data.loader import parallel_map
+from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 FORMAT = 6  # raised when the prepared files change meaning
-AT_ONCE = 128  # records that a process is handed at a time
-COPIED_AT_ONCE = 2**24  # bytes
+CHUNK_RECORDS = 128  # records that a process gets at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
+Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)
 
 
 # Prepared samples ------------------------------------------------------------------------------------------------------
 
 
 def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Read, check and tokenise the data once; with the same data, tokenizer and settings it is there already.
+    """Read, check and tokenise the data once. With the same data, tokenizer and settings it is there already.
 
     Every rank calls this; the main one works, the others wait.
 
@@ -63,36 +63,37 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     )
 
     def build(folder: Path) -> None:
-        sizes, facts = _encode_all(train, folder / "all", config, tokenizer)
+        sizes, facts = _write_samples(train, folder / "all", config, encoder)
         facts |= {"source": train.name, "own_template": encoder.has_own_template}
-        kept = np.ones(len(sizes), bool)
         if validation is None:
             held_out, facts["validation"] = _hold_out(sizes[:, 2], config.validation_split_percentage)
-            kept = ~held_out
-            splits = {"train": ("all", sizes, kept), "validation": ("all", sizes, ~kept)}
+            splits = {"train": ("all", sizes, ~held_out), "validation": ("all", sizes, held_out)}
         else:
-            others, _ = _encode_all(validation, folder / "others", replace(config, max_train_samples=None), tokenizer)
+            others, _ = _write_samples(validation, folder / "others", replace(config, max_train_samples=None), encoder)
             facts["validation"] = f"{len(others):,} of {validation.name}"
-            splits = {"train": ("all", sizes, kept), "validation": ("others", others, np.ones(len(others), bool))}
+            splits = {
+                "train": ("all", sizes, np.ones(len(sizes), bool)),
+                "validation": ("others", others, np.ones(len(others), bool)),
+            }
+        kept = splits["train"][2]
         if not kept.any():
             raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
         lengths = sizes[kept, 0] - 1.0
-        facts["context"] = float((lengths**2).sum() / lengths.sum())  # tokens of a token's sample, in the mean over tokens
+        facts["context"] = float((lengths**2).sum() / lengths.sum())  # length of a token's sample, in the mean over tokens
         digest = hashlib.sha256()
-        for split, (source, sizes_of, chosen) in splits.items():
-            _select(folder / source, sizes_of, chosen, folder / split, digest)
-        for name in {source for source, _, _ in splits.values()}:
-            for file in _files(folder / name):
-                file.unlink()
+        for split, (name, sizes_of, chosen) in splits.items():
+            _copy_samples(folder / name, sizes_of, chosen, folder / split, digest)
+        for file in folder.glob("*.bin"):
+            file.unlink()
         (folder / "meta.json").write_text(json.dumps(facts | {"sha256": digest.hexdigest()}, indent=1))
 
     return prepared.build_once(cache_dir() / "chat" / key, build)
 
 
 def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
-    """(which samples to validate on, [samples] bool; how that was chosen, for people).
+    """(which samples to validate on, [samples] bool; how they were chosen, for people).
 
-    Whole records, so that no text is on both sides; where these are half or twice the share, or all, the last samples.
+    Whole records, so that no text is on both sides. If these are not near the share, or all, the last samples.
 
     Args:
         is_first: [samples], whether a sample is the first of its record.
@@ -106,74 +107,68 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
 
     chosen = permute(np.arange(count), count, (0,))[: share(count)]
     held_out = np.isin(record, chosen)
-    if samples == 1 or (not held_out.all() and is_near(held_out.sum(), share(samples))):
+    if samples == 1 or (not held_out.all() and near_share(held_out.sum(), share(samples))):
         return held_out, f"{held_out.sum():,}, from {len(chosen):,} of {count:,} records"
     held_out = np.arange(samples) >= samples - share(samples)
     return held_out, f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would be too much or too little)"
 
 
-class _Encode:
-    """Records to samples: the tokens of all, which of them are learned, [samples, 3] tokens, targets and whether it is the
-    first of its record, counts. A plain text makes as many samples as it takes, any other record one.
+class _ToSamples:
+    """A chunk of records to samples. Plain text makes as many samples as it takes, any other record one.
+
+    Gives the tokens of all samples, which of them the loss counts, [samples, 3] (tokens, targets, whether it is the first
+    of its record), and counts.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, seq_length: int) -> None:
-        self.encoder, self.most = Encoder(tokenizer, loss_on), seq_length + 1
+    def __init__(self, encoder: Encoder, seq_length: int) -> None:
+        self.encoder, self.seq_length = encoder, seq_length
 
-    def __call__(self, chunk: tuple[str, list[tuple[str, dict[str, Any]]]]) -> tuple[Any, Any, Any, Counter[str]]:
+    def __call__(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, Counter[str]]:
         form, rows = chunk
         counts = Counter({"read": len(rows), form: len(rows)})
-        every, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
+        tokens, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
+        most = self.seq_length + 1
         for where, record in rows:
             ids, learned = self.encoder(read_example(record, form, where), where)
             if learned.any() and (end := self.encoder.end_of(ids[: np.flatnonzero(learned)[-1] + 1])) is not None:
                 counts[f"end {end}"] += 1
             last = len(ids) - 1 if form == "plain text" else 1
             kept = 0
-            for start in range(0, last, self.most - 1):  # one ends with the token that the next begins with
-                part = learned[start : start + self.most]
-                targets = int(part[1:].sum())  # the first token of a sample is nobody's next token
+            for start in range(0, last, self.seq_length):  # a sample begins with the last token of the one before
+                part = learned[start : start + most]
+                targets = int(part[1:].sum())  # nothing predicts the first token
                 if targets:
-                    every.append(np.array(ids[start : start + self.most], np.int32))
+                    tokens.append(np.array(ids[start : start + most], np.int32))
                     marks.append(part)
                     sizes.append((len(part), targets, not kept))
                     kept += 1
-            counts["cut"] += form != "plain text" and len(ids) > self.most
+            counts["cut"] += form != "plain text" and len(ids) > most
             counts["dropped"] += not kept
-        return np.concatenate(every), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
+        return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
 
-def _chunks(source: Source, limit: int | None) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """(form, records): the first record's form, which all have to have, and some of the records with their places."""
+def _chunks(source: Source, limit: int | None) -> Iterator[Chunk]:
+    """Chunks of records. All are expected to have the form of the first record."""
     rows, form = islice(source.read(), limit), ""
-    while chunk := list(islice(rows, AT_ONCE)):
+    while chunk := list(islice(rows, CHUNK_RECORDS)):
         where, first = chunk[0]
         form = form or recognise(first, where)
         yield form, chunk
 
 
-def _files(place: Path) -> list[Path]:
-    return [place.with_name(f"{place.name}-{name}.bin") for name in ("ids", "learned")]
-
-
-def _encode_all(
-    source: Source, place: Path, config: ChatConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write the samples of a source, one after another, to `_files(place)`: (sizes as of `_Encode`, facts)."""
+def _write_samples(source: Source, place: Path, config: ChatConfig, encoder: Encoder) -> tuple[np.ndarray, dict[str, Any]]:
+    """Write all samples of a source to `<place>-ids.bin` and `<place>-learned.bin`: (sizes as of `_ToSamples`, facts)."""
     from tqdm import tqdm
 
     sizes, counts = [], Counter[str]()
-    parts = tokenizer, config.loss_on, config.seq_length
-    chunks = _chunks(source, config.max_train_samples)
-    results = prepared.in_order(_Encode, parts, chunks, config.preprocessing_num_workers)
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(file.open("wb")) for file in _files(place)]
-        results = stack.enter_context(contextlib.closing(results))
-        bar = stack.enter_context(tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None))
-        for ids, learned, some, seen in results:
-            for file, values in zip(files, (ids, learned), strict=True):
-                file.write(values.tobytes())
-            sizes.append(some)
+    work, chunks = _ToSamples(encoder, config.seq_length), _chunks(source, config.max_train_samples)
+    results = parallel_map(work, chunks, config.preprocessing_num_workers)
+    bar = tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None)
+    with open(f"{place}-ids.bin", "wb") as ids, open(f"{place}-learned.bin", "wb") as learned, bar:
+        for some_ids, some_learned, some_sizes, seen in results:
+            ids.write(some_ids.data)
+            learned.write(some_learned.data)
+            sizes.append(some_sizes)
             counts += seen
             bar.update(seen["read"])
     if not counts["read"]:
@@ -183,34 +178,30 @@ def _encode_all(
             f"{source.name}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
         )
-    form = next(form for form in FORMS if counts[form])
-    ends = [int(name.removeprefix("end ")) for name in counts if name.startswith("end ")]
-    facts = {"form": form, "end": max(ends, key=lambda end: counts[f"end {end}"], default=None)}
+    ends = {int(name.removeprefix("end ")): count for name, count in counts.items() if name.startswith("end ")}
+    facts = {"form": next(form for form in FORMS if counts[form]), "end": max(ends, key=ends.__getitem__, default=None)}
     return np.concatenate(sizes), {**facts, **{name: counts[name] for name in ("read", "cut", "dropped")}}
 
 
-def _select(source: Path, sizes: np.ndarray, chosen: np.ndarray, place: Path, digest: Any) -> None:
-    """Copy the `chosen` samples, [samples] bool, of what `_encode_all` left at `source` to the files of a split."""
+def _copy_samples(source: Path, sizes: np.ndarray, chosen: np.ndarray, place: Path, digest: Any) -> None:
+    """Copy the `chosen` samples, [samples] bool, of what `_write_samples` left at `source` to the files of a split."""
     ends = np.cumsum(sizes[chosen, 0])
     bounds = np.concatenate([[0], np.cumsum(sizes[:, 0])])[np.flatnonzero(np.diff(chosen, prepend=False, append=False))]
-    for file, name, kind_of in zip(_files(source), ("ids", "learned"), (np.int32, np.bool_), strict=True):
-        dtype = np.dtype(kind_of)
+    for name, dtype in (("ids", np.dtype(np.int32)), ("learned", np.dtype(np.bool_))):
+        values = np.memmap(f"{source}-{name}.bin", dtype, "r")
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (int(ends[-1]),)}
-        with file.open("rb") as values, open(f"{place}-{name}.npy", "wb") as into:
+        with open(f"{place}-{name}.npy", "wb") as into:
             np.lib.format.write_array_header_1_0(into, header)
-            for first, last in (dtype.itemsize * bounds).reshape(-1, 2).tolist():  # neighbours at once
-                values.seek(first)
-                for start in range(first, last, COPIED_AT_ONCE):
-                    block = values.read(min(COPIED_AT_ONCE, last - start))
-                    into.write(block)
-                    digest.update(block)
+            for first, last in bounds.reshape(-1, 2).tolist():  # of neighbouring samples
+                into.write(values[first:last].data)
+                digest.update(values[first:last].data)
     np.save(f"{place}-ends.npy", ends)
     digest.update(ends.tobytes())
     np.save(f"{place}-targets.npy", sizes[chosen, 1])
 
 
 class Conversations:
-    """One split of prepared samples, memory-mapped: `data.Samples`, one conversation an index."""
+    """One split of prepared samples, memory-mapped: `order.Samples`, one conversation an index."""
 
     def __init__(self, folder: Path, split: str) -> None:
         with prepared.reading(folder):
@@ -221,52 +212,50 @@ class Conversations:
             if not len(self.ids) == len(self.learned) == self.ends[-1] or len(self.ends) != len(self.targets):
                 raise ValueError("its files are not of one length")
         self.starts = np.concatenate([[0], self.ends[:-1]])
-        self.lengths = self.ends - self.starts - 1  # positions of a row: every token has to predict a next one
+        self.lengths = self.ends - self.starts - 1  # positions of a row: each token predicts the next one
 
     def __len__(self) -> int:
         return len(self.ends)
 
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, [tokens] int32; which of them the loss counts, [tokens] bool) of a sample."""
+        part = slice(self.starts[index], self.ends[index])
+        return np.asarray(self.ids[part]), np.array(self.learned[part])
+
     def __getitem__(self, index: int) -> Row:
-        ids = np.asarray(self.ids[self.starts[index] : self.ends[index]], dtype=np.int64)
-        learned = self.learned[self.starts[index] : self.ends[index]]
+        ids, learned = self.tokens(index)
+        ids = ids.astype(np.int64)
         return {"input_ids": ids[:-1], "labels": np.where(learned[1:], ids[1:], IGNORED)}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return int(self.targets[indices].sum())
 
     def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the last learned turn, the learned ids after): what to give the model, and a reference."""
-        ids = np.asarray(self.ids[self.starts[index] : self.ends[index]])
-        learned = np.asarray(self.learned[self.starts[index] : self.ends[index]])
-        gaps = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]]))
-        cut = max(int(gaps[-1]), min(16, len(ids) // 2)) if gaps[-1] == 0 else int(gaps[-1])
+        """(ids before the last learned turn, the ids from it on): what to give the model, and a reference."""
+        ids, learned = self.tokens(index)
+        cut = int(np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1])
+        if cut == 0:
+            cut = min(16, len(ids) // 2)
         return ids[:cut].tolist(), ids[cut:].tolist()
 
 
 def describe(samples: Conversations, config: ChatConfig) -> str:
-    """One line about the data: form, counts, lengths, share learned."""
-    meta, lengths = samples.meta, samples.lengths
-    template = (
-        ""
-        if meta["form"] in ("plain text", "prompt and completion")
-        else (
-            ", the model's chat template"
-            if meta["own_template"]
-            else ", the default chat template (### User / ### Assistant)"
-        )
-    )
+    """One line about the data: form, counts, lengths, share of tokens that the loss counts."""
+    meta, lengths, template = samples.meta, samples.lengths, ""
+    if meta["form"] not in ("plain text", "prompt and completion"):
+        default = "the default chat template (### User / ### Assistant)"
+        template = ", the model's chat template" if meta["own_template"] else f", {default}"
     return (
         f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
         f"tokens, {meta['dropped']:,} dropped with nothing to learn; {len(samples):,} to train on, "
-        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), {samples.learned.mean():.0%} of them learned; "
-        f"to validate on: {meta['validation']}"
+        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), the loss counts {samples.learned.mean():.0%} "
+        f"of them; to validate on: {meta['validation']}"
     )
 
 
 def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
-    """A sample as text, with the learned tokens between ⟦ and ⟧."""
-    ids = np.asarray(samples.ids[samples.starts[index] : samples.ends[index]])
-    learned = np.asarray(samples.learned[samples.starts[index] : samples.ends[index]]).copy()
+    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧."""
+    ids, learned = samples.tokens(index)
     learned[0] = False
     parts = []
     for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1):

@@ -17,7 +17,8 @@ import torch
 from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
-from shared.data.order import Batch, Row, is_near, is_validation
+from shared.data.loader import parallel_map
+from shared.data.order import Batch, Row, is_validation, near_share
 from shared.data.records import Source
 from shared.demo import DEFAULT_TEMPLATE
 from shared.process.collectives import on_main
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
-CHUNK_BYTES = 2**20  # text handed to one tokenising process at a time
+CHUNK_CHARACTERS = 2**20  # text that a process gets at a time
 FORMAT = 3  # raised when the files below change meaning
+DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one that is longer than `records.PIECE`, so that no text is too long to be tokenised."""
+    """A document, or a part of one that is longer than `records.PIECE`: no text is too long for the tokenizer."""
 
     text: str
     document: int  # its number in the source
@@ -44,7 +46,7 @@ class Piece(NamedTuple):
 
 
 def pieces(source: Source, column: str) -> Iterator[Piece]:
-    """Each document in pieces, in order; without those that are empty. Raises ConfigError for a record without text."""
+    """Each document in pieces, in order, without empty ones. Raises ConfigError for a record without text."""
     document, is_first = 0, True
     for where, record in source.read():
         if column not in record:
@@ -53,24 +55,15 @@ def pieces(source: Source, column: str) -> Iterator[Piece]:
         text = record[column]
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
-        at_once = records.PIECE
-        for piece, goes_on in records.pieces(text[i : i + at_once] for i in range(0, len(text), at_once)):
-            is_last = not (goes_on or records.GOES_ON in record)
+        for piece, continues in records.split_text(text[i : i + records.PIECE] for i in range(0, len(text), records.PIECE)):
+            is_last = not (continues or records.CONTINUES in record)
             if piece:
                 yield Piece(piece, document, is_first, is_last)
                 document, is_first = document + is_last, is_last
 
 
-def texts(source: Source, column: str) -> Iterator[str]:
-    """The text alone of all `pieces`."""
-    return (piece.text for piece in pieces(source, column))
-
-
-DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
-
-
 def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> Path:
-    """Tokenise the corpus once; on the next run with the same files, tokenizer and settings it is there already.
+    """Tokenise the corpus once. With the same files, tokenizer and settings it is there already.
 
     Every rank calls this; the main one works, the others wait.
 
@@ -84,7 +77,7 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     Raises:
         ConfigError: no text, unreadable text, or a tokenizer that is slow or without an end-of-text token.
     """
-    serialised = tokenizer and _serialised(tokenizer)
+    serialised = tokenizer and serialise(tokenizer)
     train, validation = records.open_sources(config, demo=DEMO)
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
@@ -99,22 +92,15 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     )
 
     def build(folder: Path) -> None:
-        used = tokenizer or train_tokenizer(texts(train, config.text_column), config.vocab_size)
+        texts = (piece.text for piece in pieces(train, config.text_column))
+        used = tokenizer or train_tokenizer(texts, config.vocab_size)
         used.save_pretrained(folder / "tokenizer")
-        write_shards(
-            folder,
-            train,
-            validation,
-            used,
-            column=config.text_column,
-            validation_percent=config.validation_split_percentage,
-            processes=config.preprocessing_num_workers,
-        )
+        write_shards(folder, train, validation, used, config)
 
     return prepared.build_once(cache_dir() / "corpus" / key, build)
 
 
-def _serialised(tokenizer: PreTrainedTokenizerBase) -> str:
+def serialise(tokenizer: PreTrainedTokenizerBase) -> str:
     """All that a tokenizer does, as text. Raises ConfigError for one that pretraining cannot use."""
     if not tokenizer.is_fast:
         raise ConfigError("the tokenizer is a slow one (Python alone), too slow for a corpus: give another --tokenizer_name")
@@ -141,10 +127,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: in
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+        [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -181,51 +164,43 @@ class _ShardWriter:
     def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
         self.folder, self.split, self.dtype = folder, split, dtype
         self.sizes: list[int] = []  # tokens of each shard
-        self.ends: list[np.ndarray] = []  # document ends, counted over all shards
+        self.ends = [np.zeros(0, np.int64)]  # document ends, counted over all shards
         self.tokens = self.bytes = 0
         self.hash = hashlib.sha256()
-        self.file: Any = None
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{self.split}-{number:05d}.bin"
 
     def append(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int) -> None:
         self.ends.append(self.tokens + ends)
         self.tokens += len(tokens)
         self.bytes += num_bytes
         while len(tokens):
-            if self.file is None or self.sizes[-1] == SHARD_TOKENS:
-                self.close()
-                path = self.folder / f"{self.split}-{len(self.sizes):05d}.bin"
-                self.file = path.open("wb")
+            if not self.sizes or self.sizes[-1] == SHARD_TOKENS:
                 self.sizes.append(0)
             part, tokens = np.split(tokens, [SHARD_TOKENS - self.sizes[-1]])
             content = part.astype(self.dtype).tobytes()
             self.hash.update(content)
-            self.file.write(content)
+            with self.path(len(self.sizes) - 1).open("ab") as file:
+                file.write(content)
             self.sizes[-1] += len(part)
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
 
     def take(self, other: _ShardWriter) -> None:
         """Append all that `other` has written, and remove its files."""
-        other.close()
         self.append(np.zeros(0, self.dtype), np.concatenate(other.ends), other.bytes)
-        for number, size in enumerate(other.sizes):
-            path = self.folder / f"{other.split}-{number:05d}.bin"
-            self.append(np.memmap(path, self.dtype, "r", shape=size), np.zeros(0, np.int64), 0)
-            path.unlink()
+        for number in range(len(other.sizes)):
+            self.append(np.memmap(other.path(number), self.dtype, "r"), np.zeros(0, np.int64), 0)
+            other.path(number).unlink()
 
     def finish(self) -> dict[str, Any]:
-        self.close()
-        ends = np.concatenate(self.ends) if self.ends else np.zeros(0, np.int64)
+        ends = np.concatenate(self.ends)
         np.save(self.folder / f"{self.split}-ends.npy", ends)
         facts = {"tokens": self.tokens, "bytes": self.bytes, "documents": len(ends), "shards": self.sizes}
         return {**facts, "sha256": self.hash.hexdigest()}
 
 
-class _Tokenise:
-    """Tokens of pieces, with an end-of-text after the last of each document; before the first what the tokenizer puts there.
+class Tokenise:
+    """Pieces to tokens. A document begins with what the tokenizer puts before texts and ends with the end-of-text token.
 
     Gives ([tokens] uint32, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces] bool, the last ones).
     """
@@ -233,9 +208,9 @@ class _Tokenise:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_str(_serialised(tokenizer))
-        self.bos, self.eos = prepared.begins_texts(tokenizer), [tokenizer.eos_token_id]
-        self.tokenizer.no_truncation()  # as a fine-tune may have left in its file
+        self.tokenizer = Tokenizer.from_str(serialise(tokenizer))
+        self.bos, self.eos = prepared.leading_bos(tokenizer), [tokenizer.eos_token_id]
+        self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()
 
     def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
@@ -249,13 +224,14 @@ class _Tokenise:
         return np.concatenate(ids), lengths, sizes, np.array(documents), np.array(last)
 
 
-def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def chunked(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Lists of pieces, of about CHUNK_CHARACTERS each."""
     chunk: list[Piece] = []
     size = 0
     for piece in pieces:
         chunk.append(piece)
         size += len(piece.text)
-        if size >= CHUNK_BYTES:
+        if size >= CHUNK_CHARACTERS:
             yield chunk
             chunk, size = [], 0
     if chunk:
@@ -263,39 +239,29 @@ def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def write_shards(
-    folder: Path,
-    train: Source,
-    validation: Source | None,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    column: str,
-    validation_percent: float,
-    processes: int | None,
+    folder: Path, train: Source, validation: Source | None, tokenizer: PreTrainedTokenizerBase, config: CorpusConfig
 ) -> None:
     """Tokenise everything into `folder`: shards, document ends, `meta.json`. Call on one rank.
 
-    Of few documents, some very long, a hash of their numbers may hold out far more, or less, than was asked for: then none
-    is, and `open_splits` takes the end of the text.
+    A hash of their numbers decides which documents are held out. If that is far from the share that was asked for (few
+    documents, some very long), none is, and `open_splits` takes the end of the text.
 
     Raises:
         ConfigError: no text, or a record that is not text.
     """
     from tqdm import tqdm
 
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    dtype, percent = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32), config.validation_split_percentage
     writers = {split: _ShardWriter(folder, split, dtype) for split in ("train", "validation")}
     progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
-    for source in (train, validation):
-        if source is None:
-            continue
-        chunks = _chunks(pieces(source, column))
-        for tokens, lengths, sizes, documents, last in prepared.in_order(_Tokenise, (tokenizer,), chunks, processes):
-            if source is validation:
-                held_out = np.ones(len(lengths), bool)
-            elif validation is not None:
-                held_out = np.zeros(len(lengths), bool)
+    for source in filter(None, (train, validation)):
+        chunks = chunked(pieces(source, config.text_column))
+        results = parallel_map(Tokenise(tokenizer), chunks, config.preprocessing_num_workers)
+        for tokens, lengths, sizes, documents, last in results:
+            if validation is None:
+                held_out = is_validation(documents, percent)
             else:
-                held_out = is_validation(documents, validation_percent)
+                held_out = np.full(len(lengths), source is validation)
             for split, chosen in (("train", ~held_out), ("validation", held_out)):
                 if chosen.any():
                     kept = tokens[np.repeat(chosen, lengths)]
@@ -303,12 +269,12 @@ def write_shards(
                     writers[split].append(kept, ends, int(sizes[chosen].sum()))
             progress.update(int(sizes.sum()))
     progress.close()
-    share, held = sum(w.tokens for w in writers.values()) * validation_percent / 100, writers["validation"]
-    if validation is None and held.tokens and not is_near(held.tokens, share):
+    share, held = sum(w.tokens for w in writers.values()) * percent / 100, writers["validation"]
+    if validation is None and held.tokens and not near_share(held.tokens, share):
         writers["train"].take(held)
         writers["validation"] = _ShardWriter(folder, "validation", dtype)
     meta = {"format": FORMAT, "dtype": dtype.name, "source": train.name}
-    meta |= {"validation_source": validation and validation.name}  # None: a part of the same
+    meta |= {"validation_source": validation and validation.name}  # None: a part of the training source
     meta |= {split: writer.finish() for split, writer in writers.items()}
     if not any(writer.tokens for writer in writers.values()):
         raise ConfigError(f"{train.name}: no text in it")
@@ -342,7 +308,7 @@ class Tokens:
         dtype, count = self.meta["dtype"], len(self.meta[self.split]["shards"])
         return [np.memmap(self._shard(i), dtype=dtype, mode="r") for i in range(count)]
 
-    def __getstate__(self) -> dict[str, Any]:  # a reading process maps the files itself
+    def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files itself
         return {k: v for k, v in self.__dict__.items() if k != "_shards"}
 
     @property
@@ -371,7 +337,7 @@ class Tokens:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of source text that a token of this part stands for; of a large part of a split, of some of it."""
+        """Bytes of source text a token, in this part. Of a part of a split, up to 16 stretches are measured."""
         facts = self.meta[self.split]
         if self.num_tokens == facts["tokens"]:
             return facts["bytes"] / facts["tokens"]
@@ -383,10 +349,10 @@ class Tokens:
 
 
 def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tuple[Tokens, Tokens, str]:
-    """(train, validation, a sentence that states the split) of prepared tokens.
+    """(train, validation, a description of the split) of prepared tokens.
 
-    Where `write_shards` has held nothing out, or not a whole sequence, the last `validation_percent` of the tokens are the
-    validation split instead; not where files to validate on were given.
+    If `write_shards` held out less than a sequence, the last `validation_percent` of the tokens are the validation split,
+    unless files to validate on were given.
 
     Raises:
         ConfigError: too little text for one sequence in each split.

@@ -1,4 +1,4 @@
-"""A conversation to tokens, and which of them the loss counts."""
+"""Turn a conversation into tokens and a loss mask."""
 
 from __future__ import annotations
 
@@ -16,31 +16,25 @@ import numpy as np
 from shared.data import prepared
 from shared.demo import DEFAULT_TEMPLATE
 from shared.process.errors import ConfigError
-from shared.text.forms import Example, _with_arguments
+from shared.text.forms import Example, Messages, with_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TODAY = datetime(2024, 7, 26)  # what Llama 3's templates take for it without a clock
-MINE, NEXT = "\ue000", "\ue001"  # characters that nobody writes
-
-
-def _serialised(arguments: Any) -> Any:
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-
-
-# Tokens ----------------------------------------------------------------------------------------------------------------
+TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write without a clock
+HERE, NEXT = "\ue000", "\ue001"  # placeholders for the content of turns: characters for private use
+Span = tuple[int, int]  # first and last + 1 character in the rendered text
 
 
 class Encoder:
-    """Examples to (token ids, which of them are learned), by the tokenizer's chat template or a stated default.
+    """Turn examples into (token ids, loss mask), with the tokenizer's chat template or a default one.
 
     Args:
-        tokenizer: a fast one, for the places of tokens in the text; gets DEFAULT_TEMPLATE if it has none.
+        tokenizer: a fast one, because it reports token offsets. It gets DEFAULT_TEMPLATE if it has no chat template.
         loss_on: assistant, completion or all.
 
     Raises:
-        ConfigError: the tokenizer knows no places or no end-of-text token.
+        ConfigError: the tokenizer is a slow one or has no end-of-text token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
@@ -49,7 +43,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        self.bos = prepared.begins_texts(tokenizer)
+        self.bos = prepared.leading_bos(tokenizer)
         if not tokenizer.chat_template:
             tokenizer.chat_template = ("{{ bos_token }}" if self.bos else "") + DEFAULT_TEMPLATE
         self.has_own_template = not str(tokenizer.chat_template).endswith(DEFAULT_TEMPLATE)
@@ -58,32 +52,42 @@ class Encoder:
         self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
-        """(ids, learned): the tokens, and [len(ids)] bool, the tokens that the loss counts.
+        """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
 
-        The token that ends the last learned turn is always among them: a template that writes none gets the
-        end-of-text token.
+        The last learned turn ends with a special token in the loss, unless `example.continues`. If the template writes
+        none, the end-of-text token is added.
 
         Raises:
             ConfigError: the chat template refuses the conversation.
         """
         if example.messages is None:
             text = example.prompt + example.completion
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            learned = _inside(encoded["offset_mapping"], [(len(example.prompt), len(text))])
-            ids = encoded["input_ids"]
-            if ids[: len(self.bos)] != self.bos:  # which a text that somebody rendered before has
+            ids, learned = self._tokens(text, [(len(example.prompt), len(text))])
+            if ids[: len(self.bos)] != self.bos:  # text that is rendered already may begin with it
                 ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
             ids, learned = self._chat(example.messages, example.tools, where)
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        if last >= 0 and not example.goes_on and self.end_of(ids[: last + 1]) is None:
+        if last >= 0 and not example.continues and self.end_of(ids[: last + 1]) is None:
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
         return ids, learned
 
+    def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
+        """(ids, mask): the token ids, and [len(ids)] bool, true for tokens that overlap one of the spans.
+
+        So the token " word" counts even if the prompt ends with the space and the completion begins with the word.
+        """
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        places = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        inside = np.zeros(len(places), dtype=bool)
+        for first, last in spans:
+            inside |= (places[:, 1] > first) & (places[:, 0] < last)
+        return list(encoded["input_ids"]), inside
+
     def end_of(self, ids: Sequence[int]) -> int | None:
-        """The special token that `ids` end with, white space after it aside; None if there is none."""
+        """The special token at the end of `ids`, or None. White space after the token is ignored."""
         for token in reversed(ids):
             if token in self.special:
                 return token
@@ -91,45 +95,42 @@ class Encoder:
                 return None
         return None
 
-    def _chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, where: str
-    ) -> tuple[list[int], np.ndarray]:
+    def _chat(self, messages: Messages, tools: Messages | None, where: str) -> tuple[list[int], np.ndarray]:
         if tools and "tools" not in str(self.tokenizer.chat_template):
-            raise ConfigError(f"{where}: has tools, of which the chat template knows nothing")
+            raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
             raise ConfigError(
-                f"{where}: calls a tool, which the default chat template does not know: take a model whose own does"
+                f"{where}: calls a tool, but the default chat template has no tools: choose a model with a chat template"
             )
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         try:
-            template = self._without_a_clock(tools)
+            template = self._with_fixed_date(tools)
             render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template)  # type: ignore[arg-type]
-            messages = self._as_the_template_takes_them(messages, render)
+            messages = _with_accepted_arguments(messages, render)
             if self.marks_turns:
                 encoded: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
                 mask = np.array(encoded["assistant_masks"], dtype=bool)
-                return list(encoded["input_ids"]), mask if wanted == turns else _some_turns(mask, turns, wanted, where)
+                return list(encoded["input_ids"]), mask if wanted == turns else _only_turns(mask, turns, wanted, where)
             text = str(render(messages, tokenize=False))
             needed = [] if self.loss_on == "all" else wanted
-            spans = [_turn(partial(render, tokenize=False), text, messages, number) for number in needed]
+            spans = [_find_turn(partial(render, tokenize=False), text, messages, number) for number in needed]
         except ConfigError:
             raise
-        except Exception as error:  # jinja2 and templates' own raise_exception
+        except Exception as error:  # jinja2's errors, and templates' own raise_exception
             raise ConfigError(f"{where}: the chat template refuses this conversation ({error})") from None
         if None in spans:
             raise ConfigError(
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), _inside(encoded["offset_mapping"], [span for span in spans if span is not None])
+        return self._tokens(text, [span for span in spans if span is not None])
 
-    def _without_a_clock(self, tools: list[dict[str, Any]] | None) -> str:
-        """The template for conversations with these `tools`; one that writes today's date always gets the same day.
+    def _with_fixed_date(self, tools: Messages | None) -> str:
+        """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
 
-        Otherwise the same data prepared tomorrow, or on another machine, were other samples, and no run could be resumed.
+        Otherwise data prepared tomorrow would differ, and no run could resume on it.
         """
         template = self.tokenizer.get_chat_template(tools=tools)
         if "strftime_now" not in template:
@@ -138,30 +139,32 @@ class Encoder:
         written = "format" + "".join(f".replace({code!r}, {TODAY.strftime(code)!r})" for code in codes)
         return f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
 
-    @staticmethod
-    def _as_the_template_takes_them(messages: list[dict[str, Any]], render: Callable[..., Any]) -> list[dict[str, Any]]:
-        """With calls' arguments as JSON in a string, if the template refuses objects or writes them in Python's way."""
-        calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-        arguments = [(call.get("function") or call).get("arguments") for call in calls]
-        objects = [value for value in arguments if isinstance(value, dict) and value]
-        if not objects:
-            return messages
-        try:
-            text = render(messages, tokenize=False)
-        except Exception:
-            text = ""
+
+def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> Messages:
+    """The messages. Arguments of tool calls become JSON text if the template refuses dicts or prints them as Python."""
+    calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    arguments = [(call.get("function") or call).get("arguments") for call in calls]
+    objects = [value for value in arguments if isinstance(value, dict) and value]
+    if not objects:
+        return messages
+    with contextlib.suppress(Exception):
+        text = render(messages, tokenize=False)
         if text and not any(str(value) in text for value in objects):
             return messages
-        return [
-            {**message, "tool_calls": [_with_arguments(call, _serialised) for call in message["tool_calls"]]}
-            if message.get("tool_calls")
-            else message
-            for message in messages
-        ]
+
+    def to_json(value: Any) -> Any:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+    return [
+        {**message, "tool_calls": [with_arguments(call, to_json) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
-def _some_turns(mask: np.ndarray, turns: list[int], wanted: list[int], where: str) -> np.ndarray:
-    """Of [tokens] marked turns those that are `wanted`."""
+def _only_turns(mask: np.ndarray, turns: list[int], wanted: list[int], where: str) -> np.ndarray:
+    """[tokens] bool: `mask` reduced to the `wanted` turns."""
     runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
     if len(runs) != len(turns) and wanted != turns[-1:]:
         raise ConfigError(f"{where}: the chat template marks {len(runs)} of {len(turns)} turns, so some cannot be left out")
@@ -171,60 +174,47 @@ def _some_turns(mask: np.ndarray, turns: list[int], wanted: list[int], where: st
     return kept
 
 
-def _turn(render: Callable[..., Any], text: str, messages: list[dict[str, Any]], number: int) -> tuple[int, int] | None:
-    """Where an assistant's turn stands in the rendered `text`, with the token that ends it; None where that is not clear.
+def _find_turn(render: Callable[..., Any], text: str, messages: Messages, number: int) -> Span | None:
+    """The span of an assistant's turn in the rendered `text`, including its end token. None if it cannot be found.
 
-    Some templates write a turn differently when it is the last: with its thoughts, say, or another token at its end. Some
-    open a thought where an answer is to be generated, which the answers of a conversation need not have.
+    Some templates render the last turn differently, with its thoughts or with another end token. Some write <think> in the
+    generation prompt, but not in a finished conversation.
     """
     if number:
         before = render(messages[:number], add_generation_prompt=True)
     else:
-        before = render([{"role": "assistant", "content": MINE}]).partition(MINE)[0]  # templates refuse to render nothing
+        before = render([{"role": "assistant", "content": HERE}]).partition(HERE)[0]  # templates refuse an empty list
     if not text.startswith(before):
         before = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", before)
     if text.startswith(before):
-        as_the_last = render(messages[: number + 1]).rstrip()
-        if text.startswith(as_the_last):
-            return len(before), len(as_the_last)
+        as_last_turn = render(messages[: number + 1]).rstrip()
+        if text.startswith(as_last_turn):
+            return len(before), len(as_last_turn)
     for calls in ({}, {"tool_calls": messages[number].get("tool_calls")}):
-        with contextlib.suppress(Exception):  # a template may refuse the answer of a tool that was not called
-            span = _among_others(render, text, messages, number, before, calls)
+        with contextlib.suppress(Exception):  # a template may refuse a tool result without a call
+            span = _find_by_placeholder(render, text, messages, number, before, calls)
             if span is not None:
                 return span
     return None
 
 
-def _among_others(
-    render: Callable[..., Any], text: str, messages: list[dict[str, Any]], number: int, before: str, calls: dict[str, Any]
-) -> tuple[int, int] | None:
-    """`_turn` of one that is not the last, by what is written around another in its place."""
-    turn = {"role": "assistant", "content": MINE, **calls}
-    with_it = [*messages[:number], turn]
-    both = render([*with_it, {**messages[number + 1], "content": NEXT}, *messages[number + 2 :]])
-    if MINE not in both or NEXT not in both:
+def _find_by_placeholder(
+    render: Callable[..., Any], text: str, messages: Messages, number: int, before: str, calls: dict[str, Any]
+) -> Span | None:
+    """`_find_turn` for a turn before the last: render it and the next turn as placeholders, and find the text between."""
+    until_here = [*messages[:number], {"role": "assistant", "content": HERE, **calls}]
+    both = render([*until_here, {**messages[number + 1], "content": NEXT}, *messages[number + 2 :]])
+    if HERE not in both or NEXT not in both:
         return None
     if not text.startswith(before):
-        before = both.partition(MINE)[0]
-    between = both.rpartition(MINE)[2].partition(NEXT)[0]
+        before = both.partition(HERE)[0]
+    between = both.rpartition(HERE)[2].partition(NEXT)[0]
     end = text.find(between, len(before))
     if end < 0 or not text.startswith(before) or not between.strip():
         return None
-    at_the_end = render(with_it).rpartition(MINE)[2]
+    at_the_end = render(until_here).rpartition(HERE)[2]
     closing = "".join(a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(between, at_the_end, strict=False)))
     if not closing and not between[0].isspace():
-        return None  # another token altogether ends the last turn
-    whole = re.sub(r"<[^<>]*$", "", closing)  # without what two tokens have in common, if that is not all
+        return None  # the last turn ends with another token
+    whole = re.sub(r"<[^<>]*$", "", closing)  # drop a partial token, the common prefix of two, unless nothing else is left
     return len(before), end + len((whole if whole.strip() else closing).rstrip())
-
-
-def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Which tokens hold a character of one of the spans: [tokens] bool.
-
-    A token that begins before a span and reaches into it counts, such as " word" where a prompt ends with the space.
-    """
-    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-    inside = np.zeros(len(offsets), dtype=bool)
-    for first, last in spans:
-        inside |= (places[:, 1] > first) & (places[:, 0] < last)
-    return inside

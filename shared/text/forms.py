@@ -1,4 +1,4 @@
-"""The forms of conversations that people have, read into one."""
+"""The forms of conversations that people have, read into one `Example`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shared.data import records
 from shared.data.records import kind
 from shared.process.errors import ConfigError
 
-# Forms -----------------------------------------------------------------------------------------------------------------
+Messages = list[dict[str, Any]]
 
 ROLES = ["assistant", "system", "tool", "user"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
-FORMS = {  # what a record is called, by the columns that it is known by; the first match counts
+FORMS = {  # form: the columns that tell it; the first match counts
     "chat messages": ("messages",),
     "ShareGPT conversations": ("conversations",),
     "prompt and completion": ("prompt", "completion"),
@@ -26,20 +26,20 @@ FORMS = {  # what a record is called, by the columns that it is known by; the fi
 
 @dataclass(frozen=True)
 class Example:
-    """A record in one of two shapes: messages for the chat template, or (prompt, completion) joined as they are.
+    """A record: either messages for the chat template, or prompt + completion, joined as they are.
 
-    A turn of the assistant with "weight": 0 is not learned.
+    The loss does not count an assistant's turn with "weight": 0.
     """
 
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None  # that the assistant may call, as chat templates take them
+    messages: Messages | None = None
+    tools: Messages | None = None  # that the assistant may call, as chat templates take them
     prompt: str = ""
     completion: str = ""
-    goes_on: bool = False  # in the next record, so nothing ends here
+    continues: bool = False  # in the next record, so no end-of-text is added
 
 
 def recognise(record: dict[str, Any], where: str) -> str:
-    """The form of a record, a key of FORMS. Raises ConfigError when its columns are those of none."""
+    """The form of a record, a key of FORMS. Raises ConfigError if its columns match none."""
     for form, columns in FORMS.items():
         if all(column in record for column in columns):
             return form
@@ -54,70 +54,56 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         ConfigError: a missing, null or mistyped field, an unknown role, or no turn of the assistant.
     """
     for column in FORMS[form]:
-        if record.get(column) is None:
-            if column in record:
-                raise ConfigError(f"{where}: {column!r} is null")
-            raise ConfigError(
-                f"{where}: {column!r} is missing; the first record has it ({form}), and all are to have one form"
-            )
+        if column not in record:
+            raise ConfigError(f"{where}: {column!r} is missing, but the first record has it ({form}): use one form")
     if form == "plain text":
-        return Example(completion=_text(record["text"], "'text'", where), goes_on=records.GOES_ON in record)
+        return Example(completion=_text(record, "text", where), continues=records.CONTINUES in record)
+    if form == "prompt and completion" and not isinstance(record["prompt"], list):
+        return Example(prompt=_text(record, "prompt", where), completion=_text(record, "completion", where))
+
+    has_system = record.get("system") and form in ("Alpaca instructions", "ShareGPT conversations")
+    system: Messages = [{"role": "system", "content": _text(record, "system", where)}] if has_system else []
     if form == "Alpaca instructions":
-        instruction = _text(record["instruction"], "'instruction'", where)
-        extra = _text(record.get("input") or "", "'input'", where)
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction},
-            {"role": "assistant", "content": _text(record["output"], "'output'", where)},
-        ]
-        return Example(_messages(_system(record, where) + messages, where), _tools(record, where))
-    if form == "ShareGPT conversations":
-        turns = _list(record["conversations"], "'conversations'", where)
-        messages = [{"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
-        for number, message in enumerate(messages, 1):
-            if message["role"] not in list(_SHAREGPT_ROLES):  # a list also takes what cannot be hashed
-                raise ConfigError(f"{where}: turn {number} is from {message['role']!r}, not {', '.join(_SHAREGPT_ROLES)}")
-            message["role"] = _SHAREGPT_ROLES[message["role"]]
-        return Example(_messages(_system(record, where) + messages, where), _tools(record, where))
-    if form == "prompt and completion":
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            shown = [{**message, "weight": 0} for message in _list(prompt, "'prompt'", where)]
-            return Example(_messages(shown + _list(completion, "'completion'", where), where), _tools(record, where))
-        return Example(prompt=_text(prompt, "'prompt'", where), completion=_text(completion, "'completion'", where))
-    return Example(_messages(_list(record["messages"], "'messages'", where), where), _tools(record, where))
-
-
-def _text(value: Any, what: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: {what} is {kind(value)}, expected text")
-    return value
-
-
-def _system(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    system = record.get("system")
-    return [{"role": "system", "content": _text(system, "'system'", where)}] if system else []
-
-
-def _tools(record: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
+        question = _text(record, "instruction", where)
+        if record.get("input"):
+            question += "\n\n" + _text(record, "input", where)
+        answer = _text(record, "output", where)
+        messages = [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    elif form == "ShareGPT conversations":
+        messages = system
+        for number, turn in enumerate(_list(record, "conversations", where), 1):
+            if (role := str(turn.get("from"))) not in _SHAREGPT_ROLES:
+                raise ConfigError(f"{where}: turn {number} is from {role!r}, not {', '.join(_SHAREGPT_ROLES)}")
+            messages.append({"role": _SHAREGPT_ROLES[role], "content": turn.get("value")})
+    elif form == "prompt and completion":
+        prompt = [{**message, "weight": 0} for message in _list(record, "prompt", where)]
+        messages = prompt + _list(record, "completion", where)
+    else:
+        messages = _list(record, "messages", where)
     tools = record.get("tools")
     if not tools or (isinstance(tools, str) and tools.strip() in ("", "null")):
-        return None
-    return _list(tools, "'tools'", where) or None
+        return Example(_checked(messages, where))
+    return Example(_checked(messages, where), _list(record, "tools", where) or None)
 
 
-def _list(value: Any, what: str, where: str) -> list[dict[str, Any]]:
+def _text(record: dict[str, Any], column: str, where: str) -> str:
+    if not isinstance(record[column], str):
+        raise ConfigError(f"{where}: {column!r} is {kind(record[column])}, expected text")
+    return record[column]
+
+
+def _list(record: dict[str, Any], column: str, where: str) -> Messages:
+    value = record[column]
     if isinstance(value, str):  # CSV has no lists: people put JSON into a cell
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             value = records.parse_json(value)
-        except (ValueError, RecursionError):
-            raise ConfigError(f"{where}: {what} is text, expected a list of objects") from None
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise ConfigError(f"{where}: {what} is not a list of objects")
+        raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected a list of objects")
     return value
 
 
-def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Checked, in the form that chat templates are written for: text, and calls whose arguments are an object."""
+def _checked(messages: Messages, where: str) -> Messages:
+    """The messages as chat templates expect them: content is text, the arguments of calls are objects."""
     read = []
     for number, given in enumerate(messages, 1):
         message = {key: value for key, value in given.items() if value is not None or key == "content"}
@@ -133,24 +119,24 @@ def _messages(messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]
         if message.get("weight", 1) not in (0, 1):
             raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
         if isinstance(calls, list):
-            message["tool_calls"] = [_with_arguments(call, _parsed) for call in calls]
+            message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
     if not any(message["role"] == "assistant" for message in read):
         raise ConfigError(f"{where}: no message has the role assistant, so there is nothing to learn")
     return read
 
 
-def _with_arguments(call: Any, function: Callable[[Any], Any]) -> Any:
-    """A tool call with what `function` makes of its arguments."""
+def with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
+    """A tool call with converted arguments."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_arguments(call["function"], function)}
-    return {**call, "arguments": function(call["arguments"])} if "arguments" in call else call
+        return {**call, "function": with_arguments(call["function"], convert)}
+    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
 
 
 def _parsed(arguments: Any) -> Any:
-    """OpenAI's files hold them as a string, which most templates would encode once more."""
+    """OpenAI's files hold arguments as a JSON string, which most templates would encode once more."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(arguments, str) and isinstance(value := records.parse_json(arguments), dict):
             return value

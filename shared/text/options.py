@@ -14,10 +14,10 @@ from shared.process.errors import ConfigError
 class TextConfig(DataConfig):
     """Text."""
 
-    FREE: ClassVar = DataConfig.FREE | {"preprocessing_num_workers"}
+    FREE: ClassVar = DataConfig.FREE | {"preprocessing_num_workers", "eval_samples"}
 
-    preprocessing_num_workers: int | None = None
-    """Processes that tokenise; if not given, one for ten seconds, then one for each processor, at most 16."""
+    eval_samples: int = 256  # Validation samples that one evaluation uses, at most
+    preprocessing_num_workers: int | None = None  # Processes that tokenise; if not given, one a processor, at most 16.
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,12 @@ class CorpusConfig(TextConfig):
 
     FREE: ClassVar = TextConfig.FREE | {"tokenizer_name", "preprocess_only"}
 
-    text_column: str = "text"
-    """Column or key that holds the text."""
-    streaming: bool = False
-    """Read and tokenise as training goes, in the order of the source, and keep nothing on disk."""
+    text_column: str = "text"  # Column or key that holds the text.
+    streaming: bool = False  # Read and tokenise as training goes, in the order of the source, and keep nothing on disk.
+    # Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on the text.
     tokenizer_name: str | None = None
-    """Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on the text."""
-    vocab_size: int = 4096
-    """Tokens of the BPE that is trained when there is no tokenizer."""
-    preprocess_only: bool = False
-    """Prepare tokenizer and tokens, then exit."""
+    vocab_size: int = 4096  # Tokens of the BPE that is trained when there is no tokenizer.
+    preprocess_only: bool = False  # Prepare tokenizer and tokens, then exit.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,15 +47,14 @@ class CorpusConfig(TextConfig):
 class ChatConfig(TextConfig):
     """Conversations, or prompts with completions, or text."""
 
+    # Tokens of one row at most; longer samples are cut, and counted; plain text makes as many samples as it takes.
     seq_length: int = 1024
-    """Tokens of one row at most; longer samples are cut, and counted; plain text makes as many samples as it takes."""
+    # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length.
     packing: bool = True
-    """Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length."""
+    # Tokens that the loss counts: every assistant turn (or the completion), the last assistant turn only, or all. A turn
+    # with "weight": 0 never counts.
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Tokens to learn: every assistant turn (or the completion), the last assistant turn only, or all. A turn with
-    "weight": 0 is not learned."""
-    max_train_samples: int | None = None
-    """Use the first records only."""
+    max_train_samples: int | None = None  # Use the first records only.
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,13 +47,13 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class Packed:
-    """Rows of several conversations each: `data.Samples` with `position_ids` that restart at each one."""
+    """Rows of several conversations each: `order.Samples` with `position_ids` that restart at each one."""
 
     def __init__(self, samples: Conversations, capacity: int) -> None:
         self.samples, self.capacity = samples, capacity
         self.bins = best_fit_decreasing(samples.lengths, capacity)
         self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
-        # Of rows of equal length that of more conversations is the longer one: it takes a mask, or a kernel more memory.
+        # Of equally long rows, the one with more conversations needs more memory: it has a mask.
         self.lengths = np.array([samples.lengths[b].sum() + 1 - 1 / len(b) for b in self.bins])
 
     def __len__(self) -> int:
@@ -69,27 +69,25 @@ class Packed:
 
     @property
     def waste(self) -> float:
-        """Share of the rows' capacity that holds nothing."""
+        """Empty share of the rows' capacity."""
         return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
 
 
 def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1, at_most: int | None = None) -> Batch:
-    """Packed rows -> {"input_ids", "labels"}, mostly "position_ids": [batch, longest row] int64, or [1, all] if `flat`;
-    and `targets` and `cu_seqlens`, see `lm_loss.causal_lm_loss`.
+    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64, or [1, all] if `flat`; also
+    `targets` and `cu_seqlens`, see `loss.causal_lm_loss`. If no position restarts, there are no positions.
 
-    Flash attention kernels tell documents apart in a single row only, at no cost for its length; SDPA's mask grows
-    with the square of it.
-
-    What fills a shorter row up comes after its last document and has no targets. There is no attention mask: models tell
-    documents apart by restarting positions only when none is given. Nor are there positions where none restarts.
+    Flash attention kernels separate documents in a single row only, at no cost for its length; SDPA's mask grows with
+    the square of it. Padding comes after a row's last document and has no targets. There is no attention mask: models
+    separate documents by restarting positions only without one.
 
     Args:
         rows: of a `Packed`.
         flat: all in one row.
-        multiple_of: lengthen rows to a multiple of this: kernels are chosen, and compiled, for each length that comes.
-        at_most: but not beyond this length, which all rows keep to.
+        multiple_of: pad rows to a multiple of this, since kernels are chosen, and compiled, for each length.
+        at_most: but not beyond this length; no row is longer.
     """
-    longest = _lengthened(rows, multiple_of, at_most)
+    longest = _padded_length(rows, multiple_of, at_most)
 
     def fill(row: Row, key: str) -> np.ndarray:
         missing = longest - len(row[key])
@@ -108,23 +106,18 @@ def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1,
     return _with_targets(batch)
 
 
-def _lengthened(rows: list[Row], multiple_of: int, at_most: int | None) -> int:
+def _padded_length(rows: list[Row], multiple_of: int, at_most: int | None) -> int:
     longest = max(len(row["labels"]) for row in rows)
     return min(longest + -longest % multiple_of, at_most or sys.maxsize)
 
 
 def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
-    """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64, and `targets`, see
-    `lm_loss.causal_lm_loss`.
+    """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64; also `targets`.
 
-    There is no attention mask: what fills a row up comes after all that its tokens see in a causal model, and has no
-    targets. Not a pad token's id says where it begins, so a real end-of-text token stays learned.
-
-    Args:
-        rows: of a `Conversations`.
-        multiple_of, at_most: see `collate_packed`.
+    There is no attention mask: a causal model never sees the padding, which comes last and has no targets. Padding is not
+    recognised by a token's id, so the loss counts a real end-of-text token. For the arguments see `collate_packed`.
     """
-    longest = _lengthened(rows, multiple_of, at_most)
+    longest = _padded_length(rows, multiple_of, at_most)
     batch = {"input_ids": np.zeros((len(rows), longest), np.int64), "labels": np.full((len(rows), longest), IGNORED)}
     for i, row in enumerate(rows):
         for key, values in batch.items():
@@ -133,14 +126,14 @@ def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
 
 
 def _with_targets(batch: dict[str, np.ndarray]) -> Batch:
-    """Where the labels are that count: found here, since whoever looks for them on a device waits for their number."""
+    """Adds the places of the labels that count. Looking for them on a device would wait for it."""
     batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
 @dataclass(frozen=True)
 class GroupedOrder(Order):
-    """Global batches of similar lengths, so that padding is little: sorted within stretches of `GROUP` batches."""
+    """Global batches of similar lengths, for little padding: sorted within stretches of `GROUP` batches."""
 
     lengths: np.ndarray | None = None
     GROUP = 32

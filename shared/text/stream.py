@@ -14,7 +14,7 @@ from shared.data.loader import ToDevice, Window
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches
 from shared.data.records import Source
 from shared.process.errors import ConfigError
-from shared.text.corpus import _chunks, _serialised, _Tokenise, pieces
+from shared.text.corpus import Tokenise, chunked, pieces, serialise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """Sequences cut from a source that is read as it goes, for a corpus too large for the disk.
+    """Sequences of a source that is read during training, for a corpus too large for the disk.
 
-    Every rank reads and tokenises the same stream and keeps its own rows of each global batch, so the samples of a
-    step are the same on any number of processes. The order is the source's own. Has the interface of `data.Loader`;
-    resuming reads forward from the start, which is the price of not keeping tokens.
+    Every rank reads and tokenises the same stream and keeps its own rows of each global batch, so the samples of a step
+    are the same on any number of processes. The order is the source's own. Has the interface of `loader.Loader`. No
+    tokens are kept, so resuming reads forward from the start.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Stream:
     def sequences(self, *, validation: bool) -> Iterator[np.ndarray]:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""
         held = np.zeros(0, np.int64)
-        for tokens, lengths, _, documents, _ in map(_Tokenise(self.tokenizer), _chunks(pieces(self.source, self.column))):
+        for tokens, lengths, _, documents, _ in map(Tokenise(self.tokenizer), chunked(pieces(self.source, self.column))):
             chosen = is_validation(documents, self.validation_percent) == validation
             held = np.concatenate([held, tokens[np.repeat(chosen, lengths)].astype(np.int64)])
             count = (len(held) - 1) // self.seq_length
@@ -66,7 +66,7 @@ class Stream:
 
     def identity(self) -> str:
         """Changes when the samples do."""
-        tokens = hashlib.sha256(_serialised(self.tokenizer).encode()).hexdigest()
+        tokens = hashlib.sha256(serialise(self.tokenizer).encode()).hexdigest()
         how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length}
         return prepared.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
 
@@ -79,9 +79,8 @@ class Stream:
                 break
         if not rows:
             raise ConfigError(
-                f"{self.source.name}: a stream is validated on whole documents, chosen by a hash of their numbers, and "
-                f"{self.validation_percent:g} % of those in it make no sequence: raise --validation_split_percentage, or "
-                "drop --streaming"
+                f"{self.source.name}: a stream is validated on whole documents, and {self.validation_percent:g} % of them "
+                "make no sequence: raise --validation_split_percentage, or drop --streaming"
             )
         return rows
 
@@ -99,8 +98,8 @@ class Stream:
         from tqdm import tqdm
 
         step = epoch = 0
-        quiet = None if start and self.rank == 0 else True  # None: unless there is a terminal
-        forward = tqdm(total=start, desc="reading what was learned before", unit=" steps", leave=False, disable=quiet)
+        quiet = None if start and self.rank == 0 else True  # None: only on a terminal
+        forward = tqdm(total=start, desc="reading to the step to resume", unit=" steps", leave=False, disable=quiet)
         while step < stop:
             batch: list[np.ndarray] = []
             first_step_of_epoch = step

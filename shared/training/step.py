@@ -1,52 +1,128 @@
-"""One optimizer step: when gradients are reduced, clipping, the update."""
+"""One optimizer step: forward and backward in micro-batches, clipping, the update."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shared.data.loader import Window
 from shared.data.order import Batch
 from shared.parallel import zero
 from shared.parallel.gradients import gradient_norm, keeps_gradients, scale_gradients
 from shared.process import faults
 from shared.process.ranks import data_parallel_size
 
-T = TypeVar("T")
+
+class Step:
+    """One optimizer step, as `Run.steps` yields it. All ranks call the same methods in the same order.
+
+    Args:
+        verdict: (losses of this rank's micro-batches, gradient norm, sample indices) -> a bool on the device: whether the
+            losses and the norm are finite on all ranks.
+
+    Attributes:
+        number: of this optimizer step, from 1.
+        batches: this rank's micro-batches.
+        num_targets: targets of the global batch, over all ranks. The loss is the mean over them.
+        learning_rate: of this step.
+        grad_norm: before clipping, a scalar on the device; None before `clip_gradients`.
+        finite: whether losses and gradients were finite: a bool on the device, the same on all ranks; None before `update`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        models: Sequence[nn.Module],
+        window: Window,
+        *,
+        number: int,
+        rate: float,
+        verdict: Callable[[list[torch.Tensor], torch.Tensor, Any], torch.Tensor],
+    ) -> None:
+        self.accelerator, self.models, self.window, self._verdict = accelerator, models, window, verdict
+        self.number, self.learning_rate = number, rate
+        self.batches, self.num_targets = window.micro_batches, window.num_targets
+        self.scale = loss_scale(window.num_targets)
+        self.sums: dict[str, list[torch.Tensor]] = {}  # logged values by name, a scalar for each micro-batch
+        self._losses: list[torch.Tensor] = []
+        self.grad_norm: torch.Tensor | None = None
+        self._is_clipped = False  # since the last update
+        self.finite: torch.Tensor | None = None
+
+    def micro_batches(self) -> Iterator[Batch]:
+        """Yield each micro-batch. Gradients are reduced over ranks in the backward pass of the last."""
+        return accumulate(self.accelerator, self.models, self.batches)
+
+    def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
+        """Add the gradients of `loss`, a scalar summed over the micro-batch's targets. It is logged as `name`."""
+        backward(self.accelerator, loss, self.scale)
+        self.record(loss, name)
+
+    def record(self, loss: torch.Tensor, name: str = "loss") -> None:
+        """Count a loss whose backward pass has run already, as in a pipeline."""
+        self._losses.append(loss.detach())
+        self.log(**{name: loss})
+
+    def log(self, **sums: torch.Tensor) -> None:
+        """Log more values of a micro-batch: scalars summed over its targets, as the loss is."""
+        for name, value in sums.items():
+            self.sums.setdefault(name, []).append(value.detach())
+
+    def clip_gradients(self, max_norm: float, model: nn.Module | None = None) -> torch.Tensor:
+        """Scale gradients down to a global L2 norm of `max_norm`; 0 turns that off. Returns the norm before clipping.
+
+        Args:
+            model: the model to clip; None: all prepared models together.
+        """
+        models = self.models if model is None else [model]
+        self.grad_norm, self._is_clipped = clip_gradients(self.accelerator, models, max_norm), True
+        return self.grad_norm
+
+    def update(self, optimizers: list[Any]) -> None:
+        """Step the optimizers and clear the gradients; skipped on all ranks where loss or gradient is not finite."""
+        norm = self.grad_norm if self.grad_norm is not None and self._is_clipped else self.clip_gradients(0)
+        self._is_clipped = False
+        finite = self._verdict(self._losses, norm, self.window.indices)
+        update(self.accelerator, optimizers, finite, norm)
+        self.finite = finite if self.finite is None else self.finite & finite
 
 
-def accumulate(accelerator: Accelerator, model: nn.Module, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-    """Yield a window's micro-batches, of which each is to go forward and `backward` before the next. Every rank alike.
+def accumulate(accelerator: Accelerator, models: Sequence[nn.Module], micro_batches: Sequence[Batch]) -> Iterator[Batch]:
+    """Yield micro-batches. Each goes forward and `backward` before the next. Every rank calls this alike.
 
-    Gradients are reduced over ranks in the last one's backward only. FSDP reduces in every one, or each rank would hold
-    whole gradients meanwhile; over HSDP's groups in the last.
+    Gradients are reduced over ranks in the backward pass of the last. FSDP reduces in every one: otherwise each rank would
+    store unsharded gradients. HSDP reduces between its groups in the last.
     """
     for i, batch in enumerate(micro_batches):
-        with _reduced(accelerator, model, last=i + 1 == len(micro_batches)):
+        with reduced(accelerator, models, last=i + 1 == len(micro_batches)):
             yield batch
 
 
 @contextlib.contextmanager
-def _reduced(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
+def reduced(accelerator: Accelerator, models: Sequence[nn.Module], *, last: bool) -> Iterator[None]:
+    """Reduce the gradients of a backward pass in this block only if it is the `last`: see `accumulate`."""
     accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(last)
-        last = True
     faults.point("micro_batch")
-    with contextlib.nullcontext() if last else accelerator.no_sync(model):
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.set_requires_all_reduce(last)
+            elif not last:
+                stack.enter_context(accelerator.no_sync(model))
         yield
 
 
 def loss_scale(num_targets: int) -> float:
     """What to multiply a micro-batch's summed loss by, so that the reduced gradient is that of the global mean.
 
-    The mean runs over all `num_targets` of the global batch, whatever each rank and micro-batch holds of them. DDP
-    and FSDP then average over the ranks that read different data, which the factor undoes.
+    The mean runs over all `num_targets` of the global batch, however they are distributed over ranks and micro-batches. DDP
+    and FSDP average over the ranks that read different data. The factor undoes that.
     """
     return data_parallel_size() / max(1, num_targets)
 
@@ -58,16 +134,16 @@ def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None
         loss: scalar, summed over the micro-batch's targets.
         scale: see `loss_scale`.
     """
-    if zero.is_used(accelerator) or accelerator.scaler is not None:  # which take a loss, no gradient
+    if zero.is_used(accelerator) or accelerator.scaler is not None:  # they need the scaled loss
         accelerator.backward(loss * scale)
-    else:  # equal to that bit for bit, and spares the device some small kernels
+    else:  # the same result bit for bit with fewer kernels
         loss.backward(torch.full_like(loss, scale))
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients down to a global L2 norm of `max_norm`, if that is not 0, and return their norm before.
+def clip_gradients(accelerator: Accelerator, models: Sequence[nn.Module], max_norm: float) -> torch.Tensor:
+    """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0. Returns their norm before.
 
-    Every rank calls this, once a step and before the optimizer.
+    Every rank calls this before the optimizer.
 
     Returns:
         Scalar tensor on the device, the same on all ranks; not finite where any rank's gradient is not.
@@ -75,7 +151,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
     if zero.is_used(accelerator):  # which has clipped and stepped in the last backward
         return torch.tensor(float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()), device=accelerator.device)
     accelerator.unscale_gradients()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
     norm = gradient_norm(accelerator, gradients)
     if max_norm:
         shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -86,11 +162,11 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
 def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor) -> None:
     """Step all optimizers if the step is `finite` (a bool on the device), and clear the gradients.
 
-    With fp16 the gradient's `norm`, too, has to be finite: else none steps, where the scaler would let those step whose
-    own gradients are, and lowers its scale.
+    With fp16 the gradient's `norm` has to be finite, too. If it is not, no optimizer steps and the loss scale falls. The
+    scaler alone would skip only the optimizer with the bad gradients.
 
-    Fused AdamW's kernel looks at it itself and leaves weights and state as they were, so nothing waits for the device;
-    for others, offloaded weights and fp16 the answer is fetched.
+    Fused AdamW reads `found_inf` on the device, so the host waits for nothing. For other optimizers, offloaded weights and
+    fp16 the host reads `finite`.
     """
     faults.point("update")
     if zero.is_used(accelerator):
@@ -106,7 +182,7 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
         elif finite:
             optimizer.step() if scaler is None else scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=not keeps_gradients(accelerator))
-    if scaler is not None:  # once: Accelerate's wrappers would each do it, and unscale a second one's gradients twice
+    if scaler is not None:  # once: Accelerate's wrappers would do it once for each optimizer
         scaler.update()
 
 

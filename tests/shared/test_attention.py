@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, masking_utils
+from transformers.masking_utils import create_causal_mask
 
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import IGNORED
@@ -25,6 +25,7 @@ from shared.text.packing import Packed, collate_packed, collate_padded
 from tests.small_models import VOCAB, llama, make, tokens
 
 CPU = torch.device("cpu")
+BY_MASK = "documents kept apart by their attention's mask"
 
 
 class Documents:
@@ -59,27 +60,6 @@ def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
             alone = subject(input_ids=ids, use_cache=False).logits[0]
             torch.testing.assert_close(logits[row, start : start + ids.shape[1]], alone, atol=1e-5, rtol=1e-4)
             start += ids.shape[1]
-
-
-@torch.no_grad()
-def test_without_position_ids_packed_documents_do_see_each_other():
-    # The counterpart of the test above: it would pass on a model that ignores its context.
-    subject = make("llama")
-    ids = tokens(1, 16)
-    together = subject(input_ids=ids, use_cache=False).logits[0, 8:]
-    alone = subject(input_ids=ids[:, 8:], use_cache=False).logits[0]
-    assert (together - alone).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_the_packed_loss_is_the_sum_of_the_documents_losses():
-    subject = make("llama")
-    documents = Documents([11, 9, 6, 5])
-    packed = Packed(documents, 20)
-    batch = collate_packed([packed[i] for i in range(len(packed))])
-    alone = [collate_padded([documents[i]]) for i in range(4)]
-    expected = sum(causal_lm_loss(subject, one) for one in alone)
-    torch.testing.assert_close(causal_lm_loss(subject, batch), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -187,24 +167,28 @@ def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with
     }
 
 
-def test_transformers_is_asked_again_after_the_block_and_after_an_error_in_it():
-    def functions():
-        makers, warn = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, PreTrainedModel.warn_if_padding_and_no_attention_mask
-        return masking_utils.find_packed_sequence_indices, makers["sdpa"], warn
+def test_outside_of_the_block_transformers_does_what_it_did():
+    subject, batch = make("llama"), batches()["packed"]
 
-    before = functions()
+    def mask_and_reads():
+        with HostReads() as reads:
+            mask = create_causal_mask(subject.config, torch.zeros(2, 20, 32), None, None, batch["position_ids"])
+        return mask.dtype, reads.count
+
+    before = mask_and_reads()
+    assert before == (torch.bool, 1)
     with pytest.raises(ZeroDivisionError), attention.told_of_rows(packed=True):
-        assert all(now is not then for now, then in zip(functions(), before, strict=True))
+        assert mask_and_reads() == (torch.float32, 0)
         raise ZeroDivisionError
-    assert functions() == before
+    assert mask_and_reads() == before
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
 def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, implementation):
     subject = make(name, implementation).train()
-    attention.isolate_documents(subject, CPU, VOCAB)
-    assert subject.training
+    word = attention.isolate_documents(subject, CPU, VOCAB)
+    assert word == (BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention")
+    assert subject.training and attention._kernel is None
 
 
 class SumsAll(nn.Module):
@@ -254,8 +238,6 @@ def test_documents_are_kept_apart_in_as_many_rows_as_are_trained():
 
 # Without a mask ------------------------------------------------------------------------------------------------------
 
-BY_MASK = "documents kept apart by their attention's mask"
-
 
 def each_alone(query, key, value, cu_seqlens, longest, scale):
     """The kernel's stand-in on a CPU: attention of each document by itself, one after the other."""
@@ -272,7 +254,6 @@ def each_alone(query, key, value, cu_seqlens, longest, scale):
 @pytest.fixture
 def kernel(monkeypatch):
     """A device that has a kernel; returns what sets it, and counts its calls."""
-    monkeypatch.setattr(attention, "_has_kernel", lambda device: True)
     calls = []
 
     def install(function):
@@ -280,11 +261,11 @@ def kernel(monkeypatch):
             calls.append(arguments[0].shape)
             return function(*arguments)
 
-        monkeypatch.setattr(attention, "_kernel", counted)
+        monkeypatch.setattr(attention, "find_kernel", lambda device: counted)
         return calls
 
     yield install
-    attention._use_kernel(False)
+    attention._use(None)
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -333,7 +314,7 @@ def test_without_a_mask_the_same_is_learned(name, layers, checkpointing, kernel)
         assert word == "documents kept apart by attention of variable lengths, without a mask"
         assert subject.training
         if not found:
-            attention._use_kernel(False)
+            attention._use(None)
         calls.clear()
         outcomes.append(learned(subject, batch))
         assert len(calls) == found * 10 * layers * (1 if checkpointing == "none" else 2)
@@ -350,14 +331,14 @@ def test_attention_dropout_takes_the_mask(kernel):
     subject = llama(attention_dropout=0.5).train()
     with torch.autocast("cpu", torch.bfloat16):
         assert attention.isolate_documents(subject, CPU, VOCAB).endswith("mask: no block can do without")
-        assert attention._sdpa is None
+        assert attention._kernel is None
         subject.config.attention_dropout = 0.0  # the blocks have their own
         assert attention.isolate_documents(subject, CPU, VOCAB).endswith("without a mask")
         calls.clear()
         torch.manual_seed(1)
         loss = causal_lm_loss(subject, batches()["packed"])
         assert not calls
-        attention._use_kernel(False)
+        attention._use(None)
         torch.manual_seed(1)
         torch.testing.assert_close(loss, causal_lm_loss(subject, batches()["packed"]), rtol=1e-3, atol=0)
 
@@ -366,7 +347,7 @@ def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
     calls = kernel(each_alone)
     word = attention.isolate_documents(make("llama"), CPU, VOCAB)
     assert word == f"{BY_MASK}: attention in fp32 has no kernel for variable lengths"
-    assert not calls and attention._sdpa is None
+    assert not calls and attention._kernel is None
 
 
 def raises(*_arguments):
@@ -400,32 +381,8 @@ def test_a_kernel_that_is_not_right_on_a_device_is_not_used(function, why, kerne
     batch = batches()["packed"]
     expected = causal_lm_loss(subject, batch)
     word = attention.isolate_documents(subject, CPU, VOCAB)
-    assert re.fullmatch(f"{BY_MASK}: {why}", word) and attention._sdpa is None
+    assert re.fullmatch(f"{BY_MASK}: {why}", word) and attention._kernel is None
     assert torch.equal(causal_lm_loss(subject, batch), expected)
-
-
-class DropsSmallMasks(nn.Module):
-    """Thinks that only a mask of four dimensions is one."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make("llama").to(torch.bfloat16)
-        for block in self.inner.model.layers:
-            block.register_forward_pre_hook(self.drop, with_kwargs=True)
-
-    @staticmethod
-    def drop(_block, args, named):
-        mask = named.get("attention_mask")
-        return args, named | {"attention_mask": mask if mask is None or mask.ndim == 4 else None}
-
-    def forward(self, **inputs):
-        return self.inner(**inputs)
-
-
-def test_a_model_that_mislays_what_is_no_mask_keeps_its_mask(kernel):
-    kernel(each_alone)
-    word = attention.isolate_documents(DropsSmallMasks(), CPU, VOCAB)
-    assert word == f"{BY_MASK}: no block can do without" and attention._sdpa is None
 
 
 def halved(query, key, value, cu_seqlens, longest, scale):
@@ -437,35 +394,30 @@ def halved(query, key, value, cu_seqlens, longest, scale):
 def test_logits_that_differ_keep_the_mask(kernel):
     kernel(halved)
     word = attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
-    assert word == f"{BY_MASK}: without it the model's logits differ" and attention._sdpa is None
+    assert word == f"{BY_MASK}: without it the model's logits differ" and attention._kernel is None
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_bias_of_attention_is_never_lost(known, kernel, monkeypatch):
-    """The model keeps its mask; were it not noticed at the start, each block would, as it is computed."""
+def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
+    """The model keeps its mask; were it not noticed at the start, each block would make one."""
     from transformers.models.llama import modeling_llama
 
     bias = 0.1 * torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
     inner = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface
 
-    def biased(*arguments):
-        function = inner(*arguments)
-
+    def biased(_self, *names):
         def attend(module, query, *others, **named):
-            length = query.shape[2]
-            return function(module, query, *others, position_bias=bias[..., :length, :length].to(query.dtype), **named)
+            of_rows = bias[..., : query.shape[2], : query.shape[2]].to(query.dtype)
+            return inner(*names)(module, query, *others, position_bias=of_rows, **named)
 
         return attend
 
-    monkeypatch.setattr(type(modeling_llama.ALL_ATTENTION_FUNCTIONS), "get_interface", lambda _self, *names: biased(*names))
+    monkeypatch.setattr(type(modeling_llama.ALL_ATTENTION_FUNCTIONS), "get_interface", biased)
     kernel(each_alone)
     subject, batch = make("llama").to(torch.bfloat16), batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    if known:
-        word = attention.isolate_documents(subject, CPU, VOCAB)
-        assert word == f"{BY_MASK}: attention is given position_bias, too" and attention._sdpa is None
-    else:
-        attention._use_kernel(True)
+    assert attention.isolate_documents(subject, CPU, VOCAB) == f"{BY_MASK}: no block can do without"
+    assert attention._kernel is None
+    attention._use(each_alone)
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected, rtol=2e-3, atol=0)
 
 
@@ -476,45 +428,14 @@ def test_a_lack_of_memory_in_the_trial_is_not_taken_for_a_kernel_that_fails(kern
     kernel(out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
-    assert attention._sdpa is None
-
-
-def test_on_a_cpu_documents_are_kept_apart_by_a_mask():
-    assert attention.isolate_documents(make("llama"), CPU, VOCAB) == BY_MASK
-    assert attention._sdpa is None
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_pytorchs_kernel_takes_what_it_is_given_and_any_number_of_documents_is_one_graph(compiled, monkeypatch):
-    """As far as it can be seen without a GPU: its signature, shapes and gradients, on tensors without values."""
-    monkeypatch.setattr(attention, "_computed_in", lambda device, dtype: dtype)
-    attention._use_kernel(True)
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def summed(query, key, value, cu_seqlens):
-        found, _ = attention._attend(nn.Module(), query * 2, key, value, cu_seqlens, 0.0, 0.125)
-        assert found.shape == (2, 12, 4, 32)
-        return found.float().sum()
-
-    function = torch.compile(summed, backend=counter, fullgraph=True) if compiled else summed
-    try:
-        for number in (5, 9, 3):
-            shapes = [(2, 4, 12, 32), (2, 2, 12, 32), (2, 2, 12, 32)]
-            states = [torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
-            bounds = torch.empty(number, dtype=torch.int32, device="meta")
-            torch._dynamo.maybe_mark_dynamic(bounds, 0)
-            function(*states, bounds).backward()
-            assert [tensor.grad.shape for tensor in states] == [torch.Size(shape) for shape in shapes]
-    finally:
-        attention._use_kernel(False)
-    assert counter.frame_count == compiled
+    assert attention._kernel is None
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_take_documents_for_a_mask_in_one_graph(checkpointing, monkeypatch):
     """A model of tensors without values, with PyTorch's own kernel, as its blocks find it in transformers."""
     monkeypatch.setattr(attention, "_computed_in", lambda device, dtype: dtype)
-    attention._use_kernel(True)
+    attention._use(attention.find_kernel(torch.device("cuda")))
     counter = CompileCounterWithBackend("aot_eager")
     with torch.device("meta"):
         subject = llama(attn_implementation="sdpa").to(torch.bfloat16).train()
@@ -528,5 +449,5 @@ def test_compiled_blocks_take_documents_for_a_mask_in_one_graph(checkpointing, m
             batch["cu_seqlens"] = torch.empty(number, dtype=torch.int32, device="meta")
             causal_lm_loss(subject, batch).backward()
     finally:
-        attention._use_kernel(False)
+        attention._use(None)
     assert counter.frame_count == 1

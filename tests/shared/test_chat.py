@@ -97,33 +97,26 @@ def test_a_template_that_marks_nothing_is_read_by_its_prefixes(chatml, loss_on, 
     assert learned_runs(chatml, ids, mask) == expected
 
 
-@pytest.mark.parametrize(
-    ("record", "form"),
-    [
-        ({"system": "the model reads", "instruction": "a line", "output": "says what"}, "Alpaca instructions"),
-        (
-            {
-                "system": "the model reads",
-                "conversations": [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}],
-            },
-            "ShareGPT conversations",
-        ),
-        ({"messages": [{"role": "developer", "content": "the model reads"}, *TURNS[1:3]]}, "chat messages"),
-    ],
+def test_what_the_system_says_is_read_from_each_form():
+    talk = [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}]
+    for record in (
+        {"system": "the model reads", "instruction": "a line", "output": "says what"},
+        {"system": "the model reads", "conversations": talk},
+        {"messages": [{"role": "developer", "content": "the model reads"}, *TURNS[1:3]]},
+    ):
+        assert read_example(record, recognise(record, "here"), "here").messages == TURNS[:3]
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}{% endfor %}"
 )
-def test_what_the_system_says_is_read_from_each_form(record, form):
-    assert read_example(record, form, "here").messages == TURNS[:3]
 
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_turn_of_weight_0_is_shown_and_not_learned(chatml, marked):
-    if marked:
-        body = "m['content'] + '<|im_end|>'"
-        chatml.chat_template = CHATML.replace(f"{{{{ '<|im_start|>' + m['role'] + '\n' + {body}", "")
-        chatml.chat_template = (
-            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
-            "{{ " + body + " }}{% endgeneration %}{% else %}{{ " + body + " }}{% endif %}{{ '\n' }}{% endfor %}"
-        )
+    chatml.chat_template = MARKED if marked else CHATML
     for unlearned, expected in ((2, ["since it saw many<|im_end|>"]), (4, ["says what<|im_end|>"])):
         messages = [{**turn, "weight": 0} if number == unlearned else turn for number, turn in enumerate(TURNS)]
         example = read_example({"messages": messages}, "chat messages", "here")
@@ -198,8 +191,8 @@ def test_turns_that_cannot_be_found_are_refused(chatml):
     chatml.chat_template = CHATML.replace("m['content']", "m['content'] | length | string + loop.revindex | string")
     with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
         Encoder(chatml, "assistant")(Example(TURNS), "here")
-    _, mask = Encoder(chatml, "all")(Example(TURNS), "here")
-    assert mask.all()
+    ids, mask = Encoder(chatml, "all")(Example(TURNS), "here")
+    assert mask.all() and chatml.decode(ids).startswith("<|im_start|>system")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +200,6 @@ def test_turns_that_cannot_be_found_are_refused(chatml):
     [
         ("\n{%- if strftime_now is defined %}{%- set d = strftime_now('%d %b %Y') %}{%- endif %}{{ d }}\n", "26 Jul 2024\n"),
         ("\n  {% macro now() %}{{- 'On ' + strftime_now('%Y-%m-%d') }}{% endmacro %}{{ now() }}", "\nOn 2024-07-26"),
-        ("{{ strftime_now('%B %-d, %Y') }}", "July 26, 2024"),
         ("{{ strftime_now('%A %e %b %y %H:%M, %j') }}", "Friday 26 Jul 24 00:00, 208"),
     ],
 )
@@ -222,7 +214,7 @@ def test_calls_of_tools_are_no_matter_of_the_default_template(tokenizer):
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "look_up"}}]}
     encoder = Encoder(tokenizer, "assistant")
     for messages in ([TURNS[0], call], [*TURNS[:2], {"role": "tool", "content": "3"}, TURNS[1]]):
-        with pytest.raises(ConfigError, match=r"^here: calls a tool, which the default chat template does not know"):
+        with pytest.raises(ConfigError, match=r"^here: calls a tool, but the default chat template has no tools"):
             encoder(Example(messages), "here")
 
 
@@ -230,7 +222,7 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
     record = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
     for tools in (record["tools"], json.dumps(record["tools"])):
         example = read_example(record | {"tools": tools}, "chat messages", "here")
-        with pytest.raises(ConfigError, match=r"^here: has tools, of which the chat template knows nothing"):
+        with pytest.raises(ConfigError, match=r"^here: has tools, but the chat template does not write them"):
             Encoder(chatml, "assistant")(example, "here")
     chatml.chat_template = "{% if tools %}{{ tools[0]['function']['name'] + '\n' }}{% endif %}" + CHATML
     ids, mask = Encoder(chatml, "assistant")(example, "here")
@@ -238,19 +230,6 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
     for nothing in (None, [], "[]", "null", ""):
         assert read_example(record | {"tools": nothing}, "chat messages", "here").tools is None
-
-
-def test_a_call_without_content_has_none(chatml):
-    """What a template would write for it differs with the version of transformers."""
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    (read,) = read_example({"messages": [call]}, "chat messages", "here").messages
-    assert read == call
-
-
-def test_several_templates_of_which_none_is_the_default_are_one_line(chatml):
-    chatml.chat_template = {"one": CHATML, "other": CHATML}
-    with pytest.raises(ConfigError, match="here: the chat template refuses this conversation"):
-        Encoder(chatml, "assistant")(Example(TURNS), "here")
 
 
 def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_not(tmp_path):
@@ -278,10 +257,13 @@ CALLING = (
 )
 
 
-@pytest.mark.parametrize("given", ['{"city": "Rome"}', {"city": "Rome"}], ids=["string", "object"])
 @pytest.mark.parametrize(
-    "written",
-    ["call['function']['arguments'] | tojson", "'' + call['function']['arguments']", "call['function']['arguments']"],
+    ("written", "given"),
+    [
+        ("call['function']['arguments'] | tojson", '{"city": "Rome"}'),
+        ("'' + call['function']['arguments']", {"city": "Rome"}),
+        ("call['function']['arguments']", {"city": "Rome"}),
+    ],
     ids=["for objects", "refuses objects", "for strings"],
 )
 def test_arguments_of_calls_are_written_once(chatml, written, given):
@@ -319,28 +301,15 @@ def test_what_begins_a_text_is_there_once(beginning, example):
     assert not encoder.has_own_template and "says what<|endoftext|>" in learned_runs(beginning, ids, mask)[-1]
 
 
-def test_all_tokens(chatml):
-    ids, mask = Encoder(chatml, "all")(Example(TURNS), "here")
-    assert mask.all() and chatml.decode(ids).startswith("<|im_start|>system")
-
-
 def test_a_template_that_marks_turns_gives_the_same(chatml):
     by_prefix = Encoder(chatml, "assistant")(Example(TURNS), "here")
-    body = "m['content'] + '<|im_end|>'"
-    chatml.chat_template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ " + body + " }}{% endgeneration %}{% else %}{{ " + body + " }}{% endif %}{{ '\n' }}{% endfor %}"
-    )
+    chatml.chat_template = MARKED
     by_marks = Encoder(chatml, "assistant")(Example(TURNS), "here")
     assert by_marks[0] == by_prefix[0] and (by_marks[1] == by_prefix[1]).all()
 
 
 def test_an_end_of_turn_with_a_line_end_after_it_gets_no_other(chatml):
-    chatml.chat_template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['content'] + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}"
-        "{% endfor %}"
-    )
+    chatml.chat_template = MARKED.replace("'<|im_end|>'", "'<|im_end|>\n'").replace("{{ '\n' }}{% endfor", "{% endfor")
     ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
 
@@ -359,8 +328,8 @@ def test_a_template_without_an_end_of_turn_gets_one(tokenizer):
     [
         ({"messages": [{"role": "assistant", "content": None}]}, "content of message 1 is null"),
         ({"messages": [{"role": "assistant", "content": 3}]}, "content of message 1 is an int"),
-        ({"messages": "x"}, "'messages' is text, expected a list"),
-        ({"messages": [3]}, "not a list of objects"),
+        ({"messages": "x"}, "'messages' is a str, expected a list of objects"),
+        ({"messages": [3]}, "'messages' is a list, expected a list of objects"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 is from 'robot'"),
         ({"instruction": "x", "output": None}, "'output' is null"),
         ({"prompt": "x", "completion": 3}, "'completion' is an int"),
@@ -392,13 +361,13 @@ def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, 
     )
 
 
-@pytest.mark.parametrize("at_once", [1, 5])
-def test_more_processes_prepare_the_same(tokenizer, chat_file, tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr(chat, "AT_ONCE", at_once)
+def test_more_processes_prepare_the_same(chatml, chat_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "CHUNK_RECORDS", 5)
+    tokenizer = chatml
     alone = prepared(tokenizer, chat_file, tmp_path / "alone", monkeypatch)[:2]
     together = prepared(tokenizer, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2)[:2]
     for one, other in zip(alone, together, strict=True):
-        assert one.meta == other.meta
+        assert one.meta == other.meta and chatml.convert_ids_to_tokens(one.meta["end"]) == "<|im_end|>"
         assert np.array_equal(one.ids, other.ids) and np.array_equal(one.learned, other.learned)
         assert np.array_equal(one.ends, other.ends) and np.array_equal(one.targets, other.targets)
     assert sorted(path.name for path in next((tmp_path / "alone/chat").iterdir()).iterdir()) == [
@@ -418,12 +387,10 @@ def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch)
 
 
 def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file, tmp_path, monkeypatch):
-    held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text("".join(chat_file.read_text().splitlines(keepends=True)[:5]))
-    options = {"validation_file": (str(held_out),), "max_train_samples": 9}
+    options = {"validation_file": (str(chat_file),), "max_train_samples": 9}
     train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch, **options)
-    assert (len(train), len(validation)) == (9, 5)
-    for index in range(5):
+    assert (len(train), len(validation)) == (9, 23)
+    for index in range(9):
         assert all(np.array_equal(train[index][key], validation[index][key]) for key in ("input_ids", "labels"))
 
 
@@ -499,11 +466,6 @@ def test_what_is_held_out_is_near_the_share_that_was_asked_for(samples_of_record
         assert share / 2 - 1 <= held_out.sum() <= 2 * share + 2
 
 
-def test_what_ends_a_learned_turn_is_kept(chatml, chat_file, tmp_path, monkeypatch):
-    train, _, _ = prepared(chatml, chat_file, tmp_path, monkeypatch)
-    assert chatml.convert_ids_to_tokens(train.meta["end"]) == "<|im_end|>"
-
-
 @settings(deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(1, 64), max_size=120))
 def test_packing_uses_each_sample_once_and_never_overfills(lengths):
@@ -513,11 +475,8 @@ def test_packing_uses_each_sample_once_and_never_overfills(lengths):
     assert all(lengths[b].sum() <= 64 for b in bins)
     assert len(bins) <= 11 / 9 * -(-lengths.sum() // 64) + max(6 / 9, sum(lengths > 32))
     assert bins == best_fit_decreasing(lengths, 64)
-
-
-def test_a_sample_above_the_capacity_is_an_error():
     with pytest.raises(ValueError, match="above the capacity"):
-        best_fit_decreasing(np.array([65]), 64)
+        best_fit_decreasing(np.append(lengths, 65), 64)
 
 
 def test_packed_rows_restart_positions_and_keep_labels_apart(tokenizer, chat_file, tmp_path, monkeypatch):
@@ -600,22 +559,18 @@ def test_grouped_order_covers_each_epoch_once(size, batch, seed):
         assert sorted(np.concatenate([order.indices(s) for s in steps]).tolist()) == list(range(size))
 
 
-def test_grouped_batches_come_in_an_order_that_changes():
-    lengths = np.random.default_rng(0).integers(1, 500, 64)
-    order = GroupedOrder(64, 8, 0, lengths=lengths)
-    longest = [[int(lengths[order.indices(8 * epoch + step)].max()) for step in range(8)] for epoch in range(3)]
-    orders = {tuple(np.argsort(np.argsort(epoch)).tolist()) for epoch in longest}
-    assert len(orders) == 3 and tuple(range(7, -1, -1)) not in orders
-
-
-def test_grouped_order_pads_less():
+def test_grouped_batches_pad_less_and_come_in_an_order_that_changes():
     lengths = np.random.default_rng(0).integers(1, 500, 1000)
+    order = GroupedOrder(1000, 8, 0, lengths=lengths)
 
     def padding(order):
         batches = [lengths[order.indices(step)] for step in range(order.steps_per_epoch)]
         return sum(int((b.max() - b).sum()) for b in batches)
 
-    assert padding(GroupedOrder(1000, 8, 0, lengths=lengths)) < 0.2 * padding(Order(1000, 8, 0))
+    assert padding(order) < 0.2 * padding(Order(1000, 8, 0))
+    longest = [[int(lengths[order.indices(125 * epoch + step)].max()) for step in range(8)] for epoch in range(3)]
+    orders = {tuple(np.argsort(np.argsort(epoch)).tolist()) for epoch in longest}
+    assert len(orders) == 3 and tuple(range(7, -1, -1)) not in orders
 
 
 def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_file, tmp_path, monkeypatch):
@@ -629,13 +584,12 @@ def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_
     assert chat.prepare(ChatConfig(**config), tokenizer) == folders[-1]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file, tmp_path, monkeypatch, attention):
+def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     packed = Packed(train, 96)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa").eval()
     first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bins[index]))[:2]
     assert len(packed.bins[second]) > 1
     batch = collate_packed([packed[first], packed[second]])

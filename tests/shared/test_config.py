@@ -1,15 +1,12 @@
 """One frozen config from YAML and the command line, or one clear line."""
 
-import contextlib
 import dataclasses
-import importlib.util
 import math
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -19,13 +16,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.config import options
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import BatchConfig, EvaluationConfig, OptimConfig
 from shared.data.options import DataConfig
 from shared.process import ranks, signals
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.signals import clean_exit
 from shared.text.options import ChatConfig, CorpusConfig
+from tests.conftest import load_template
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 
@@ -34,12 +33,9 @@ TEMPLATES = Path(__file__).parents[2] / "templates"
 class Group:
     """A group."""
 
-    count: int = 1
-    """Things."""
-    limit: int | None = None
-    """Things at most."""
-    where: Path | None = None
-    """A place."""
+    count: int = 1  # Things
+    limit: int | None = None  # Things at most
+    where_file: Path | None = None  # A place
 
 
 @dataclass(frozen=True)
@@ -47,27 +43,13 @@ class Config:
     """For tests."""
 
     rate: float = 1.0
-    """A rate."""
     label: str = "a"
-    """Text."""
     title: str | None = None
-    """Text or nothing."""
     words: tuple[str, ...] = ("x", "y")
-    """Some words."""
     shuffle: bool = False
-    """On or off."""
     careful: bool = True
-    """On or off."""
     shape: Literal["round", "flat"] = "round"
-    """One of two."""
-    group: Group = field(default_factory=Group)
-
-
-@dataclass(frozen=True)
-class BothBatches:
-    """For tests."""
-
-    batch: BatchConfig = field(default_factory=BatchConfig)
+    group: Group = Group()
 
 
 @pytest.fixture(autouse=True)
@@ -78,227 +60,197 @@ def one_process(monkeypatch):
 
 @pytest.fixture(scope="module")
 def templates():
-    found = {}
-    for name in ("pretrain", "lora_finetune", "image_classification"):
-        spec = importlib.util.spec_from_file_location(f"_config_test_{name}", TEMPLATES / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # a dataclass's annotations are resolved in its module
-        spec.loader.exec_module(module)
-        found[name] = module
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**{name: load_template(name) for name in ("pretrain", "lora_finetune", "image_classification")})
 
 
-def from_yaml(tmp_path, text, *argv, config_class=Config):
-    path = tmp_path / "run.yaml"
-    path.write_text(text, encoding="utf-8")
-    return configs.parse(config_class, ["--config", str(path), *argv])
+@pytest.fixture
+def from_yaml(tmp_path):
+    def parse(text, *argv, config_class=Config):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return configs.parse(config_class, ["--config", str(path), *argv])
+
+    return parse
 
 
-def one_line(error) -> str:
+def refused(parse, *args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse(*args, **kwargs)
     message = str(error.value)
-    assert message
-    assert "\n" not in message
+    assert message and "\n" not in message
     return message
 
 
 # YAML and the command line -------------------------------------------------------------------------------------------
 
 
-def test_no_argument_gives_the_defaults():
-    assert configs.parse(Config, []) == Config()
-
-
-def test_the_config_and_its_groups_are_frozen():
-    config = configs.parse(Config, [])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.rate = 2.0
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.group.count = 2
-
-
-def test_yaml_and_the_command_line_give_the_same_config(tmp_path):
+def test_yaml_and_the_command_line_give_the_same_frozen_config(from_yaml):
     text = (
         "rate: 0.5\nlabel: b\ntitle: t\nwords: [p, q, r]\nshuffle: true\ncareful: false\nshape: flat\ncount: 3\nlimit: 4\n"
     )
     argv = ["--rate", "0.5", "--label", "b", "--title=t", "--words", "p", "q", "r", "--shuffle", "--no_careful"]
     argv += ["--shape", "flat", "--count=3", "--limit", "4"]
-    expected = Config(0.5, "b", "t", ("p", "q", "r"), True, False, "flat", Group(3, 4))
-    assert from_yaml(tmp_path, text) == expected
-    assert configs.parse(Config, argv) == expected
+    config = Config(0.5, "b", "t", ("p", "q", "r"), True, False, "flat", Group(3, 4))
+    assert from_yaml(text) == config and configs.parse(Config, argv) == config
+    assert configs.parse(Config, []) == from_yaml("") == from_yaml("# nothing\n") == Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.group.count = 2
 
 
 def test_the_command_line_wins_over_yaml_wherever_it_stands(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("rate: 0.5\nwords: [p, q]\nshuffle: true\ncareful: false\ncount: 3\nlimit: 9\n")
     expected = Config(rate=0.25, words=("z",), shuffle=False, careful=True, group=Group(count=3, limit=None))
-    argv = ["--rate", "0.25", "--words", "z", "--no_shuffle", "--careful", "--limit", "None"]
+    argv = ["--rate", "0.25", "--words", "z", "--no-shuffle", "--careful", "--limit", "None"]
     assert configs.parse(Config, ["--config", str(path), *argv]) == expected
     assert configs.parse(Config, [*argv, f"--config={path}"]) == expected
 
 
-@pytest.mark.parametrize("text", ["1e-4", "1E-4", ".0001", "0.0001", "'1e-4'"])
-def test_a_float_in_yaml_is_a_float_in_every_spelling(tmp_path, text):
-    rate = from_yaml(tmp_path, f"rate: {text}\n").rate
-    assert type(rate) is float
-    assert rate == 1e-4
-
-
-def test_dashes_and_underscores_both_work(tmp_path):
+def test_dashes_and_underscores_both_work(from_yaml):
     for argv in (["--global-batch-size", "8"], ["--global_batch_size", "8"], ["--global-batch-size=8"]):
         assert configs.parse(BatchConfig, argv) == BatchConfig(global_batch_size=8)
-    assert from_yaml(tmp_path, "global-batch-size: 8", config_class=BatchConfig) == BatchConfig(global_batch_size=8)
+    assert from_yaml("global-batch-size: 8", config_class=BatchConfig).global_batch_size == 8
+    assert from_yaml("global_batch_size: 16\n", "--global-batch-size", "8", config_class=BatchConfig).global_batch_size == 8
 
 
-def test_a_dash_on_the_command_line_wins_over_an_underscore_in_yaml(tmp_path):
-    config = from_yaml(tmp_path, "global_batch_size: 16\n", "--global-batch-size", "8", config_class=BatchConfig)
-    assert config.global_batch_size == 8
+def test_every_spelling_of_a_switch(from_yaml):
+    for argv in (["--shuffle"], ["--shuffle", "true"], ["--shuffle=True"]):
+        assert configs.parse(Config, [*argv, "--rate", "2"]) == Config(rate=2.0, shuffle=True)
+    for argv in (["--no_careful"], ["--no-careful"], ["--careful", "false"], ["--careful=False"]):
+        assert configs.parse(Config, [*argv, "--rate", "2"]) == Config(rate=2.0, careful=False)
+    for text, value in {"true": True, "yes": True, "'True'": True, "false": False, "no": False, "Off": False}.items():
+        assert from_yaml(f"shuffle: {text}\n").shuffle is value
 
 
-@pytest.mark.parametrize("spelling", ["--shuffle", "--shuffle true", "--shuffle True", "--shuffle=true"])
-def test_every_spelling_that_turns_a_flag_on(spelling):
-    assert configs.parse(Config, spelling.split()).shuffle is True
+def test_numbers_in_every_spelling(from_yaml):
+    for text in ("1e-4", "1E-4", ".0001", "'1e-4'", "1.0e-04"):
+        assert from_yaml(f"rate: {text}\n").rate == configs.parse(Config, ["--rate", text.strip("'")]).rate == 1e-4
+    for text in ("3e3", "3E+3", "3000.0", "3_000"):
+        assert configs.parse(Config, ["--count", text, f"--limit={text}"]).group == Group(3000, 3000)
+        assert from_yaml(f"count: {text}\nlimit: {text}\n").group == Group(3000, 3000)
+    assert configs.parse(Config, ["--limit", "-1"]).group.limit == -1
 
 
-@pytest.mark.parametrize(
-    "spelling", ["--no_careful", "--no-careful", "--careful false", "--careful False", "--careful=false"]
-)
-def test_every_spelling_that_turns_a_flag_off(spelling):
-    assert configs.parse(Config, [*spelling.split(), "--rate", "2"]) == Config(rate=2.0, careful=False)
-
-
-def test_lists_are_taken_whole_and_may_be_empty(tmp_path):
-    assert from_yaml(tmp_path, "words: [p]\n").words == ("p",)
-    assert from_yaml(tmp_path, "words:\n- p\n- 2\n").words == ("p", "2")
-    assert from_yaml(tmp_path, "words: []\nrate: 2.0\n") == Config(words=(), rate=2.0)
-    assert from_yaml(tmp_path, "words: p\n").words == ("p",)
-    for words in (["--words", "p", "q"], ["--words=p", "q"]):
-        assert configs.parse(Config, [*words, "--rate", "2"]) == Config(words=("p", "q"), rate=2.0)
-    assert from_yaml(tmp_path, "words: [p]\n", "--words").words == ()
-
-
-def test_null_in_yaml_is_none(tmp_path):
+def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
+    assert from_yaml("words: [p]\n").words == from_yaml("words: p\n").words == ("p",)
+    assert from_yaml("words:\n- p\n- 2\n- yes\n").words == ("p", "2", "yes")
+    assert from_yaml("words: []\nrate: 2.0\n") == Config(words=(), rate=2.0)
+    assert configs.parse(Config, ["--words=p", "q", "--rate", "2"]) == Config(words=("p", "q"), rate=2.0)
     for null in ("null", "~", "", "None"):
-        config = from_yaml(tmp_path, f"limit: {null}\ntitle: {null}\nwhere: {null}\n")
-        assert config == Config()
-        assert config.group.limit is None
-
-
-def test_an_empty_yaml_file_changes_nothing(tmp_path):
-    assert from_yaml(tmp_path, "") == Config()
-    assert from_yaml(tmp_path, "# nothing\n") == Config()
-
-
-def test_text_keeps_what_yaml_or_a_shell_could_misread(tmp_path):
-    for label in ("a=b", "--rate", "-1", "1e-4", "true", " padded ", "two\nlines", "", "é #"):
-        assert from_yaml(tmp_path, yaml.safe_dump({"label": label}, allow_unicode=True)).label == label
+        assert from_yaml(f"limit: {null}\ntitle: {null}\nwhere_file: {null}\n") == Config()
+    for text in ("yes", "off", "2020-01-01", "0123", "1e-4"):
+        assert from_yaml(f"label: {text}\n").label == text
+    for label in ("a=b", "--rate", "-1", "true", " padded ", "two\nlines", "null", "é #", "a\0\x85\u2028\ufeff\x1b'\"#:😀"):
+        assert from_yaml(yaml.safe_dump({"label": label, "words": [f"a {label}"]})) == Config(
+            label=label, words=(f"a {label}",)
+        )
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_flag_names_the_near_one():
-    with pytest.raises(ConfigError, match=r"unknown flag --lable: did you mean --label\?") as error:
-        configs.parse(Config, ["--lable", "x"])
-    one_line(error)
-
-
-def test_a_flag_that_resembles_nothing_gets_no_suggestion():
-    with pytest.raises(ConfigError, match="unknown flag --zzzzqqq; --help") as error:
-        configs.parse(Config, ["--zzzzqqq"])
-    assert "did you mean" not in one_line(error)
-
-
-def test_an_unknown_yaml_key_names_the_file_and_the_near_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.yaml:1: unknown key 'ruffle': did you mean shuffle\?"):
-        from_yaml(tmp_path, "ruffle: true\n")
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--rate", "nan"], "--rate is nan, with which nothing can be computed"),
-        (["--rate=inf"], "--rate is inf"),
-        (["--rate=-inf"], "--rate is -inf"),
-        (["--words", "a", "--words", "b"], "--words is given twice"),
-        (["--words=a", "--words=b"], "--words is given twice"),
-        (["--config", "a", "--config", "b"], "--config is given twice"),
-        (["--config", "a", "--config=b"], "--config is given twice"),
-        (["--shuffle", "yes"], "--shuffle yes: it is true or false"),
-        (["--shuffle", "1", "--rate", "1"], "--shuffle 1: it is true or false"),
-        (["--no_shuffle", "false"], "--no_shuffle false: --no_shuffle takes no value"),
-        (["--no_shuffle=false"], "--no_shuffle=false: --no_shuffle takes no value"),
-        (["--label", "--rate", "1"], r"--label needs a value, which --rate is not; --label=... takes any"),
-        (["--label", "-rate", "1"], r"--label needs a value, which -rate is not; --label=... takes any"),
-        (["--words", "a", "-b"], "--words: a value that begins with a dash, as '-b', would be a flag"),
-        (["--words", ""], "--words is given, but empty"),
-        (["--words", "a,b"], "--words: 'a,b': several values have spaces between them"),
-        (["--config", "--rate", "1"], "--config needs the path of a YAML file"),
+        ("--lable x", "unknown flag --lable: did you mean --label?; --help lists all"),
+        ("--zzzzqqq", "unknown flag --zzzzqqq; --help lists all"),
+        ("--no_label", "unknown flag --no_label: did you mean --label?; --help lists all"),
+        ("--bf16", "unknown flag --bf16: precision is the launcher's: accelerate launch --mixed_precision"),
+        ("stray", "'stray' belongs to no flag"),
+        ("--rate 1 2", "--rate takes one value, not 2: 1 2"),
+        ("--label -rate 1", "--label takes one value, not 2: -rate 1"),
+        ("--label --rate 1", "--label needs a value"),
+        ("--words", "--words needs a value"),
+        ("--words a -b", "--words: a value cannot begin with a dash"),
+        ("--words a --words b", "--words is given twice"),
+        ("--config a --config=b", "--config is given twice"),
+        ("--config --rate 1", "--config needs a value"),
+        ("--config /no/such.yaml", "--config /no/such.yaml: no such file"),
+        ("--shuffle 1", "--shuffle is true or false, not '1'"),
+        ("--no_shuffle=false", "--shuffle takes one value"),
+        ("--rate nan", "--rate is a number, not 'nan'"),
+        ("--rate=-inf", "--rate is a number, not '-inf'"),
+        ("--rate fast", "--rate is a number, not 'fast'"),
+        ("--limit 1.5", "--limit is a whole number, not '1.5'"),
+        ("--count 1e400", "--count is a whole number, not '1e400'"),
+        ("--shape square", "--shape is one of round, flat, not 'square'"),
+        ("--where_file=", "--where_file is given, but empty"),
     ],
 )
-def test_what_could_be_taken_for_something_else_is_refused(argv, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        configs.parse(Config, argv)
-    one_line(error)
+def test_a_mistake_on_the_command_line_is_one_line(argv, message):
+    assert refused(configs.parse, Config, argv.split()).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("text", "message"),
     [
-        ("label: off", "label: YAML reads yes, no, on and off as true or false"),
-        ("words: [yes]", "words: YAML reads"),
-        ("count:", "count is empty"),
-        ("words: [--rate, '3']", "words: a value that begins with a dash, as '--rate', would be a flag"),
-        ("count: true", "count is a number, not true"),
-        ("rate: 2020-01-01", "rate is a number, not '2020-01-01'"),
-        ("rate: .nan", "--rate is nan"),
+        ("\nruffle: true\n", ":2: unknown key 'ruffle': did you mean shuffle?"),
+        ("group:\n  count: 1\n", ":1: unknown key 'group'"),
+        ("rate: 1\n\nrate: 1\n", ":3: the key 'rate' is there twice"),
+        ("rate: 1\ncount: many", ":2: --count is a whole number, not 'many'"),
+        ("count: true", ":1: --count is a whole number, not 'true'"),
+        ("rate: .nan", ":1: --rate is a number, not '.nan'"),
+        ("rate: [1, 2]", ":1: --rate takes one value, not 2: 1 2"),
+        ("shuffle: 1", ":1: --shuffle is true or false, not '1'"),
+        ("shape: square", ":1: --shape is one of round, flat"),
+        ("words: [--rate, '3']", ":1: --words: a value cannot begin with a dash"),
+        ("words: ['']", ":1: --words is given, but empty"),
+        ("count:", ":1: count is empty"),
+        ("label:\n  a: 1\n", ":1: label: expected a value or a list of values; keys are flat"),
+        ("words: [[a]]", ":1: words: expected a value or a list"),
+        ("label: !!python/object/apply:os.mkdir [made]", ":1: label: expected a value"),
+        ("label: !!python/name:os.mkdir ''", ":1: label: expected a value"),
+        ("- rate\n", ": expected 'key: value' lines"),
+        ("3\n", ": expected 'key: value' lines"),
+        ("rate: 1\nlabel: 'open\n", ":3: not valid YAML"),
+        ("rate: 1\n\tlabel: x\n", ":2: not valid YAML"),
+        ("label: \0", ": not valid YAML"),
+        ("? [a]\n: b", ":1: unknown key"),
     ],
 )
-def test_what_yaml_means_otherwise_is_refused(tmp_path, line, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        from_yaml(tmp_path, line)
-    one_line(error)
+def test_a_mistake_in_yaml_is_one_line_with_file_and_line(from_yaml, tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    assert refused(from_yaml, text).startswith(f"{tmp_path}/run.yaml{message}")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_a_path_may_begin_at_home_and_may_not_be_empty(templates, monkeypatch, tmp_path):
+def test_what_is_no_yaml_file_is_named(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"label: \xe9\n")
+    for path in (tmp_path, tmp_path / "latin.yaml"):
+        assert refused(configs.parse, Config, ["--config", str(path)]).startswith(f"{path}: not valid YAML")
+
+
+def test_a_range_that_yaml_breaks_is_told_with_its_line_and_the_command_line_without(from_yaml, tmp_path):
+    message = refused(from_yaml, "warmup_ratio: 0\nlearning_rate: -1e-4\n", config_class=OptimConfig)
+    assert message == f"{tmp_path}/run.yaml:2: --learning_rate must be above 0, not -0.0001"
+    message = refused(from_yaml, "learning_rate: 1\n", "--learning_rate", "0", config_class=OptimConfig)
+    assert message == "--learning_rate must be above 0, not 0.0"
+
+
+def test_a_path_may_begin_at_home(templates, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    parse = partial(configs.parse, templates.pretrain.Config)
-    for argv in (["--output_dir=~/run"], ["--output_dir", "~/run"]):
-        assert parse(argv).checkpoint.output_dir == Path("/home/me/run")
-    assert parse(["--sample_prompt=~/run"]).sample_prompt == "~/run"
-    assert parse(["--model_name_or_path", "~/a~b"]).model_name_or_path == "/home/me/a~b"
-    for flag in ("output_dir", "resume_from_checkpoint", "train_file", "model_name_or_path", "dataset_name"):
-        for argv in ([f"--{flag}="], [f"--{flag}", ""]):
-            with pytest.raises(ConfigError, match=f"--{flag} is given, but empty"):
-                parse(argv)
-        with pytest.raises(ConfigError, match=rf"run\.yaml:2: {flag} is given, but empty"):
-            from_yaml(tmp_path, f"seed: 1\n{flag}: ''\n", config_class=templates.pretrain.Config)
+    argv = ["--output_dir=~/run", "--model_name_or_path=~/a~b", "--sample_prompt=~/run"]
+    config = configs.parse(templates.pretrain.Config, argv)
+    assert config.checkpoint.output_dir == Path("/home/me/run")
+    assert (config.model.model_name_or_path, config.sample_prompt) == ("/home/me/a~b", "~/run")
 
 
-def test_only_switches_can_be_negated():
-    with pytest.raises(ConfigError, match="unknown flag --no_label"):
-        configs.parse(Config, ["--no_label"])
+@pytest.mark.parametrize("flag", ["train_file", "dataset_name", "model_name_or_path", "output_dir"])
+def test_a_variable_that_is_not_set_does_not_train_the_demo(templates, from_yaml, flag):
+    parse = templates.pretrain.Config
+    for argv in ([f"--{flag}"], [f"--{flag}", "--max_steps", "3"], [f"--{flag}="], [f"--{flag}", ""]):
+        assert refused(configs.parse, parse, argv).startswith((f"--{flag} needs a value", f"--{flag} is given, but empty"))
+    assert f"run.yaml:1: --{flag} is given, but empty" in refused(from_yaml, f"{flag}: ''\n", config_class=parse)
 
 
-@pytest.mark.parametrize(
-    ("argv", "names"),
-    [
-        (["--count", "many"], "--count is a whole number, not 'many'"),
-        (["--count", "1.5"], "--count is a whole number, not '1.5'"),
-        (["--count", "1e400"], "--count is a whole number, not '1e400'"),
-        (["--rate", "fast"], "--rate is a number, not 'fast'"),
-        (["--limit", "x"], "--limit is a whole number, not 'x'"),
-        (["--shape", "square"], "--shape is one of round, flat, not 'square'"),
-        (["--shuffle=perhaps"], "--shuffle"),
-        (["--count"], "--count needs a value"),
-        (["stray"], "'stray' belongs to no flag"),
-        (["--rate", "1", "2"], "'2' belongs to no flag"),
-        (["--config"], "--config"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_one_line_that_names_the_flag(argv, names):
-    with pytest.raises(ConfigError) as error:
-        configs.parse(Config, argv)
-    assert names in one_line(error)
+def test_what_other_programs_call_it_is_known(templates):
+    for flag, then in {
+        "lr": "did you mean --learning_rate?",
+        "batch_size": "did you mean --global_batch_size?",
+        "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
+    }.items():
+        message = refused(configs.parse, templates.pretrain.Config, [f"--{flag}", "1"])
+        assert message.startswith(f"unknown flag --{flag}: {then}")
 
 
 def test_help_is_help_wherever_it_stands(capsys):
@@ -308,411 +260,142 @@ def test_help_is_help_wherever_it_stands(capsys):
         assert not end.value.code and "--label" in capsys.readouterr().out
 
 
-def test_a_variable_that_is_not_set_does_not_train_the_demo(templates, tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "run.yaml").write_text(f"train_file: {tmp_path}/a.txt\n")
-    parse = partial(configs.parse, templates.pretrain.Config)
-    with pytest.raises(ConfigError, match="--train_file needs a value, which --max_steps is not"):
-        parse(["--train_file", "--max_steps", "3"])
-    assert parse(["--config", str(tmp_path / "run.yaml"), "--train_file", "--dataset_name", "x"]).text.train_file == ()
+ARGUMENTS = ["--rate", "--no_rate", "--shuffle", "--words", "--count=1", "1", "-1", "x", "true", "--x", "=", "--", "-"]
 
 
-def test_whole_numbers_may_have_an_exponent(tmp_path):
-    assert configs.parse(Config, ["--limit", "1e18"]).group.limit == 10**18
-    for text in ("3e3", "3E+3", "3000.0", "3_000"):
-        assert configs.parse(Config, ["--count", text, f"--limit={text}"]).group == Group(3000, 3000)
-        assert from_yaml(tmp_path, f"count: {text}\nlimit: {text}\n").group == Group(3000, 3000)
-
-
-@pytest.mark.parametrize(
-    ("flag", "then"),
-    [
-        ("lr", "did you mean --learning_rate?"),
-        ("batch_size", "did you mean --global_batch_size?"),
-        ("gradient_accumulation_steps", "it follows from --global_batch_size and --per_device_train_batch_size"),
-        ("bf16", "precision is the launcher's: accelerate launch --mixed_precision"),
-    ],
+@settings(deadline=None, max_examples=50)
+@given(
+    argv=st.lists(st.sampled_from(ARGUMENTS)),
+    text=st.text(alphabet=st.sampled_from("ratelbwods: \n-[]{}'\"!&*#|>?%@,123.eE~\t"), max_size=60),
 )
-def test_what_other_programs_call_it_is_known(templates, flag, then):
-    with pytest.raises(ConfigError) as error:
-        configs.parse(templates.pretrain.Config, [f"--{flag}", "1"])
-    assert one_line(error).startswith(f"unknown flag --{flag}: {then}")
-
-
-@pytest.mark.parametrize(
-    "line", ["count: many", "count: 1.5", "rate: fast", "limit: x", "shape: square", "label: true", "rate: [1, 2]"]
-)
-def test_a_yaml_value_of_the_wrong_type_is_one_line_that_names_the_key(tmp_path, line):
-    with pytest.raises(ConfigError) as error:
-        from_yaml(tmp_path, line)
-    assert one_line(error).startswith(f"{tmp_path}/run.yaml:1: {line.split(':')[0]}")
-
-
-@pytest.mark.parametrize("value", ["'true'", "1", "null", "[true]"])
-def test_a_yaml_switch_is_true_or_false_only(tmp_path, value):
-    with pytest.raises(ConfigError, match="shuffle is true or false"):
-        from_yaml(tmp_path, f"shuffle: {value}\n")
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [("rate: 1\nlabel: 'open\n", 3), ("rate: 1\n\tlabel: x\n", 2), ("label: [a\n", 2), ("rate: 1\nlabel: a: b\n", 2)],
-)
-def test_a_yaml_syntax_error_gives_file_and_line(tmp_path, text, line):
-    with pytest.raises(ConfigError, match=rf"run\.yaml:{line}: not valid YAML") as error:
-        from_yaml(tmp_path, text)
-    one_line(error)
-
-
-def test_a_missing_yaml_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"--config .*gone\.yaml: no such file"):
-        configs.parse(Config, ["--config", str(tmp_path / "gone.yaml")])
-
-
-def test_a_folder_or_bytes_in_place_of_yaml_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--config"):
-        configs.parse(Config, ["--config", str(tmp_path)])
-    (tmp_path / "latin.yaml").write_bytes(b"label: \xe9\n")
-    with pytest.raises(ConfigError, match="--config"):
-        configs.parse(Config, ["--config", str(tmp_path / "latin.yaml")])
-
-
-@pytest.mark.parametrize("text", ["- rate\n", "rate\n", "3\n"])
-def test_yaml_that_is_not_a_mapping_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match="expected 'key: value' lines"):
-        from_yaml(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    "text", ["rate: 1\ncount: 2\nrate: 3\n", "keep_rate: 1\nrate: 2\nkeep-rate: 3\n", "rate: 1\n\nrate: 1\n"]
-)
-def test_a_key_that_is_there_twice_is_refused_with_its_line(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"run\.yaml:3: the key '(keep_)?rate' is there twice"):
-        from_yaml(tmp_path, text)
-
-
-LAUGHS = "\n".join(f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12))
-
-
-@pytest.mark.parametrize(
-    "text", ["words: [[a]]", "words: [null]", "words: [{a: 1}]", "label: !!binary aGk=", f"words:\n  - &l0 [a]\n{LAUGHS}"]
-)
-def test_a_value_that_no_flag_could_have_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"run\.yaml:1: (words|label): expected text, a number") as error:
-        from_yaml(tmp_path, text + "\n")
-    one_line(error)
-
-
-def test_a_nested_mapping_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="label: expected a value, found a mapping"):
-        from_yaml(tmp_path, "label:\n  a: 1\n")
-    with pytest.raises(ConfigError, match="unknown key 'group'"):
-        from_yaml(tmp_path, "group:\n  count: 1\n")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "!!python/object/apply:os.mkdir [{marker}]",
-        "!!python/object/new:os.mkdir [{marker}]",
-        "!!python/name:os.mkdir ''",
-        "!unknown x",
-    ],
-)
-def test_a_yaml_tag_runs_nothing_and_is_refused(tmp_path, value):
-    marker = tmp_path / "made"
-    with pytest.raises(ConfigError, match=r"run\.yaml:1: not valid YAML"):
-        from_yaml(tmp_path, f"label: {value.format(marker=marker)}\n")
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize(
-    "text", ["label: 2024-99-99", "label: !!int abc", "label: " + "[" * 2000, "? [a]\n: b", "label: \0"]
-)
-def test_yaml_that_the_loader_itself_trips_over_is_one_clear_line(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"run\.yaml"):
-        from_yaml(tmp_path, text)
-
-
-@settings(deadline=None, max_examples=150)
-@given(text=st.text(alphabet=st.sampled_from("ratelbwods: \n-[]{}'\"!&*#|>?%@,123.eE~\t"), max_size=60))
-def test_any_text_as_yaml_gives_a_config_or_a_config_error(tmp_path_factory, text):
+def test_any_input_gives_a_config_or_one_line(tmp_path_factory, argv, text):
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_text(text)
-    with contextlib.suppress(ConfigError):
-        assert isinstance(configs.parse(Config, ["--config", str(path)]), Config)
-
-
-ARGUMENTS = [
-    "--rate",
-    "--no_rate",
-    "--shuffle",
-    "--words",
-    "--count=1",
-    "1",
-    "-1",
-    "x",
-    "true",
-    "--x",
-    "-h=",
-    "=",
-    "--",
-    "-",
-]
-
-
-@settings(deadline=None, max_examples=100)
-@given(argv=st.lists(st.sampled_from(ARGUMENTS)))
-def test_any_command_line_gives_a_config_or_a_config_error(argv):
-    try:
-        assert isinstance(configs.parse(Config, argv), Config)
-    except ConfigError as error:
-        assert "\n" not in str(error)
+    for tokens in (argv, ["--config", str(path)]):
+        try:
+            assert isinstance(configs.parse(Config, tokens), Config)
+        except ConfigError as error:
+            assert "\n" not in str(error)
 
 
 # Saved and read back -------------------------------------------------------------------------------------------------
 
-LINE_BREAKS = "\x85\u2028\u2029"  # of Unicode, to which YAML has its own rules: a test of their own
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=LINE_BREAKS), max_size=12)
-OPTIONAL_TEXT = st.none() | TEXT.filter(lambda text: text != "None")  # the flag's own spelling of null
-NAME = TEXT.filter(lambda text: text != "None" and text[:1] not in ("", "~"))
-PLACE = st.none() | NAME  # of a file, on the Hub perhaps
-WORDS = st.lists(TEXT.filter(lambda text: text and text[0] != "-" and "," not in text), max_size=3).map(
-    tuple
-)  # no flag can give a dash
-SHARE = st.floats(0, 1)
-POSITIVE = st.floats(1e-12, 1e6)
-COUNT = st.integers(1, 10**9)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda text: text != "None")
 
 
-@st.composite
-def shared_values(draw):
-    per_device, accumulation = draw(st.integers(1, 64)), draw(st.integers(1, 64))
-    steps = draw(st.none() | COUNT)
-    return {
-        "per_device_train_batch_size": per_device,
-        "global_batch_size": per_device * accumulation,
-        "max_steps": steps,
-        "num_train_epochs": None if steps else draw(st.none() | POSITIVE),
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "optim": draw(st.sampled_from(["adamw", "muon", "adamw_8bit"])),
-        "learning_rate": draw(POSITIVE),
-        "weight_decay": draw(st.floats(0, 10)),
-        "adam_epsilon": draw(POSITIVE),
-        "warmup_ratio": draw(SHARE),
-        "min_lr_ratio": draw(SHARE),
-        "gradient_checkpointing": draw(st.sampled_from(["none", "full", "2"])),
-        "torch_compile": draw(st.booleans()),
-        "attn_implementation": draw(st.sampled_from(["eager", "sdpa", "flex_attention"])),
-        "output_dir": draw(PLACE.map(lambda text: text and Path(text))),
-        "save_steps": draw(COUNT),
-        "report_to": draw(TEXT),
-        "run_name": draw(OPTIONAL_TEXT),
-        "dataset_name": draw(PLACE),
-        "validation_split_percentage": draw(st.floats(0.01, 99)),
-    }
-
-
-@st.composite
-def pretrain_values(draw):
-    return draw(shared_values()) | {
-        "seq_length": draw(COUNT),
-        "config_name": draw(PLACE),
-        "config_overrides": draw(OPTIONAL_TEXT),
-        "final_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
-        "sample_prompt": draw(TEXT),
-        "vocab_size": draw(st.integers(300, 10**6)),
-        "streaming": draw(st.booleans()),
-        "preprocessing_num_workers": draw(st.none() | COUNT),
-    }
-
-
-@st.composite
-def lora_values(draw):
-    of_new_adapters = {
-        "lora_alpha": draw(COUNT),
-        "lora_target_modules": draw(WORDS),
-        "modules_to_save": draw(WORDS),
-        "use_rslora": draw(st.booleans()),
-    }
-    adapter = {"adapter_name_or_path": draw(NAME)}
-    return (
-        draw(shared_values())
-        | draw(st.sampled_from([of_new_adapters, adapter]))
-        | {
-            "model_name_or_path": draw(NAME),
-            "packing": draw(st.booleans()),
-            "loss_on": draw(st.sampled_from(["assistant", "completion", "all"])),
-            "max_train_samples": draw(st.none() | COUNT),
-        }
+@settings(deadline=None, max_examples=60)
+@given(
+    config=st.builds(
+        Config,
+        rate=st.floats(allow_nan=False, allow_infinity=False),
+        label=TEXT,
+        title=st.none() | TEXT,
+        words=st.lists(TEXT.filter(lambda text: text[0] != "-"), max_size=3).map(tuple),
+        shuffle=st.booleans(),
+        careful=st.booleans(),
+        shape=st.sampled_from(["round", "flat"]),
+        group=st.builds(
+            Group, st.integers(-(10**9), 10**15), st.none() | st.integers(0, 9), st.none() | TEXT.map(lambda t: Path("a", t))
+        ),
     )
-
-
-def with_values(config, values):
-    """`config` with flat values changed, those of a group at once, since they are checked together."""
-    changes = {}
-    for name, _, group in configs.fields(type(config)):
-        if name in values:
-            changes.setdefault(group, {})[name] = values[name]
-    own = changes.pop(None, {})
-    groups = {group: dataclasses.replace(getattr(config, group), **inner) for group, inner in changes.items()}
-    return dataclasses.replace(config, **own, **groups)
-
-
-def assert_round_trip(config, path):
+)
+def test_a_saved_config_is_read_back_equal(tmp_path_factory, config):
+    path = tmp_path_factory.getbasetemp() / "saved.yaml"
     configs.save(config, path)
-    assert configs.parse(type(config), ["--config", str(path)]) == config
+    assert configs.parse(Config, ["--config", str(path)]) == config
 
 
-def test_the_default_configs_of_the_templates_round_trip(templates, tmp_path):
-    assert_round_trip(templates.pretrain.Config(), tmp_path / "p.yaml")
-    assert_round_trip(templates.lora_finetune.Config(), tmp_path / "l.yaml")
-
-
-@settings(deadline=None, max_examples=40)
-@given(values=pretrain_values())
-def test_a_saved_pretraining_config_is_read_back_equal(templates, tmp_path_factory, values):
-    config = with_values(templates.pretrain.Config(), values)
-    assert_round_trip(config, tmp_path_factory.getbasetemp() / "pretrain.yaml")
-
-
-@settings(deadline=None, max_examples=40)
-@given(values=lora_values())
-def test_a_saved_fine_tuning_config_is_read_back_equal(templates, tmp_path_factory, values):
-    config = with_values(templates.lora_finetune.Config(), values)
-    assert_round_trip(config, tmp_path_factory.getbasetemp() / "lora.yaml")
-
-
-@pytest.mark.parametrize("character", LINE_BREAKS + "\r\n\t\0\ufeff\x1b'\"#:é😀")
-def test_text_with_any_character_is_read_back_equal(tmp_path, character):
-    assert_round_trip(Config(label=f"a{character}b", title=character, words=(f"a {character}",)), tmp_path / "run.yaml")
-
-
-def test_files_round_trip_with_their_groups(templates, tmp_path):
+@pytest.mark.parametrize("name", ["pretrain", "lora_finetune", "image_classification"])
+def test_a_template_saves_every_field_flat_and_reads_it_back(templates, tmp_path, name):
     (tmp_path / "a b.txt").write_text("x")
-    path = str(tmp_path / "a b.txt")
-    config = with_values(templates.pretrain.Config(), {"train_file": (path, path), "validation_file": (path,)})
-    assert_round_trip(config, tmp_path / "run.yaml")
-
-
-def test_save_writes_every_field_flat_in_plain_yaml(templates, tmp_path):
-    config = configs.replace(templates.pretrain.Config(), output_dir=Path("a/b"))
+    config = configs.replace(getattr(templates, name).Config(), output_dir=Path("a/b"), learning_rate=1e-5)
+    if name == "pretrain":
+        config = configs.replace(config, train_file=(str(tmp_path / "a b.txt"),) * 2)
     configs.save(config, tmp_path / "run.yaml")
-    content = yaml.safe_load((tmp_path / "run.yaml").read_text())
-    assert list(content) == [name for name, _, _ in configs.fields(type(config))]
-    assert content["output_dir"] == "a/b"
-    assert content["train_file"] == []
-    assert content["learning_rate"] == 3e-3
-
-
-def test_no_two_groups_of_a_template_share_a_flat_name(templates):
-    for template in (templates.pretrain, templates.lora_finetune):
-        names = [name for name, _, _ in configs.fields(template.Config)]
-        assert len(names) == len(set(names))
+    content, names = yaml.safe_load((tmp_path / "run.yaml").read_text()), [n for n, _, _ in configs.fields(type(config))]
+    assert list(content) == names and len(set(names)) == len(names)
+    assert (content["output_dir"], content["learning_rate"]) == ("a/b", 1e-5)
+    assert configs.parse(type(config), ["--config", str(tmp_path / "run.yaml")]) == config
 
 
 def test_replace_changes_groups_and_leaves_the_original():
     config = Config()
-    changed = configs.replace(config, count=5, rate=2.0)
-    assert changed == Config(rate=2.0, group=Group(count=5))
+    assert configs.replace(config, count=5, rate=2.0) == Config(rate=2.0, group=Group(count=5))
     assert config == Config()
-
-
-def test_replace_changes_fields_that_are_checked_together():
-    changed = configs.replace(BothBatches(), per_device_train_batch_size=3, global_batch_size=6)
-    assert changed.batch == BatchConfig(global_batch_size=6, per_device_train_batch_size=3)
 
 
 # Groups --------------------------------------------------------------------------------------------------------------
 
 
+def test_bounds():
+    numbers = SimpleNamespace(a=1, b=0.5, c=math.nan, d=None)
+    configs.require(numbers, "at least 0 and at most 1", "a", "b", "d")
+    configs.require(numbers, "above 0 and below 2", "a")
+    for bounds, name in (("above 1", "a"), ("at least 1", "b"), ("at most 0.4", "b"), ("above 0 and below 1", "a")):
+        assert refused(configs.require, numbers, bounds, name) == f"--{name} must be {bounds}, not {getattr(numbers, name)}"
+    refused(configs.require, numbers, "at least 0", "c")
+
+
+OUT_OF_RANGE = {
+    "BatchConfig": "global_batch_size=0 per_device_train_batch_size=0 per_device_eval_batch_size=-1 max_steps=0 "
+    "num_train_epochs=-0.5 seed=4294967296 dataloader_num_workers=-1",
+    "OptimConfig": "learning_rate=0 weight_decay=-1 adam_beta1=1 muon_momentum=-0.1 sgd_momentum=0 warmup_ratio=1.5 "
+    "decay_ratio=-0.1 min_lr_ratio=2 max_grad_norm=-1 layer_decay=0 max_skipped_steps=-1 adam_epsilon=-1",
+    "SpeedConfig": "ddp_timeout=0",
+    "EvaluationConfig": "eval_steps=0 early_stopping_patience=-1 ema_decay=1",
+    "CheckpointConfig": "save_steps=0 save_total_limit=0",
+    "LogConfig": "logging_steps=0",
+}
+
+
+def test_a_value_out_of_its_range_is_refused():
+    for group, flags in OUT_OF_RANGE.items():
+        for flag in flags.split():
+            message = refused(configs.parse, getattr(options, group), [f"--{flag}"])
+            assert message.startswith(f"--{flag.split('=')[0]} must be ")
+
+
 @pytest.mark.parametrize(
     ("group", "values", "message"),
     [
-        (BatchConfig, {"global_batch_size": 0}, "--global_batch_size must be at least 1, not 0"),
-        (BatchConfig, {"per_device_train_batch_size": 0}, "--per_device_train_batch_size must be at least 1"),
-        (BatchConfig, {"per_device_eval_batch_size": -1}, "--per_device_eval_batch_size must be at least 1"),
         (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
-        (BatchConfig, {"max_steps": 0}, "--max_steps must be positive"),
-        (BatchConfig, {"seed": -1}, "--seed must be between 0 and 2**32 - 1, not -1"),
-        (BatchConfig, {"dataloader_num_workers": -1}, "--dataloader_num_workers must be between 0 and 1023, not -1"),
-        (BatchConfig, {"num_train_epochs": -0.5}, "--num_train_epochs must be positive"),
-        (BatchConfig, {"num_train_epochs": math.nan}, "--num_train_epochs"),
-        (BatchConfig, {"num_train_epochs": math.inf}, "--num_train_epochs"),
-        (OptimConfig, {"learning_rate": 0.0}, "--learning_rate must be positive"),
-        (OptimConfig, {"learning_rate": math.nan}, "--learning_rate must be positive"),
-        (OptimConfig, {"warmup_ratio": 1.5}, "--warmup_ratio is a share between 0 and 1"),
-        (OptimConfig, {"decay_ratio": -0.1}, "--decay_ratio is a share between 0 and 1"),
-        (OptimConfig, {"min_lr_ratio": math.nan}, "--min_lr_ratio is a share between 0 and 1"),
-        (OptimConfig, {"weight_decay": -1.0}, "--weight_decay must not be negative"),
-        (OptimConfig, {"max_grad_norm": -1.0}, "--max_grad_norm must not be negative"),
-        (SpeedConfig, {"gradient_checkpointing": "0"}, "--gradient_checkpointing is none, full or a number"),
-        (SpeedConfig, {"gradient_checkpointing": "some"}, "--gradient_checkpointing is none, full or a number"),
-        (SpeedConfig, {"gradient_checkpointing": "-1"}, "--gradient_checkpointing is none, full or a number"),
-        (CheckpointConfig, {"save_steps": 0}, "--save_steps must be at least 1"),
-        (CheckpointConfig, {"save_total_limit": 0}, "--save_total_limit must be at least 1"),
-        (LogConfig, {"logging_steps": 0}, "--logging_steps must be at least 1"),
+        (options.SpeedConfig, {"gradient_checkpointing": "0"}, "--gradient_checkpointing is none, full or a number"),
+        (EvaluationConfig, {"early_stopping_patience": 1, "metric_for_best_model": "none"}, "patience needs"),
         (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
         (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file"),
         (DataConfig, {"train_split_name": "x"}, "--train_split_name needs --dataset_name"),
-        (DataConfig, {"dataset_config_name": "x"}, "--dataset_config_name needs --dataset_name"),
-        (
-            DataConfig,
-            {"validation_split_percentage": 0.0},
-            "--validation_split_percentage must be above 0 and below 100, not 0",
-        ),
-        (
-            DataConfig,
-            {"validation_split_percentage": 100.0},
-            "--validation_split_percentage must be above 0 and below 100, not 100",
-        ),
-        (DataConfig, {"train_file": ("no/such/file.jsonl",)}, "--train_file no/such/file.jsonl: no such file"),
+        (DataConfig, {"validation_split_percentage": 100.0}, "--validation_split_percentage must be above 0 and below 100"),
         (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming works with none of"),
         (CorpusConfig, {"vocab_size": 299}, "--vocab_size must be at least 300"),
-        (CorpusConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
-        (ChatConfig, {"seq_length": 7}, "--seq_length must be at least 8, not 7"),
         (ChatConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
     ],
 )
 def test_a_group_refuses_what_cannot_work(group, values, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        group(**values)
+    assert message in refused(group, **values)
 
 
-def test_each_template_refuses_what_cannot_work(templates):
-    cases = [
-        (templates.pretrain, {"model_preset": "9M"}, "--model_preset 9M"),
-        (templates.pretrain, {"config_name": "a", "model_name_or_path": "b"}, "--config_name and --model_name_or_path"),
-        (templates.pretrain, {"max_tokens": 10, "batch": BatchConfig(max_steps=1)}, "--max_tokens and --max_steps"),
-        (templates.lora_finetune, {"load_in_4bit": True, "load_in_8bit": True}, "--load_in_4bit and --load_in_8bit"),
-        (templates.lora_finetune, {"init_lora_weights": "pissa", "use_dora": True}, "--init_lora_weights pissa"),
-        (templates.lora_finetune, {"lora_r": 0}, "--lora_r must be at least 1"),
-        (templates.lora_finetune, {"eval_steps": 0}, "--eval_steps must be at least 1, not 0"),
-        (templates.pretrain, {"eval_samples": 0}, "--eval_samples must be at least 1, not 0"),
-        (templates.pretrain, {"seq_length": 0}, "--seq_length must be at least 1, not 0"),
-        (templates.pretrain, {"max_tokens": -5}, "--max_tokens must be at least 1, not -5"),
-        (templates.lora_finetune, {"max_new_tokens": 0}, "--max_new_tokens must be at least 1, not 0"),
-        (templates.lora_finetune, {"num_generations": -1}, "--num_generations must not be negative, not -1"),
-        (templates.image_classification, {"eval_steps": 0}, "--eval_steps must be at least 1, not 0"),
-        (templates.image_classification, {"early_stopping_patience": -1}, "--early_stopping_patience must not be negative"),
-    ]
-    for template, values, message in cases:
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            template.Config(**values)
-
-
-def test_a_refusal_of_a_group_passes_through_parse_as_it_is(tmp_path):
-    with pytest.raises(ConfigError) as error:
-        from_yaml(tmp_path, "learning_rate: -1e-4\n", config_class=OptimConfig)
-    assert str(error.value) == "--learning_rate must be positive, not -0.0001"
+@pytest.mark.parametrize(
+    ("template", "argv", "message"),
+    [
+        ("pretrain", "--model_preset 9M", "--model_preset 9M"),
+        ("pretrain", "--config_name a --model_name_or_path b", "--config_name and --model_name_or_path"),
+        ("pretrain", "--max_tokens 10 --max_steps 1", "--max_tokens and --max_steps"),
+        ("pretrain", "--seq_length 0", "--seq_length must be at least"),
+        ("lora_finetune", "--load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit"),
+        ("lora_finetune", "--init_lora_weights pissa --use_dora", "--init_lora_weights pissa"),
+        ("lora_finetune", "--lora_r 0", "--lora_r must be at least 1"),
+        ("image_classification", "--eval_steps 0", "--eval_steps must be at least 1, not 0"),
+    ],
+)
+def test_each_template_refuses_what_cannot_work(templates, template, argv, message):
+    assert message in refused(configs.parse, getattr(templates, template).Config, argv.split())
 
 
 def test_the_batch_must_divide_over_the_processes_that_were_launched(templates, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="32 is not a multiple of the 3 processes that read data: 30 or 33 would be"):
-        templates.pretrain.Config(batch=BatchConfig(32, 4))
-    with pytest.raises(ConfigError, match="2 is not a multiple of the 3 processes that read data: 3 would be"):
-        templates.image_classification.Config(batch=BatchConfig(2, 4))
+    message = refused(configs.parse, templates.pretrain.Config, ["--global_batch_size", "32"])
+    assert "32 is not a multiple of the 3 processes that read data: 30 or 33 would be" in message
+    assert "2 is not a multiple of the 3 processes that read data: 3 would be" in refused(BatchConfig(2, 4).micro_batch)
     assert BatchConfig(24, 4).micro_batch() == (4, 2)
 
 
@@ -725,8 +408,7 @@ def test_processes_that_share_a_model_read_the_same(monkeypatch):
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
     assert ranks.data_parallel_size() == 4
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
-    with pytest.raises(ConfigError, match="dp_replicate_size 2 x dp_shard_size 2 x tp_size 4"):
-        ranks.data_parallel_size()
+    assert "dp_replicate_size 2 x dp_shard_size 2 x tp_size 4" in refused(ranks.data_parallel_size)
 
 
 @settings(deadline=None, max_examples=100)
@@ -736,8 +418,7 @@ def test_the_micro_batch_is_the_largest_that_makes_up_the_global_batch(size, per
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(world))
         if size % world:
-            with pytest.raises(ConfigError, match=f"multiple of the {world} processes"):
-                batch.micro_batch()
+            assert f"multiple of the {world} processes" in refused(batch.micro_batch)
             return
         rows, accumulation = batch.micro_batch()
     assert rows <= per_device and rows * accumulation * world == size
@@ -763,19 +444,20 @@ class Stop(CleanExit):
     exit_code = 143
 
 
-@pytest.mark.parametrize(("error", "code", "line"), [(ConfigError("a"), 2, "error: a\n"), (Stop("saved"), 143, "saved\n")])
-def test_a_clean_exit_is_one_line_and_its_code(capsys, error, code, line):
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [(ConfigError("a"), 2, "error: a\n"), (Stop("saved"), 143, "saved\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+)
+def test_a_clean_exit_is_one_line_and_its_code(capsys, monkeypatch, error, code, line):
     with pytest.raises(SystemExit) as end, clean_exit():
         raise error
-    assert end.value.code == code
-    assert capsys.readouterr() == ("", line)
-
-
-def test_ctrl_c_is_one_line(capsys):
-    with pytest.raises(SystemExit) as end, clean_exit():
-        raise KeyboardInterrupt
-    assert end.value.code == 130
-    assert capsys.readouterr() == ("", "interrupted\n")
+    assert end.value.code == code and capsys.readouterr() == ("", line)
+    monkeypatch.setenv("SHOW_TRACEBACK", "1")
+    with pytest.raises(SystemExit), clean_exit():
+        raise error
+    assert ("Traceback" in capsys.readouterr().err) == (code != 130)
+    with pytest.raises(ZeroDivisionError), clean_exit():
+        raise ZeroDivisionError
 
 
 def test_what_an_error_quotes_cannot_break_its_line_or_fill_the_console():
@@ -798,38 +480,15 @@ def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(cap
     assert waits == [5, 1] and capsys.readouterr() == ("", "")
 
 
-def test_a_traceback_is_there_for_whoever_asks(capsys, monkeypatch):
-    monkeypatch.setenv("SHOW_TRACEBACK", "1")
-    with pytest.raises(SystemExit), clean_exit():
-        raise ConfigError("a")
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_other_exceptions_are_not_hidden():
-    with pytest.raises(ZeroDivisionError), clean_exit():
-        raise ZeroDivisionError
-
-
 def run_python(*argv):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "SHOW_TRACEBACK")}
     return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=env | {"COLUMNS": "80"}, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["--lerning_rate", "1"], "error: unknown flag --lerning_rate: did you mean --learning_rate?; --help lists all"),
-        (
-            ["--global_batch_size", "0"],
-            "error: --global_batch_size must be at least 1, not 0",
-        ),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(argv, line):
-    result = run_python(str(TEMPLATES / "lora_finetune.py"), *argv)
-    assert result.returncode == 2
-    assert result.stderr.splitlines() == [line]
-    assert result.stdout == ""
+def test_a_mistake_of_a_command_is_one_line_and_exit_code_2():
+    result = run_python(str(TEMPLATES / "lora_finetune.py"), "--lerning_rate", "1")
+    line = "error: unknown flag --lerning_rate: did you mean --learning_rate?; --help lists all\n"
+    assert (result.returncode, result.stderr, result.stdout) == (2, line, "")
 
 
 @pytest.mark.parametrize(("on_cpu", "seen"), [("true", "''"), ("false", "'0'")])
@@ -858,13 +517,7 @@ def test_help_lists_every_flag_with_unit_and_default_without_importing_torch(nam
     text = " ".join(result.stdout.replace("│", " ").split())
     default = configs.flatten(config_class())["learning_rate"]
     assert f"(default: {default})" in text
-    assert "Optimizer steps between checkpoints; one is always written at the end. (default:" in text
+    assert "Optimizer steps between checkpoints; one is always written at the end (default: " in text
     assert "Samples in one forward and backward of one device" in text
     assert str(getattr(templates, name).__doc__).strip().splitlines()[0] in text
-
-
-def test_help_as_a_command_exits_0():
-    result = run_python(str(TEMPLATES / "lora_finetune.py"), "--help")
-    assert result.returncode == 0
-    assert result.stderr == ""
-    assert "--lora_r INT" in result.stdout
+    assert not re.search(r"--\w+ [^-]*?STR\]? \(default", text)  # each flag says what it is

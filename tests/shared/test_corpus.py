@@ -41,7 +41,7 @@ def stream(folder, split):
 @pytest.mark.parametrize("shard", [2**28, 100])
 def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc, shard):
     monkeypatch.setattr(corpus, "SHARD_TOKENS", shard)
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
     folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     assert 0 < held_out.sum() < 15
@@ -70,7 +70,7 @@ def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, t
 def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
     start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
     monkeypatch.setattr(records, "PIECE", 40)
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", 150)  # documents reach over what is tokenised at a time
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 150)  # documents reach over what is tokenised at a time
     path = text_file
     if plain:
         path = tmp_path / "texts"
@@ -82,7 +82,7 @@ def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tm
     whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
     for split, chosen in (("train", ~held_out), ("validation", held_out)):
         kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
-        cut = [[piece for piece, _ in records.pieces([text])] for text in kept]
+        cut = [[piece for piece, _ in records.split_text([text])] for text in kept]
         assert max(map(len, cut)) > 5
         encoded = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces] for pieces in cut]
         expected = [[*start, *(t for ids in pieces for t in ids), end] for pieces in encoded]

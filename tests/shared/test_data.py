@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.data.loader import Loader
-from shared.data.order import IGNORED, Order, Spread, is_validation, micro_batches, permute, seed_all
+from shared.data.order import IGNORED, EvenSubset, Order, is_validation, micro_batches, permute, seed_all
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError
 from shared.text import corpus
@@ -372,7 +372,7 @@ def test_windows_know_their_epoch():
 
 
 def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
-    spread = Spread(Numbers(22), 5)
+    spread = EvenSubset(Numbers(22), 5)
     assert [int(spread[i]["input_ids"][0]) for i in range(len(spread))] == [0, 5, 10, 16, 21]
     assert spread.num_targets(np.array([1, 2])) == 5 % 4 + 10 % 4
 

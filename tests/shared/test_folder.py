@@ -106,7 +106,7 @@ def test_the_first_cause_stays(monkeypatch, tmp_path, links):
 FULL = """
 import sys
 from pathlib import Path
-from shared import exits
+from shared.run import exits
 
 def main(_config):
     exits.report_end_in(Path(sys.argv[1]))

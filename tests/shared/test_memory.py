@@ -8,7 +8,6 @@ import sys
 from unittest import mock
 
 import pytest
-import torch
 from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfig, JambaConfig, LlamaConfig
 
 from shared.commands import plan
@@ -32,14 +31,13 @@ def measure_memory():
     ("config", "processes", "precision", "lora_r", "checkpointing"),
     [
         (None, 1, "no", 0, "none"),
-        (None, 1, "no", 0, "full"),
-        (None, 1, "bf16", 8, "none"),
         (None, 1, "bf16", 8, "none, packed"),
-        ("ddp", 2, "no", 0, "none"),
         ("fsdp2", 2, "no", 0, "full"),
-        ("fsdp2", 2, "bf16", 0, "none"),
-        ("fsdp2", 2, "bf16", 8, "none"),
         ("tensor_parallel", 2, "no", 0, "none"),
+        pytest.param(None, 1, "no", 0, "full", marks=pytest.mark.slow),
+        pytest.param("ddp", 2, "no", 0, "none", marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, "bf16", 0, "none", marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, "bf16", 8, "none", marks=pytest.mark.slow),
     ],
 )
 def test_predicted_peak_is_within_15_percent_of_the_allocators(
@@ -85,29 +83,9 @@ def deepseek(blocks, dense, **changes):
     )
 
 
-def test_blocks_that_differ_at_the_start_are_all_counted_and_measured():
-    from transformers import AutoModelForCausalLM
-
-    for dense, depths in ((0, (1, 2)), (2, (3, 4))):
-        job = memory.Job(deepseek(7, dense), 1, 8, mixed=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(job.config)
-        numbers = memory.count(job)
-        assert numbers.all == numbers.trained == sum(p.numel() for p in model.parameters())
-        blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
-        assert (numbers.rest, numbers.block) == (numbers.all - sum(blocks), blocks[-1])
-        assert memory._depths(job) == depths
-    whole = memory._measure(job, 7, "none", False)
-    assert memory.activations(job)["none"] == pytest.approx(max(whole), rel=0.02)
-
-
-@pytest.mark.parametrize(("dense", "blocks"), [(8, 20), (1, 2)])
-def test_blocks_that_no_few_stand_for_are_refused_in_one_line(dense, blocks):
+def test_blocks_that_two_cannot_stand_for_are_refused_in_one_line():
     with pytest.raises(ConfigError, match="DeepseekV3Config: its blocks are not alike"):
-        list(memory.plan(memory.Job(deepseek(blocks, dense), 1, 8), 1))
-
-
-def test_a_model_whose_list_of_blocks_mixes_classes_is_refused_in_one_line():
+        list(memory.plan(memory.Job(deepseek(7, 2), 1, 8), 1))
     with pytest.raises(ConfigError, match="JambaForCausalLM has no list of equal blocks"):
         memory.count(memory.Job(JambaConfig(**SMALL, num_hidden_layers=8, num_experts=2), 1, 8))
 
@@ -144,39 +122,17 @@ def test_tensor_parallelism_cuts_experts():
 def test_what_is_divided_is_divided(measure_memory):
     plans = {name: peak for name, _, peak in memory.plan(memory.Job(LlamaConfig(**measure_memory.SHAPE), 4, 256), 4)}
     whole = plans["ddp"]
-    assert plans["fsdp2"].weights == whole.weights / 4 and plans["hsdp"].optimizer == whole.optimizer / 2
+    assert plans["fsdp2"].weights == whole.weights / 4
     assert plans["fsdp2_offload"].weights == 0
     for peak in plans.values():
         assert peak.total("full") < peak.total("2") < peak.total("none")
 
 
-def test_a_model_of_70_billion_parameters_is_counted_without_memory_for_it(measure_memory):
-    import resource
-
-    shape = measure_memory.SHAPE | {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    numbers = memory.count(memory.Job(LlamaConfig(**shape, head_dim=128), 1, 8))
-    assert numbers.all > 5e10
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 5e5  # kB; one block of it would be 2.8 GB
-
-
-@pytest.mark.parametrize(("devices", "groups"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 2), (8, 2), (12, 1), (16, 2), (64, 8)])
-def test_hsdp_groups_are_of_one_size(devices, groups):
-    assert memory.groups(devices) == groups
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            ("--gpus", "2", "--gpu_memory", "80"),
-            "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2",
-        ),
-        (
-            ("--gpus", "6", "--gpu_memory", "0.05"),
-            "accelerate launch --config_file accelerate_configs/hsdp.yaml --num_processes 6 "
-            "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 3",
-        ),
+        (("--gpus", "2", "--gpu_memory", "80"), "--config_file accelerate_configs/ddp.yaml --num_processes 2"),
+        (("--gpus", "6", "--gpu_memory", "0.05"), "--config_file accelerate_configs/fsdp2.yaml --num_processes 6"),
         (("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits"),
     ],
 )
@@ -207,7 +163,6 @@ def test_some_of_a_gpu_is_left_to_cuda_and_nccl(monkeypatch, capsys, tmp_path):
     ("arguments", "message"),
     [
         (("plan", "--load_in_4bit"), "error: --load_in_4bit needs --lora_r"),
-        (("plan", "--gpus", "0"), "error: --gpus must be at least 1, not 0"),
         (("plam",), "error: no command 'plam': there is audit"),
         (("plan", "--model_name_or_path", "/nowhere"), "error: /nowhere"),
     ],
@@ -219,9 +174,9 @@ def test_bad_input_is_one_line(arguments, message):
     assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
-def test_what_this_version_of_pytorch_cannot_measure_is_one_line(monkeypatch, tmp_path):
+def test_what_cannot_be_measured_is_one_line(monkeypatch, tmp_path):
     LlamaConfig(**SMALL, num_hidden_layers=2).save_pretrained(tmp_path)
     monkeypatch.setattr(memory, "plan", mock.Mock(side_effect=RuntimeError("no kernel\nfor that")))
     monkeypatch.setattr(sys, "argv", ["plan", "--model_name_or_path", str(tmp_path), "--seq_length", "64"])
-    with pytest.raises(ConfigError, match=r"^LlamaConfig cannot be measured with PyTorch [\d.]+.*: no kernel"):
+    with pytest.raises(ConfigError, match=r"^LlamaConfig cannot be measured: no kernel$"):
         plan.main()

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import json
 from functools import partialmethod
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoTokenizer,
     BartConfig,
@@ -32,10 +30,10 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared.models.adapters import pissa_to_lora, trained_in_fp32
+from shared.models.adapters import pissa_to_lora, require_own_embeddings, trained_in_fp32
 from shared.models.blocks import compile_blocks, repeated_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
-from shared.models.checks import outside_of_text, require_fit, require_own_embeddings
+from shared.models.checks import outside_of_text, require_fit
 from shared.models.counts import flops_per_token, measure
 from shared.models.generation import continuations, end_generation_at, first_lines
 from shared.models.hub import from_hub, identity_of_frozen, override
@@ -69,12 +67,11 @@ def gradients(setting, *, dropout=0.0):
 
 @pytest.mark.parametrize(
     ("setting", "recomputed"),
-    [("none", []), ("full", [0, 1, 2, 3, 4]), ("1", [0, 1, 2, 3, 4]), ("2", [1, 3]), ("3", [2]), ("5", [4])],
+    [("full", [0, 1, 2, 3, 4]), ("2", [1, 3]), ("5", [4])],
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputing_blocks_changes_no_gradient(setting, recomputed, dropout):
-    expected, _ = gradients("none", dropout=dropout)
-    found, forwards = gradients(setting, dropout=dropout)
+def test_recomputing_blocks_changes_no_gradient(setting, recomputed):
+    expected, _ = gradients("none", dropout=0.3)
+    found, forwards = gradients(setting, dropout=0.3)
     assert forwards == [2 if i in recomputed else 1 for i in range(5)]
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-6)
@@ -85,15 +82,6 @@ def test_a_model_whose_blocks_cannot_be_recomputed_is_refused():
     with pytest.raises(ConfigError, match="does not support --gradient_checkpointing"):
         set_gradient_checkpointing(plain, "full")
     set_gradient_checkpointing(plain, "none")
-
-
-@pytest.mark.parametrize(("name", "path"), [("llama", "model.layers"), ("qwen2", "model.layers"), ("gpt2", "transformer.h")])
-def test_blocks_are_the_repeated_layers(name, path):
-    subject = make(name)
-    found = repeated_blocks(subject)
-    expected = list(subject.get_submodule(path))
-    assert len(found) == 2
-    assert all(a is b for a, b in zip(found, expected, strict=True))
 
 
 def test_blocks_are_the_largest_list_of_one_class():
@@ -191,11 +179,6 @@ def test_flops_count_packed_weights_by_their_unpacked_number():
     linear.weight = nn.Parameter(torch.zeros(32 * 48 // 2, 1, dtype=torch.uint8), requires_grad=False)
     linear.weight.quant_state = SimpleNamespace(shape=torch.Size([48, 32]))
     assert flops_per_token(subject, 100) == expected
-
-
-def test_flops_of_attention_grow_with_the_length():
-    subject = llama()
-    assert flops_per_token(subject, 300) - flops_per_token(subject, 200) == ATTENTION
 
 
 def on_meta(config):
@@ -306,12 +289,6 @@ def test_measuring_counts_forward_and_both_backward_products_of_a_matrix():
     assert measure(two, {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7) + 3 * (2 * 3 * 7 * 2)
 
 
-def test_measuring_counts_the_filters_of_a_convolution():
-    subject = Scored(nn.Conv2d(3, 4, kernel_size=3, stride=2, padding=1, bias=False))
-    forward = 2 * 4 * 4 * (4 * 3 * 3 * 3) * 2  # batch, positions, filters, multiply and add
-    assert measure(subject, {"pixel_values": torch.zeros(2, 3, 8, 8)}) == 2 * forward
-
-
 def test_measuring_freezes_what_takes_no_part_and_leaves_no_gradient():
     subject = Scored(nn.Linear(5, 7), nn.BatchNorm1d(7))
     subject.layers[0].bias.requires_grad_(False)
@@ -343,16 +320,6 @@ def test_images_of_a_size_that_a_model_cannot_take_are_refused_with_the_shape():
     assert "\n" not in str(error.value)
 
 
-def test_a_model_that_fails_without_a_word_is_named():
-    def fail(_):
-        raise ValueError
-
-    subject = Scored(nn.Linear(5, 7))
-    subject.layers[0].forward = fail
-    with pytest.raises(ConfigError, match=r"Scored cannot take pixel_values \(1, 5\)"):
-        measure(subject, {"pixel_values": torch.zeros(1, 5)})
-
-
 # What a user typed ---------------------------------------------------------------------------------------------------
 
 
@@ -370,14 +337,7 @@ def test_override_sets_lists():
     assert (config.depths, config.layer_type, config.hidden_sizes) == ([2, 2, 2, 2], "basic", [8, 16, 32, 64])
 
 
-def test_override_of_nothing_changes_nothing():
-    config, before = LlamaConfig(), LlamaConfig().to_dict()
-    override(config, None)
-    override(config, "")
-    assert config.to_dict() == before
-
-
-@pytest.mark.parametrize("change", ["hiden_size=256", "hidden_size", "=3"])
+@pytest.mark.parametrize("change", ["hiden_size=256", "hidden_size"])
 def test_override_refuses_what_the_config_does_not_have(change):
     with pytest.raises(ConfigError, match=rf"--config_overrides {change}: expected key=value with a key of .*hidden_size"):
         override(LlamaConfig(), change)
@@ -395,15 +355,7 @@ def test_tokens_without_an_embedding_are_refused_with_both_numbers():
         require_fit(llama(), range(VOCAB + 1), 8)
 
 
-def test_a_folder_without_a_model_is_one_line(tmp_path):
-    with pytest.raises(ConfigError) as error:
-        from_hub(AutoModelForCausalLM, tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}: ")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("auto_class", [AutoConfig, AutoTokenizer, AutoModelForCausalLM, AutoImageProcessor])
-@pytest.mark.parametrize("name", ["/no/such", "./no/such/folder", "no such"])
+@pytest.mark.parametrize(("auto_class", "name"), [(AutoConfig, "/no/such"), (AutoTokenizer, "no such")])
 def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
     with pytest.raises(ConfigError) as error:
         from_hub(auto_class, name)
@@ -426,23 +378,6 @@ def test_an_adapter_is_not_taken_for_a_model(tmp_path):
 
     with pytest.raises(ConfigError, match="somebody/adapter: an adapter, not a model"):
         from_hub(OnTheHub, "somebody/adapter", use_safetensors=True)
-
-
-def test_pickled_weights_are_not_loaded(tmp_path):
-    llama().config.save_pretrained(tmp_path)
-    torch.save(llama().state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        from_hub(AutoModelForCausalLM, tmp_path, use_safetensors=True)
-
-
-def test_a_model_s_own_code_is_not_run(tmp_path):
-    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n"
-    (tmp_path / "code.py").write_text(code)
-    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_its_own", "auto_map": auto_map}))
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        from_hub(AutoModelForCausalLM, tmp_path)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_safetensors_weights_are_loaded_equal(tmp_path):
@@ -532,24 +467,15 @@ def test_continuations_are_deterministic_and_sampling_follows_its_seed():
     def run(**options):
         return continuations(subject, Spells(), copy.deepcopy(prompts), max_new_tokens=8, **options)
 
+    before = torch.get_rng_state()
     assert run() == run()
     assert run(sample=True, seed=1) == run(sample=True, seed=1)
     assert run(sample=True, seed=1) != run(sample=True, seed=2)
     assert run(sample=True, seed=1) != run()
-
-
-def test_sampling_leaves_the_global_generator_alone():
-    before = torch.get_rng_state()
-    continuations(make_untouched(), Spells(), [[1]], max_new_tokens=3, sample=True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def make_untouched():
-    with torch.random.fork_rng():
-        return make("llama")
-
-
-@pytest.mark.parametrize("lines", [0, 1, 8, 9, 24])
+@pytest.mark.parametrize("lines", [8, 9])
 def test_a_long_text_is_shortened_for_a_log(lines):
     text = "\n".join("#" * lines)
     shown = first_lines(text)

@@ -1,13 +1,11 @@
 """What is made of the data once is whole or not there, and the same by any number of processes."""
 
 import errno
-import multiprocessing.spawn
 import os
 import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,6 +13,7 @@ import pytest
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
+from shared.data.loader import parallel_map
 from shared.process.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -48,11 +47,6 @@ def test_the_fingerprint_changes_with_anything_that_counts(tmp_path):
     other.write_text("one")
     os.utime(other, ns=(10**18, 10**18))
     assert prepared.fingerprint(files=[other], settings=[1, None, "x"]) != first
-
-
-def test_a_fingerprint_of_what_has_no_plain_form_is_a_programming_error():
-    with pytest.raises(TypeError):
-        prepared.fingerprint(x=object())
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
@@ -103,29 +97,16 @@ def test_who_comes_second_takes_what_another_run_built_in_the_meantime(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="set TEMPLATES_CACHE to a writable folder"):
-        prepared.build_once(tmp_path / "file" / "a", lambda folder: None)
-
-
-def test_a_disk_that_is_full_ends_the_build_with_what_to_set(tmp_path):
-    def fill(folder):
+@pytest.mark.parametrize("when", ["at first", "while it is built", "at the end"])
+def test_a_disk_that_is_full_or_closed_says_what_to_set(tmp_path, monkeypatch, when):
+    def refuse(*_args, **_options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    if when != "while it is built":
+        monkeypatch.setattr(Path, "mkdir" if when == "at first" else "rename", refuse)
     message = f"^{tmp_path}: prepared data cannot be written .*No space left.* set TEMPLATES_CACHE to a writable folder"
     with pytest.raises(ConfigError, match=message):
-        prepared.build_once(tmp_path / "a", fill)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_put_in_its_place_ends_the_build(tmp_path, monkeypatch):
-    def refuse(path, target):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(ConfigError, match=r"cannot be written .*Permission denied.* set TEMPLATES_CACHE"):
-        prepared.build_once(tmp_path / "a", lambda folder: None)
+        prepared.build_once(tmp_path / "a", refuse if when == "while it is built" else lambda folder: None)
     assert not list(tmp_path.iterdir())
 
 
@@ -160,9 +141,13 @@ def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_the_results_come_in_the_order_of_the_items(processes):
-    items = (f"1000 // {by}, __import__('os').getpid()" for by in range(1, 200))
-    found = list(prepared.in_order(partial, (eval,), items, processes))
+def test_results_come_in_the_order_of_the_items_and_few_are_read_ahead(processes):
+    taken = []
+    items = (taken.append(by) or f"1000 // {by}, __import__('os').getpid()" for by in range(1, 200))
+    results = parallel_map(eval, items, processes)
+    found = [next(results)]
+    assert len(taken) < 20
+    found += results
     assert [result for result, _ in found] == [1000 // by for by in range(1, 200)]
     workers = {process for _, process in found}
     assert workers == {os.getpid()} if processes == 1 else os.getpid() not in workers
@@ -171,49 +156,21 @@ def test_the_results_come_in_the_order_of_the_items(processes):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(processes):
     items = ["pass", "from shared.process.errors import ConfigError as E; raise E('line 7: no text')", "pass"]
-    results = prepared.in_order(partial, (exec,), items, processes)
+    results = parallel_map(exec, items, processes)
     assert next(results) is None
     with pytest.raises(ConfigError, match=r"^line 7: no text$"):
         next(results)
 
 
-def test_no_more_is_read_ahead_than_the_processes_need():
-    taken = []
-    items = (taken.append(number) or str(number) for number in range(1000))
-    results = prepared.in_order(partial, (eval,), items, 2)
-    assert [next(results) for _ in range(20)] == list(range(20))
-    assert len(taken) < 40
-    results.close()
-
-
-@pytest.mark.parametrize("when", ["at work", "as it makes what works", "before it reads anything"])
-def test_a_process_that_dies_ends_the_work_and_nothing_waits_for_it(monkeypatch, when):
-    """Also where it was to be told more than a pipe holds."""
-    parts = (None, "x" * 200_000) if when == "as it makes what works" else (exec,)
-    if when == "before it reads anything":
-        monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/bin/false")
+def test_a_process_that_dies_ends_the_work():
     with pytest.raises(ConfigError, match="choose fewer with --preprocessing_num_workers"):
-        list(prepared.in_order(partial, parts, ["import os; os._exit(1)"] * 50, 2))
-
-
-def test_processes_do_not_import_the_script_and_leave_it_in_place(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "print('imported')\nfrom functools import partial\nfrom shared.data import prepared\n"
-        "if __name__ == '__main__':\n"
-        "    print(sorted(prepared.in_order(partial, (eval,), ['1 + 1', '2 + 2', 'len(\"x\" * 9)'], 2)))\n"
-        "    import __main__; print(__main__.__file__ == __file__)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "imported\n[2, 4, 9]\nTrue\n", done.stderr
+        list(parallel_map(exec, ["import os; os._exit(1)"] * 50, 2))
 
 
 OUTLIVED = """
 import time
-from functools import partial
-from shared import prepared
-for process in prepared.in_order(partial, (eval,), ["__import__('os').getpid()"] * 99, 2):
+from shared.data.loader import parallel_map
+for process in parallel_map(eval, ["__import__('os').getpid()"] * 99, 2):
     print(process, flush=True)
     time.sleep(0.2)
 """
@@ -224,18 +181,5 @@ def test_processes_do_not_outlive_a_run_that_is_killed():
         assert run.stdout is not None
         workers = [psutil.Process(number) for number in {int(run.stdout.readline()) for _ in range(3)}]
         run.kill()
-    _, alive = psutil.wait_procs(workers, 10)
+    _, alive = psutil.wait_procs(workers, 20)
     assert workers and not alive
-
-
-@pytest.mark.parametrize("long", [True, False])
-def test_what_takes_long_is_prepared_by_more_processes(monkeypatch, long):
-    monkeypatch.setattr(prepared, "ALONE_FOR", 0.05 if long else 600)
-    monkeypatch.setattr(prepared, "cores", lambda: 2)
-    items = (f"{number}, __import__('os').getpid(), __import__('time').sleep(0.01)" for number in range(60))
-    found = list(prepared.in_order(partial, (eval,), items, None))
-    assert [number for number, _, _ in found] == list(range(60))
-    workers = [process for _, process, _ in found]
-    alone = workers.count(os.getpid())
-    assert workers[:alone] == [os.getpid()] * alone
-    assert (1 < alone < 20 and len(set(workers)) <= 3) if long else alone == 60

@@ -18,28 +18,23 @@ from shared.data.order import IGNORED, Batch
 from shared.models.attention import told_of_rows
 from shared.process.errors import ConfigError
 
-# Settings of what is done besides a decoder's modules and the head: not at all here, or by each stage anew.
+# Settings of what models do outside of a decoder's modules and the head. A pipeline would leave it out, or repeat it.
 APART = (
-    "embedding_multiplier",
-    "final_logit_softcapping",
-    "lm_head_multiplier",
-    "logit_scale",
-    "logits_scaling",
-    "scale_emb",
+    *("embedding_multiplier", "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "scale_emb"),
 )
 
 
 class _Through(nn.Module):
-    """In place of what another rank has."""
+    """Stands where another rank has a module: returns its input."""
 
     def forward(self, x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return x
 
 
 class _Stage(nn.Module):
-    """Some consecutive blocks of a causal language model, with its embeddings or its head if they are at that end.
+    """Consecutive blocks of a causal language model; the first stage has its embeddings, the last one its head.
 
-    The model's own forward does the work, with blocks that pass their input on where others have them.
+    The model's own forward runs, with `_Through` in place of the blocks of other ranks.
     """
 
     def __init__(self, model: nn.Module, blocks: range, *, first: bool, last: bool, autocast: Any) -> None:
@@ -62,10 +57,10 @@ class _Stage(nn.Module):
 
 
 class Pipeline:
-    """This rank's stages of `model`, and what passes micro-batches through all of them. Every rank makes one.
+    """This rank's stages of `model`, and the schedule that passes micro-batches through all of them. Every rank makes one.
 
-    Ranks next to each other hold the stages of one model; groups of them read different data. What other ranks hold is
-    taken out of `model`; the names of what stays do not change, so checkpoints are those of any other strategy.
+    Ranks next to each other hold the stages of one model; groups of them read different data. Modules of other ranks are
+    taken out of `model`. The names of the others do not change, so checkpoints are those of any other strategy.
 
     Args:
         model: a causal language model of transformers, whole, on every rank.
@@ -74,7 +69,7 @@ class Pipeline:
         micro_batches: of one optimizer step.
 
     Raises:
-        ConfigError: the model, or its number of blocks or micro-batches, cannot be spread so.
+        ConfigError: a pipeline cannot be made of this model, or of so many blocks or micro-batches.
     """
 
     def __init__(
@@ -84,21 +79,17 @@ class Pipeline:
         plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (sizes is None or sizes.total_size == 1)
         if not plain:
             raise ConfigError("a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: it spreads the model itself")
-        known = {"embed_tokens", "layers", "norm", "rotary_emb"}
-        if not {"embed_tokens", "layers", "norm"} <= set(dict(model.get_decoder().named_children())) <= known:
-            raise ConfigError(f"{type(model).__name__} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
-        text = model.config.get_text_config()
-        if apart := [name for name in APART if getattr(text, name, None) not in (None, 1)]:
-            raise ConfigError(f"{type(model).__name__} has {', '.join(apart)}, which a pipeline leaves out: use fsdp2.yaml")
-        stages = ranks * stages_per_rank
-        decoder = model.get_decoder()
-        blocks = len(decoder.layers)
+        if accelerator.mixed_precision in ("fp16", "fp8"):
+            raise ConfigError(f"a pipeline does not work with {accelerator.mixed_precision}: use bf16")
+        decoder, text, name = model.get_decoder(), model.config.get_text_config(), type(model).__name__
+        parts_of_llama, found = {"embed_tokens", "layers", "norm"}, {child for child, _ in decoder.named_children()}
+        if not parts_of_llama <= found <= parts_of_llama | {"rotary_emb"} or text is not model.config:
+            raise ConfigError(f"{name} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
+        if apart := [setting for setting in APART if getattr(text, setting, None) not in (None, 1)]:
+            raise ConfigError(f"{name} has {', '.join(apart)}, which a pipeline leaves out: use fsdp2.yaml")
         if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
             raise ConfigError("the first and the last stage cannot share embeddings: the model has tie_word_embeddings")
-        if accelerator.scaler is not None:
-            raise ConfigError("a pipeline does not work with fp16's loss scaling: use bf16")
-        if accelerator.mixed_precision == "fp8":
-            raise ConfigError("a pipeline does not work with fp8: use bf16")
+        stages, blocks = ranks * stages_per_rank, len(decoder.layers)
         if blocks < stages:
             raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
         if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
@@ -176,7 +167,7 @@ class Pipeline:
         loss = self._pass(self.schedule.eval, batches)
         for part in self.parts:
             part.train()
-        for stage in self.stages:  # PyTorch 2.11 leaves what it receives without gradients if it has evaluated first
+        for stage in self.stages:  # PyTorch 2.11 receives without gradients once it has evaluated
             for received in stage.args_recv_info.values():
                 for info in received:
                     if isinstance(getattr(info, "buffer", None), torch.Tensor):

@@ -1,10 +1,11 @@
 """Which parameters decay, who optimises what, and learning rates as a function of the step."""
 
 import dataclasses
-import importlib.util
 import itertools
 import math
+import sys
 
+import bitsandbytes
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +19,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
-    LevitConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -100,22 +100,11 @@ def test_frozen_parameters_are_in_no_optimizer():
 
 def test_adamw_takes_its_settings_from_the_config():
     config = OptimConfig(learning_rate=0.25, adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
-    (optimizer,) = optim.build(tiny_llama(), config)
-    assert type(optimizer) is torch.optim.AdamW
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
-
-
-def test_decay_shrinks_matrices_and_leaves_vectors_where_they_are():
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    (optimizer,) = optim.build(model, OptimConfig(learning_rate=0.1, weight_decay=0.5))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for name, p in model.named_parameters():
-        factor = 1 - 0.1 * 0.5 if name == "0.weight" else 1
-        torch.testing.assert_close(p.detach(), before[name] * factor)
+    for name, kind in (("adamw", torch.optim.AdamW), ("adamw_8bit", bitsandbytes.optim.AdamW8bit)):
+        (optimizer,) = optim.build(tiny_llama(), dataclasses.replace(config, optim=name))
+        assert type(optimizer) is kind
+        for group in optimizer.param_groups:
+            assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
 
 
 # Muon ----------------------------------------------------------------------------------------------------------------
@@ -144,13 +133,6 @@ def test_muon_and_adamw_share_out_each_trainable_parameter_exactly_once(make):
     assert no_decay == named(model, embeddings + vectors)
 
 
-def test_muon_alone_when_everything_is_a_matrix():
-    model = nn.Linear(4, 4, bias=False)
-    (optimizer,) = optim.build(model, OptimConfig(optim="muon", muon_momentum=0.5, weight_decay=0.25))
-    assert type(optimizer) is torch.optim.Muon
-    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.25)
-
-
 def test_muon_falls_back_to_adamw_when_there_is_no_matrix():
     (optimizer,) = optim.build(nn.LayerNorm(4), OptimConfig(optim="muon"))
     assert type(optimizer) is torch.optim.AdamW
@@ -170,10 +152,9 @@ def test_one_learning_rate_gives_muon_and_adamw_updates_of_about_the_same_size()
     assert 0.3 < sizes["muon"] / sizes["adamw"] < 3
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])
-def test_a_model_with_nothing_trainable_is_refused(name):
+def test_a_model_with_nothing_trainable_is_refused():
     with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
-        optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim=name))
+        optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim="muon"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
@@ -188,25 +169,13 @@ def test_making_room_for_the_state_changes_no_weight(name):
 
 
 def test_8_bit_adamw_has_the_same_groups():
-    bitsandbytes = pytest.importorskip("bitsandbytes")
     model = tiny_llama()
-    (optimizer,) = optim.build(model, OptimConfig(optim="adamw_8bit", weight_decay=0.3, learning_rate=0.5))
-    assert isinstance(optimizer, bitsandbytes.optim.AdamW8bit)
-    (reference,) = optim.build(model, OptimConfig(weight_decay=0.3))
-    assert groups_by_decay(model, [optimizer]) == groups_by_decay(model, [reference])
-    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
-    given = OptimConfig(optim="adamw_8bit", adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
-    (optimizer,) = optim.build(nn.Linear(8, 8), given)
-    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.5, 0.75), 1e-3)}
-
-
-def test_a_decay_that_would_begin_in_the_warmup_begins_after_it():
-    config = OptimConfig(lr_scheduler_type="wsd", learning_rate=1.0, warmup_ratio=0.5, decay_ratio=1.0)
-    assert [optim.learning_rate(config, step, 100) for step in (49, 50, 75)] == [1.0, 1.0, 0.5]
+    ours, reference = (optim.build(model, OptimConfig(optim=kind, weight_decay=0.3)) for kind in ("adamw_8bit", "adamw"))
+    assert groups_by_decay(model, ours) == groups_by_decay(model, reference)
 
 
 def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
         optim.build(nn.Linear(2, 2), OptimConfig(optim="adamw_8bit"))
 
@@ -225,58 +194,28 @@ CONFIGS = st.builds(
 TOTALS = st.integers(1, 400)
 
 
-def curve(config, total):
-    return [optim.learning_rate(config, step, total) for step in range(total + 1)]
-
-
-@settings(deadline=None, max_examples=200)
-@given(config=CONFIGS, total=TOTALS)
-def test_every_rate_is_positive_before_the_end_and_never_above_the_peak(config, total):
-    rates = curve(config, total)
-    assert all(0 < rate <= config.learning_rate * (1 + 1e-9) for rate in rates[:-1])
-    assert rates[-1] >= 0
-
-
-@settings(deadline=None, max_examples=200)
-@given(config=CONFIGS, total=TOTALS)
-def test_warmup_rises_in_equal_steps_to_exactly_the_peak(config, total):
-    warmup = math.ceil(config.warmup_ratio * total)
-    rates = curve(config, total)
-    assert rates[:warmup] == pytest.approx([config.learning_rate * (i + 1) / warmup for i in range(warmup)])
-    assert max(rates) == pytest.approx(config.learning_rate)
-    assert rates[max(0, warmup - 1)] == pytest.approx(config.learning_rate)
-
-
-@settings(deadline=None, max_examples=200)
-@given(config=CONFIGS, total=TOTALS)
-def test_after_warmup_the_rate_never_rises_and_stays_above_its_final_value(config, total):
-    warmup = math.ceil(config.warmup_ratio * total)
-    rates = curve(config, total)[warmup:]
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(rates))
-    assert min(rates, default=1) >= config.min_lr_ratio * config.learning_rate * (1 - 1e-9)
-
-
 @settings(deadline=None, max_examples=100)
 @given(config=CONFIGS, total=TOTALS)
-def test_the_rate_ends_at_its_final_share_of_the_peak(config, total):
-    end = optim.learning_rate(config, total, total)
-    assert optim.learning_rate(config, total + 50, total) == end  # never rises again
+def test_every_schedule(config, total):
+    """It rises in equal steps to exactly the peak, never rises again, and ends at its final share of the peak."""
+    peak, low = config.learning_rate, config.min_lr_ratio * config.learning_rate
+    warmup = math.ceil(config.warmup_ratio * total)
+    rates = [optim.learning_rate(config, step, total) for step in range(total + 1)]
+    assert all(0 < rate <= peak * (1 + 1e-9) for rate in rates[:-1])
+    assert rates[:warmup] == pytest.approx([peak * (i + 1) / warmup for i in range(warmup)])
+    assert rates[max(0, warmup - 1)] == pytest.approx(peak) == max(rates)
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(rates[warmup:]))
+    assert min(rates[warmup:], default=1) >= low * (1 - 1e-9)
+    assert optim.learning_rate(config, total + 50, total) == rates[-1]
     if config.lr_scheduler_type == "constant":
-        assert end == config.learning_rate
-    elif math.ceil(config.warmup_ratio * total) < total and (config.lr_scheduler_type != "wsd" or config.decay_ratio):
-        assert end == pytest.approx(config.min_lr_ratio * config.learning_rate, abs=1e-12)
-
-
-@settings(deadline=None, max_examples=100)
-@given(config=CONFIGS, total=TOTALS)
-def test_wsd_is_flat_until_its_decay_and_then_falls_in_equal_steps(config, total):
-    config = dataclasses.replace(config, lr_scheduler_type="wsd")
-    warmup = math.ceil(config.warmup_ratio * total)
-    start = max(warmup, total - math.ceil(config.decay_ratio * total))
-    rates = curve(config, total)
-    assert rates[warmup:start] == [config.learning_rate] * (start - warmup)
-    falls = [a - b for a, b in itertools.pairwise(rates[start:])]
-    assert falls == pytest.approx([falls[0]] * len(falls), abs=1e-9 * config.learning_rate) if falls else True
+        assert rates[-1] == peak
+    elif warmup < total and (config.lr_scheduler_type != "wsd" or config.decay_ratio):
+        assert rates[-1] == pytest.approx(low, abs=1e-12)
+    if config.lr_scheduler_type == "wsd":
+        start = max(warmup, total - math.ceil(config.decay_ratio * total))
+        assert rates[warmup:start] == [peak] * (start - warmup)
+        falls = [a - b for a, b in itertools.pairwise(rates[start:])]
+        assert falls == pytest.approx(falls[:1] * len(falls), abs=1e-9 * peak)
 
 
 def test_known_points_of_each_shape():
@@ -284,28 +223,18 @@ def test_known_points_of_each_shape():
         config = OptimConfig(learning_rate=1.0, lr_scheduler_type=kind, warmup_ratio=0.1, min_lr_ratio=0.2, decay_ratio=0.2)
         return optim.learning_rate(config, step, 100)
 
+    assert optim.learning_rate(OptimConfig(learning_rate=1.0, warmup_ratio=0.0), 0, 100) == 1.0
     assert [at("linear", s) for s in (0, 4, 9, 10, 55, 100)] == pytest.approx([0.1, 0.5, 1, 1, 0.6, 0.2])
     assert [at("cosine", s) for s in (10, 32.5, 55, 100)] == pytest.approx([1, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2])
     assert [at("constant", s) for s in (0, 10, 99)] == pytest.approx([0.1, 1, 1])
     assert [at("wsd", s) for s in (9, 10, 80, 90, 100)] == pytest.approx([1, 1, 1, 0.6, 0.2])
 
 
-def test_no_warmup_starts_at_the_peak():
-    assert optim.learning_rate(OptimConfig(learning_rate=1.0, warmup_ratio=0.0), 0, 100) == 1.0
-
-
-def test_set_learning_rate_reaches_every_group_of_every_optimizer():
-    config = OptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_ratio=0.0)
-    optimizers = optim.build(WithExperts(), config)
-    assert sum(len(o.param_groups) for o in optimizers) == 3
-    assert optim.set_learning_rate(optimizers, config, 25, 100) == 0.75
-    assert [g["lr"] for o in optimizers for g in o.param_groups] == [0.75] * 3
-
-
 def test_set_learning_rate_keeps_the_factors_of_the_layers():
-    config = OptimConfig(learning_rate=1.0, lr_scheduler_type="linear", warmup_ratio=0.0, layer_decay=0.5)
+    config = OptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_ratio=0.0, layer_decay=0.5)
     model = tiny_llama()
     optimizers = optim.build(model, config)
+    assert len(optimizers) == 2
     assert optim.set_learning_rate(optimizers, config, 25, 100) == 0.75
     rates = {name: group["lr"] for o in optimizers for group in o.param_groups for name in named(model, group["params"])}
     assert rates["lm_head.weight"] == 0.75
@@ -328,14 +257,10 @@ def tiny_vision(name):
     elif name == "vit":
         sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
         config = ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes)
-    elif name == "swin":
-        sizes = {"embed_dim": 8, "depths": [2, 1], "num_heads": [1, 2], "num_labels": 3}
-        config = SwinConfig(image_size=32, patch_size=4, window_size=4, **sizes)
     elif name == "convnext":
         config = ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[2, 1], num_labels=3)
     else:
-        layer_type = name.split("-")[1]
-        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type=layer_type, num_labels=3)
+        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic", num_labels=3)
     return AutoModelForImageClassification.from_config(config)
 
 
@@ -343,13 +268,6 @@ def tiny_vision(name):
 DEPTHS = {
     "llama": ["model.embed_tokens", "model.layers.0", "model.layers.1 model.norm", "lm_head"],
     "vit": ["vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layers.2 vit.layernorm", "classifier"],
-    "swin": [
-        "swin.embeddings",
-        "swin.encoder.layers.0.blocks.0",
-        "swin.encoder.layers.0.blocks.1 swin.encoder.layers.0.downsample",
-        "swin.encoder.layers.1.blocks.0 swin.layernorm",
-        "classifier",
-    ],
     "convnext": [
         "convnext.embeddings",
         "convnext.encoder.stages.0.layers.0",
@@ -357,7 +275,7 @@ DEPTHS = {
         "convnext.encoder.stages.1.layers.0 convnext.layernorm",
         "classifier",
     ],
-    "resnet-basic": [
+    "resnet": [
         "resnet.embedder",
         "resnet.encoder.stages.0.layers.0",
         "resnet.encoder.stages.0.layers.1",
@@ -370,12 +288,10 @@ DEPTHS = {
         "timm_model.fc",
     ],
 }
-DEPTHS["resnet-bottleneck"] = DEPTHS["resnet-basic"]
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-@pytest.mark.parametrize("decay", [0.5, 1.0])
-def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(name, decay):
+def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(name, decay=0.5):
     model = tiny_llama() if name == "llama" else tiny_vision(name)
     scales = optim.layer_scales(model, decay)
     assert set(scales) == set(model.parameters())
@@ -399,35 +315,18 @@ def test_factors_and_decay_groups_go_together(kind):
     assert groups_by_decay(model, optimizers) == plain
 
 
-def test_class_tokens_position_embeddings_and_biases_do_not_decay():
-    model = tiny_vision("vit")
-    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
-    everything = {name for name, _ in model.named_parameters()}
-    spared = {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}
-    spared |= {name for name in everything if name.endswith(".bias") or "layernorm" in name}
-    assert decay == {0.0: spared, 0.3: everything - spared}
-    assert {"vit.embeddings.patch_embeddings.projection.weight", "classifier.weight"} <= decay[0.3]
-
-
-def test_position_biases_of_swin_and_scales_of_convnext_do_not_decay_and_filters_do():
-    model = tiny_vision("swin")
-    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
-    tables = {name for name, _ in model.named_parameters() if name.endswith("position_bias_table")}
-    assert len(tables) == 3
-    assert tables <= decay[0.0]
-    model = tiny_vision("convnext")
-    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
-    assert decay[0.3] == {name for name, p in model.named_parameters() if p.ndim > 1}
-    assert "convnext.encoder.stages.0.layers.0.dwconv.weight" in decay[0.3]
-    assert "convnext.encoder.stages.0.layers.0.layer_scale_parameter" in decay[0.0]
-
-
 def on_meta(auto_class, config):
     with torch.device("meta"):
         return auto_class.from_config(config)
 
 
 SPARED = {
+    "vit": (ViTConfig(num_hidden_layers=1), ["cls_token", "position_embeddings"]),
+    "convnext": (ConvNextConfig(num_stages=1, hidden_sizes=[8], depths=[1]), ["layer_scale_parameter"]),
+    "swin": (
+        SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 2], image_size=32, patch_size=4, window_size=4),
+        ["position_bias_table"],
+    ),
     "convnextv2": (
         ConvNextV2Config(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1]),
         ["grn.weight", "grn.bias"],
@@ -435,17 +334,6 @@ SPARED = {
     "swinv2": (
         Swinv2Config(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, patch_size=4, window_size=4),
         ["logit_scale"],
-    ),
-    "levit": (
-        LevitConfig(
-            hidden_sizes=[16, 24, 32],
-            num_attention_heads=[2, 2, 2],
-            depths=[1, 1, 1],
-            key_dim=[8, 8, 8],
-            image_size=64,
-            architectures=["LevitForImageClassification"],
-        ),
-        ["attention_biases"],
     ),
     "mamba": (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4), ["A_log", ".D"]),
     "gpt_oss": (
@@ -478,41 +366,19 @@ def test_muon_leaves_the_head_of_an_image_model_to_adamw():
 
 def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
     config = MobileViTConfig(hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 16, 16, 16], image_size=64)
-    models = {"conv_1x1_exp": on_meta(AutoModelForImageClassification, config)}
-    if importlib.util.find_spec("timm"):
-        from transformers import TimmWrapperConfig
-
-        config = TimmWrapperConfig(architecture="efficientnet_b0", num_labels=3)
-        models["conv_head"] = on_meta(AutoModelForImageClassification, config)
-    for part, model in models.items():
-        scales = optim.layer_scales(model, 0.5)
-        assert {scales[p] for key, p in model.named_parameters() if f".{part}." in key} == {0.5}
-        assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}
+    model = on_meta(AutoModelForImageClassification, config)
+    scales = optim.layer_scales(model, 0.5)
+    assert {scales[p] for key, p in model.named_parameters() if ".conv_1x1_exp." in key} == {0.5}
+    assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}
 
 
 # SGD -----------------------------------------------------------------------------------------------------------------
 
 
-def test_sgd_is_nesterovs_by_hand():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
+def test_sgd_is_nesterovs_with_the_settings_of_the_config():
     config = OptimConfig(optim="sgd", learning_rate=0.5, sgd_momentum=0.75, weight_decay=0.125)
-    (optimizer,) = optim.build(model, config)
+    (optimizer,) = optim.build(nn.Linear(3, 2), config)
     assert type(optimizer) is torch.optim.SGD
-    expected = {name: p.detach().double() for name, p in model.named_parameters()}
-    speed = {}
-    for step in range(4):
-        for name, p in model.named_parameters():
-            p.grad = torch.randn(p.shape)
-            gradient = p.grad.double() + (0.125 if name == "weight" else 0.0) * expected[name]
-            speed[name] = 0.75 * speed[name] + gradient if step else gradient
-            expected[name] = expected[name] - 0.5 * (gradient + 0.75 * speed[name])
-        optimizer.step()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.detach().double(), expected[name], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 1.0])
-def test_a_momentum_that_nesterov_cannot_have_is_refused(momentum):
-    with pytest.raises(ConfigError, match="--sgd_momentum is between 0 and 1"):
-        OptimConfig(optim="sgd", sgd_momentum=momentum)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0.0]
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["momentum"], group["nesterov"], group["dampening"]) == (0.5, 0.75, True, 0)

@@ -1,7 +1,6 @@
 """A skipped update, and a step that waits for nothing (faults and signals: tests/test_faults.py)."""
 
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +9,10 @@ import torch
 from torch import nn
 
 from shared.config.options import OptimConfig
-from shared.run import guard, launch, metrics
-from shared.run.checkpoint import TrainState
+from shared.run import guard, launch
 from shared.run.guard import Guard, _OnItsWay
-from shared.run.rehearsal import largest_that_fits
+from shared.run.rehearsal import Rehearsal
+from shared.run.state import TrainState
 from shared.training import optim, step
 from tests.conftest import Run, run_here
 
@@ -35,9 +34,8 @@ def state_of(model, optimizers):
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-@pytest.mark.parametrize("bad_at", [0, 2])
-def test_a_skipped_update_changes_nothing(name, bad_at):
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_skipped_update_changes_nothing(name, bad_at=2):
     accelerator = launch.start(0)
     (model, optimizers), (other, others) = build(name), build(name)
     inputs = torch.randn(5, 4, 8)
@@ -57,25 +55,12 @@ def test_a_skipped_update_changes_nothing(name, bad_at):
             after = state_of(model, optimizers)
             for key, value in before.items():
                 assert torch.equal(value, after[key]), key
-            assert bad_at == 0 or len(before) > 6  # the optimizer's state, too
+            assert len(before) > 6  # the optimizer's state, too
         else:
             train(model, optimizers, batch)
             train(other, others, batch)
     for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
         assert torch.equal(one, two), key
-
-
-@pytest.mark.parametrize("max_norm", [0.01, 100.0, 0.0])
-def test_gradients_are_clipped_as_pytorch_clips_them(max_norm):
-    (model, _), (other, _) = build("adamw"), build("adamw")
-    inputs = torch.randn(4, 8)
-    for one in (model, other):
-        one(inputs).square().mean().backward()
-    expected = nn.utils.clip_grad_norm_(other.parameters(), max_norm or torch.inf)
-    assert 0.01 < expected < 100  # so that it is clipped by the first alone
-    assert step.clip_gradients(launch.start(0), model, max_norm) == expected
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad)
 
 
 @pytest.mark.parametrize(("scale", "counts"), [(None, True), (0.5, True), (2.0, False)])
@@ -85,9 +70,8 @@ def test_an_infinite_gradient_counts_unless_the_scale_of_fp16_can_still_fall(sca
     if scale is not None:
         monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
         accelerator.scaler.scale(torch.tensor(1.0))  # which makes its scale
-    made = Guard(accelerator, nn.Linear(1, 1), TrainState(), max_skipped=1)
-    window = SimpleNamespace(indices=np.zeros((1, 1), np.int64))
-    assert made.finite([torch.tensor(1.0)], torch.tensor(torch.inf), window) == (not counts)
+    made = Guard(accelerator, [nn.Linear(1, 1)], TrainState(), max_skipped=1)
+    assert made.finite([torch.tensor(1.0)], torch.tensor(torch.inf), np.zeros((1, 1), np.int64)) == (not counts)
 
 
 def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch):
@@ -114,7 +98,8 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     loader = SimpleNamespace(per_device=4, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
     (optimizer,) = optimizers = optim.build(model, OptimConfig())
     accelerator = launch.start(0)
-    assert largest_that_fits(accelerator, model, optimizers, loader, lambda b: model(b["inputs"]).sum()) == 4
+    rehearsal = Rehearsal(accelerator, [model], optimizers, loader, [lambda b: model(b["inputs"]).sum()])
+    assert rehearsal.find_batch_size() == 4
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
 
@@ -127,7 +112,6 @@ TUNED = ("--max_train_samples", 200, "--seq_length", 256)
     [
         ("pretrain", ("--vocab_size", 300, "--seq_length", 16)),
         ("lora_finetune", (*TUNED, "--packing")),
-        ("lora_finetune", (*TUNED, "--no_packing")),
         ("image_classification", ()),
     ],
 )
@@ -165,25 +149,10 @@ def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tm
     assert found == logged
 
 
-def test_a_logged_loss_is_the_mean_however_often_losses_are_fetched(monkeypatch, tmp_path, text_file):
+def test_a_logged_loss_is_the_mean_of_the_steps_since_the_last(tmp_path, text_file):
     given = ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16, "--global_batch_size", 8)
     given += ("--max_steps", 6, "--eval_steps", 100, "--save_steps", 100)
     run_here("pretrain", *given, "--logging_steps", 1, "--output_dir", tmp_path / "each")
     each = list(Run(tmp_path / "each", 0, "").losses.values())
     run_here("pretrain", *given, "--logging_steps", 6, "--output_dir", tmp_path / "once")
-    monkeypatch.setattr(metrics, "UNREAD", 2)
-    run_here("pretrain", *given, "--logging_steps", 6, "--output_dir", tmp_path / "often")
-    for folder in ("once", "often"):
-        assert Run(tmp_path / folder, 0, "").losses == {6: pytest.approx(sum(each) / 6, rel=1e-6)}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "pictures"), [(1e-6, 1), (1000, 4)]
-)  # that a second counts for; one is drawn at the end
-def test_curves_are_drawn_as_often_as_they_cost_little(seconds, pictures, monkeypatch, tmp_path, text_file):
-    drawn = []
-    monkeypatch.setattr(metrics, "draw_curves", lambda *_: drawn.append(1))
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: seconds * time.perf_counter()))
-    given = ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16, "--global_batch_size", 8)
-    run_here("pretrain", *given, "--max_steps", 4, "--eval_steps", 1, "--output_dir", tmp_path / "run")
-    assert len(drawn) == pictures
+    assert Run(tmp_path / "once", 0, "").losses == {6: pytest.approx(sum(each) / 6, rel=1e-6)}

@@ -1,0 +1,242 @@
+"""Where labelled images come from: class folders, lists, data sets of the Hub. No image is opened here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from shared.data import records
+from shared.data.files import find_files, walk
+from shared.images.decoding import BadImage
+from shared.images.options import ImageConfig
+from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
+
+FORMAT = 3  # raised when the prepared files change meaning
+SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split; the first one present is used
+COLUMNS = {
+    "image": ("image", "img", "image_path", "path", "file_name", "filename", "file"),
+    "label": ("label", "labels", "class", "fine_label", "target"),
+}
+
+
+class Files:
+    """Images in files. `paths` is [n] bytes in one array: worker processes share it instead of copying a list."""
+
+    def __init__(self, paths: np.ndarray) -> None:
+        self.paths = paths
+
+    def __getitem__(self, index: int) -> Path:
+        return Path(os.fsdecode(self.paths[index]))
+
+    def where(self, index: int) -> str:
+        return str(self[index])
+
+
+class Table:
+    """Images in the rows of splits of a data set of `datasets`, one split after the other."""
+
+    def __init__(self, name: str, splits: dict[str, Any], column: str) -> None:
+        self.name, self.splits, self.column = name, splits, column
+        self.images = {split: rows.select_columns([column]) for split, rows in splits.items()}
+
+    def _find(self, index: int) -> tuple[str, int]:
+        for split, rows in self.images.items():
+            if index < len(rows):
+                return split, index
+            index -= len(rows)
+        raise IndexError(index)
+
+    def __getitem__(self, index: int) -> Path | bytes:
+        split, row = self._find(index)
+        value = self.images[split][row][self.column] or {}
+        if not (value.get("bytes") or value.get("path")):
+            raise BadImage("no image")
+        return value["bytes"] or Path(value["path"])
+
+    def where(self, index: int) -> str:
+        split, row = self._find(index)
+        return f"{self.name}:{split}: row {row}"
+
+
+@dataclass
+class Found:
+    """All images that a config names, before any is opened."""
+
+    name: str
+    labels: list[str]
+    held_out_from: int | None  # images from this number on are for validation; None: not split yet
+    about: str  # where the validation images come from, for people
+    paths: list[str] = field(default_factory=list)  # empty for the rows of a table
+    version: str = ""  # of a table's contents
+
+    def describe(self) -> dict[str, Any]:
+        """What all ranks must know, JSON-like.
+
+        `key` changes when any image, label or name does, `identity` when what the model learns from does, wherever and
+        whenever it was put. Sizes and times of files stand for their contents.
+        """
+        key = hashlib.sha256(f"{FORMAT} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
+        identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode())
+        for number, label in enumerate(self.labels):
+            path, size, time = self.paths[number] if self.paths else "", -1, 0
+            with contextlib.suppress(OSError):  # a table's row, or a missing file, which is named later
+                stat = os.stat(path)
+                size, time = stat.st_size, stat.st_mtime_ns
+            key.update(f"{path} {size} {time} {label}\n".encode(errors="surrogateescape"))
+            identity.update(f"{label} {os.path.basename(path)} {size}\n".encode(errors="surrogateescape"))
+        return {
+            "key": key.hexdigest()[:16],
+            "identity": identity.hexdigest(),
+            "name": self.name,
+            "about": self.about,
+            "held_out_from": self.held_out_from,
+            "classes": sorted(set(self.labels), key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)),
+        }
+
+
+# Class folders ---------------------------------------------------------------------------------------------------------
+
+
+def in_folders(root: Path, validation: Path | None) -> Found:
+    train, inside = root, {path.name for path in _folders(root)}
+    others = inside - {"train", "test", *VALIDATION}
+    if others and "train" in inside and inside & set(VALIDATION):
+        raise ConfigError(
+            f"{root}: holds train/ and a validation folder, but {min(others)}/ too; give train/ as --train_dir"
+        )
+    if "train" in inside and not others:
+        train = root / "train"
+        validation = validation or next((root / name for name in VALIDATION if name in inside), None)
+    if validation is not None and train.resolve() in validation.resolve().parents:
+        raise ConfigError(f"{validation}: lies within {train}, whose folders are all trained on: move it out")
+    labels, paths = _class_folders(train, training=True)
+    if validation is None:
+        return Found(str(root), labels, None, "", paths)
+    more_labels, more_paths = _class_folders(validation, training=False)
+    return Found(str(root), labels + more_labels, len(paths), str(validation), paths + more_paths)
+
+
+def _folders(root: Path) -> list[Path]:
+    try:
+        return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(f"{root}: {error.strerror}") from None
+
+
+def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[str]]:
+    """(labels, paths) of `root/<class>/**/<image>`, sorted; files without an image's suffix are not looked at."""
+    classes = _folders(root)
+    if not classes:
+        raise ConfigError(f"{root}: no class folders in it; expected {root}/<class>/<image>")
+    labels, paths = [], []
+    for folder in classes:
+        images = []
+        for place, files in walk(folder):
+            images += [os.path.join(place, f) for f in files if f.lower().endswith(SUFFIXES)]
+        if not images and training:
+            raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}): fill or remove it")
+        labels += [folder.name] * len(images)
+        paths += sorted(images)
+    return labels, paths
+
+
+# Lists -----------------------------------------------------------------------------------------------------------------
+
+
+def listed(config: ImageConfig) -> Found:
+    found = Found(" ".join(config.train_file), [], None, " ".join(config.validation_file))
+    for flag in ("train_file", "validation_file"):
+        files = find_files(getattr(config, flag), flag=flag) if getattr(config, flag) else []
+        if flag == "validation_file" and files:
+            found.held_out_from = len(found.paths)
+        for file in files:
+            for where, record in records.read_records([file]):
+                image = record[_column(record, config, "image", where)]
+                label = record[_column(record, config, "label", where)]
+                label = label.strip() if isinstance(label, str) else label  # CSV keeps the space after a comma
+                if not isinstance(image, str) or not image:
+                    raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
+                if not isinstance(label, str | int) or label == "":
+                    raise ConfigError(f"{where}: the label is {records.kind(label)}, expected a name or a number")
+                found.paths.append(os.path.join(file.parent, image))
+                found.labels.append(str(label))
+    if not found.paths:
+        raise ConfigError(f"--train_file {found.name}: no records in it")
+    return found
+
+
+def _column(record: Any, config: ImageConfig, kind: str, where: str) -> str:
+    """The name of the column that holds the `image` or the `label`."""
+    named = getattr(config, f"{kind}_column")
+    column = named or next((name for name in COLUMNS[kind] if name in record), "")
+    if column not in record:
+        wanted = repr(named) if named else f"{', '.join(COLUMNS[kind][:-1])} or {COLUMNS[kind][-1]}"
+        raise ConfigError(f"{where}: no column {wanted} (has: {', '.join(record)}); name it with --{kind}_column")
+    return column
+
+
+# Data sets -------------------------------------------------------------------------------------------------------------
+
+
+def open_table(config: ImageConfig) -> Table:
+    """The training and validation splits of a data set, images not decoded. Every rank calls this: one downloads."""
+    import datasets
+
+    name, first = config.dataset_name, config.train_split_name
+    assert name is not None
+    datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(name, config.dataset_config_name)
+    except Exception as error:  # datasets raises many types for a mistyped name
+        kind_of = NotNow if is_of_the_network(error) else ConfigError
+        raise kind_of(f"--dataset_name {name}: {first_line(error)}") from None
+    held_out = config.validation_split_name or next((split for split in VALIDATION if split in splits), None)
+    chosen = [first] if held_out is None else [first, held_out]
+    for split in chosen:
+        if split not in splits:
+            raise ConfigError(f"--dataset_name {name}: no split {split!r} (has: {', '.join(splits)})")
+    column = _column(splits[first].features, config, "image", name)
+    if not isinstance(splits[first].features[column], datasets.Image):
+        raise ConfigError(f"--dataset_name {name}: the column {column!r} holds no images")
+    undecoded = datasets.Image(decode=False)
+    return Table(name, {split: splits[split].cast_column(column, undecoded) for split in chosen}, column)
+
+
+def rows_of(config: ImageConfig, table: Table) -> Found:
+    labels: list[str] = []
+    for split, rows in table.splits.items():
+        column = _column(rows.features, config, "label", table.name)
+        to_name = getattr(rows.features[column], "int2str", str)
+        for row, value in enumerate(rows[column]):
+            if not isinstance(value, str | int) or value == -1:  # -1: test sets without labels
+                raise ConfigError(f"{table.name}:{split}: row {row}: the label is {value}, expected a class")
+            labels.append(str(to_name(value)))
+    sizes = [len(rows) for rows in table.splits.values()]
+    version = " ".join(rows._fingerprint for rows in table.splits.values())
+    held_out_from = sizes[0] if len(sizes) > 1 else None
+    return Found(table.name, labels, held_out_from, f"split {[*table.splits][-1]}", version=version)
+
+
+# The embedded default -------------------------------------------------------------------------------------------------
+
+
+def write_digits(folder: Path) -> None:
+    """Write scikit-learn's 1,797 handwritten digits as `folder/<digit>/<number>.png`, 8 x 8 pixels, 16 shades of grey.
+
+    E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    for number, (pixels, label) in enumerate(zip(data.images, data.target, strict=True)):
+        file = folder / str(label) / f"{number:04d}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray((pixels * 255 / 16).astype(np.uint8)).save(file)

@@ -1,0 +1,97 @@
+"""Flags of language models and their adapters. Stays clear of torch, so that --help and a mistyped flag answer at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shared.config import parse as configs
+from shared.process.errors import ConfigError
+
+PRESETS = {  # hidden size, blocks, attention heads, key-value heads, feed-forward size
+    "3M": (192, 6, 6, 6, 512),
+    "30M": (512, 8, 8, 8, 1408),
+    "125M": (768, 12, 12, 12, 2048),
+    "350M": (1024, 24, 16, 16, 2816),
+    "1B": (2048, 16, 32, 8, 8192),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model."""
+
+    # Llama-style model of about this many parameters: 3M, 30M, 125M, 350M or 1B.
+    model_preset: str = "3M"
+    # Architecture on the Hub or in a folder, with random weights, in place of model_preset.
+    config_name: str | None = None
+    # Model on the Hub or in a folder whose weights to continue from, in place of model_preset.
+    model_name_or_path: str | None = None
+    # Changes to the architecture: hidden_size=256,num_hidden_layers=4.
+    config_overrides: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_preset not in PRESETS:
+            raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
+        if self.config_name and self.model_name_or_path:
+            raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA adapters."""
+
+    FREE: ClassVar = frozenset({"merge_adapter"})
+
+    # Rank of the adapters.
+    lora_r: int = 16
+    # Scale: updates are multiplied by alpha / r, or alpha / sqrt(r) with use_rslora.
+    lora_alpha: int = 32
+    # Dropout on the adapters' inputs.
+    lora_dropout: float = 0.0
+    # Names (or ends of names) of the layers that get adapters; all-linear: every linear layer but the head.
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    # Modules that are trained and saved whole, such as lm_head.
+    modules_to_save: tuple[str, ...] = ()
+    # Scale by alpha / sqrt(r), which keeps high ranks stable.
+    use_rslora: bool = False
+    # Learn magnitude and direction apart.
+    use_dora: bool = False
+    # Initial adapters; pissa: the base weights' principal components (saved as an ordinary adapter of rank 2r).
+    init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
+    # Adapter to continue from, whose own rank, alpha, dropout and targets stay; the flags of new ones are refused.
+    adapter_name_or_path: str | None = None
+    # Also write merged/, the base (dequantised, if it was quantised) with the adapter added in.
+    merge_adapter: bool = False
+    # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA.
+    load_in_4bit: bool = False
+    # Quantise the frozen base to 8 bits; 4 are faster, since every layer here makes the host wait for the GPU.
+    load_in_8bit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ConfigError("--load_in_4bit and --load_in_8bit both quantise the base: drop one of them")
+        if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
+            raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
+        if not 0 <= self.lora_dropout < 1 or not self.lora_alpha > 0:
+            raise ConfigError("--lora_dropout must be at least 0 and below 1, and --lora_alpha positive")
+        configs.require_at_least_one(self, "lora_r")
+
+    def refuse_changes_to_a_given_adapter(self, defaults: AdapterConfig) -> None:
+        """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new adapters have.
+
+        Args:
+            defaults: the template's own.
+
+        Raises:
+            ConfigError: names the flags.
+        """
+        of_new_ones = (
+            "lora_r lora_alpha lora_dropout lora_target_modules modules_to_save use_rslora use_dora init_lora_weights"
+        )
+        given = [f"--{name}" for name in of_new_ones.split() if getattr(self, name) != getattr(defaults, name)]
+        if given and self.adapter_name_or_path:
+            raise ConfigError(
+                f"--adapter_name_or_path continues from that adapter as it was made: drop {', '.join(given)} (from the "
+                "command line, or from the --config file)"
+            )

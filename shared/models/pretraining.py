@@ -1,0 +1,57 @@
+"""The model that a pretraining run starts from."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from shared.models.checks import freeze_outside_of_text, require_fit
+from shared.models.hub import from_architecture, from_hub, override
+from shared.models.options import PRESETS, ModelConfig
+from shared.process.errors import ConfigError
+
+
+def build_causal_lm(
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seq_length: int,
+    attn_implementation: str,
+    tie_word_embeddings: bool,
+) -> PreTrainedModel:
+    """A model with fp32 weights, random or loaded; mixed precision casts where it computes.
+
+    Args:
+        tie_word_embeddings: of a preset: the input and output embeddings are one matrix.
+
+    Raises:
+        ConfigError: there is no such model, or it does not fit the tokenizer or `seq_length`.
+    """
+    if config.model_name_or_path:
+        if config.config_overrides:
+            raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
+        name, options = config.model_name_or_path, {"dtype": torch.float32, "use_safetensors": True}
+        model = from_hub(AutoModelForCausalLM, name, attn_implementation=attn_implementation, **options)
+    else:
+        hidden, blocks, heads, kv_heads, feed_forward = PRESETS[config.model_preset]
+        architecture = LlamaConfig(
+            hidden_size=hidden,
+            num_hidden_layers=blocks,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=feed_forward,
+            max_position_embeddings=max(2048, seq_length),
+            tie_word_embeddings=tie_word_embeddings,
+        )
+        if config.config_name:
+            architecture = from_hub(AutoConfig, config.config_name)
+        architecture.vocab_size = len(tokenizer)
+        architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        architecture.pad_token_id = None  # nothing is padded; transformers would freeze this token's embedding
+        override(architecture, config.config_overrides)
+        options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+        model = from_architecture(AutoModelForCausalLM, architecture, **options)
+        model.config.pad_token_id = tokenizer.pad_token_id
+    require_fit(model, tokenizer, seq_length)
+    freeze_outside_of_text(model)
+    return model

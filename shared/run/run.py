@@ -1,0 +1,374 @@
+"""One run: everything around the training loop. Processes, folder, checkpoints, logs, evaluation, best weights.
+
+A template holds its own code and the optimizer step. The rest is the same for all templates and is here:
+
+    run = Run(config, "pretrain")                              # the processes of the launch config; the run's folder
+    model, optimizers = run.prepare(model, optimizers)         # on the device, sharded
+    run.resume(train, data=fingerprint, total_steps=100)       # the newest checkpoint, if there is one
+    run.rehearse(loss)                                         # --find_batch_size, --dress_rehearsal
+    run.start(model="...")                                     # summary, logs; from here on a signal = checkpoint, exit 143
+    for step in run.steps(): ...                               # seeds, rate, logs, checkpoints around each step
+    run.load_best_weights()
+    run.close("done")
+
+There are no callbacks. To change the step, edit the template. To change the rest, edit this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.config import parse as configs
+from shared.data.loader import Window
+from shared.data.order import Batch
+from shared.models.blocks import uncompiled
+from shared.models.card import model_card
+from shared.models.hub import identity_of_frozen
+from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
+from shared.parallel import sharding, zero
+from shared.process.collectives import on_main
+from shared.process.errors import ConfigError
+from shared.process.printing import print_main, summary
+from shared.run import exits, launch, metrics
+from shared.run.checkpoint import Checkpointer
+from shared.run.folder import open_run
+from shared.run.guard import Guard
+from shared.run.rehearsal import Rehearsal
+from shared.run.state import TrainState
+from shared.training import optim
+from shared.training.step import Step
+
+
+class Run:
+    """Everything that a run needs besides model, data and step. All ranks call the same methods in the same order.
+
+    Args:
+        config: the template's, with the groups data, batch, optim, speed, evaluation, checkpoint and log.
+        name: template name, for the run's folder and the tracker's project.
+        unit: what throughput counts: tokens or images.
+
+    Attributes:
+        accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank 0.
+        dir: the run's folder.
+        state: counts and scores; `notes` is for the template: JSON, saved in checkpoints.
+        total_steps: optimizer steps of the whole run.
+        is_last: the present step is the last one.
+    """
+
+    def __init__(self, config: Any, name: str, *, unit: str = "tokens") -> None:
+        self.config, self.name, self.unit = config, name, unit
+        tracker = metrics.tracker_name(config.log.report_to)
+        self.accelerator = launch.start(config.batch.seed, log_with=tracker, timeout=config.speed.ddp_timeout)
+        self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
+        self.dir = Path()
+        if not getattr(config.data, "preprocess_only", False):  # preprocessing makes no run folder
+            self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
+        self.state, self.total_steps, self.eval_steps = TrainState(), 0, 1
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: list[Any] = []
+        self.ema: WeightCopy | None = None
+        self._kept: dict[str, torch.Tensor] = {}
+        self._step: Step | None = None  # the present step, until it is logged
+        self.is_last = False
+        self._is_settled = False
+
+    # Before training -----------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, model: Any, optimizers: list[Any], name: str = "model", *, spread: bool = True
+    ) -> tuple[Any, list[Any]]:
+        """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Call once for each model.
+
+        Args:
+            model: the whole model on every rank, with the same weights.
+            optimizers: new ones. A group with another rate keeps its ratio to --learning_rate.
+            name: name in checkpoints; "model" is the one that final/ is made of.
+            spread: False for a model that is distributed already, as a pipeline is.
+
+        Raises:
+            ConfigError: the launch config cannot spread them.
+        """
+        if self.models and zero.is_used(self.accelerator):
+            raise ConfigError("DeepSpeed takes one model: use ddp.yaml or fsdp2.yaml")
+        options = self.config.optim
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            if group["lr"] != options.learning_rate:
+                group.setdefault("lr_scale", group["lr"] / options.learning_rate)
+        if spread:
+            hook = self.config.speed.ddp_comm_hook
+            model, optimizers = sharding.prepare(
+                self.accelerator, model, optimizers, max_grad_norm=options.max_grad_norm, comm_hook=hook
+            )
+        self.models[name] = model
+        self.optimizers += optimizers
+        if name == "model" and self.config.evaluation.ema_decay:
+            self.ema = WeightCopy(self.accelerator, model)
+        return model, optimizers
+
+    def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Save more tensors in checkpoints, and load them in place on resume. Call before `resume`; not with DeepSpeed."""
+        self._kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+
+    def resume(self, train: Any, *, data: str, total_steps: int, makes: str = "final") -> None:
+        """Continue from the newest whole checkpoint of the run's folder, or begin.
+
+        Args:
+            train: the training data: a `Loader` or `Stream`.
+            data: fingerprint of the samples; a run on other samples is not continued.
+            total_steps: optimizer steps of the whole run.
+            makes: the last folder that the template writes. If it exists, a run without steps left is finished.
+
+        Raises:
+            Finished: nothing is left to do.
+            ConfigError: the checkpoint's run has other settings that change what the model learns.
+            CheckpointError: none of the run's checkpoints is whole.
+        """
+        config, given = self.config, configs.flatten(self.config)
+        self.train, self.total_steps = train, total_steps
+        self.eval_steps = config.evaluation.eval_steps or train.steps_per_epoch
+        model = self.models["model"]
+        base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
+        self.saver = Checkpointer(
+            *(self.accelerator, self.models, self.optimizers, self.dir, config),
+            data=data,
+            base=base,
+            ema=self.ema,
+            extra=self._kept,
+        )
+        self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
+        self.state.begin_scoring(config.evaluation.metric_for_best_model, data)
+        if self.state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
+            self.state.stopped_early = []
+        self.is_last = self.state.step >= total_steps or bool(self.state.stopped_early)
+        if self.is_last and on_main((self.dir / makes).exists):
+            budget = next((name for name in ("max_tokens", "num_train_epochs") if given.get(name)), "max_steps")
+            raise exits.Finished(
+                f"{self.dir} is finished: {self.state.step} steps. Train longer with a larger --{budget} and "
+                f"--allow_changed {budget}, or choose another --output_dir"
+            )
+
+    def rehearse(self, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1) -> None:
+        """Do what --find_batch_size and --dress_rehearsal ask for, and let DDP build its buckets. Changes no weights.
+
+        Args:
+            losses: batch -> scalar; together they pass through all models.
+            multiple: the rows of a micro-batch have to be a multiple of this.
+        """
+        trial = Rehearsal(self.accelerator, list(self.models.values()), self.optimizers, self.train, losses)
+        if self.config.batch.find_batch_size:
+            rows = trial.find_batch_size(multiple)
+            self.config = configs.replace(self.config, per_device_train_batch_size=rows)
+        trial.settle_ddp()
+        if self.config.checkpoint.dress_rehearsal and self.state.step == 0:
+            trial.dress_rehearsal(self.saver, self.state)
+
+    def start(self, *, samples: str = "rows", flops: float | None = None, **rows: Any) -> None:
+        """Write config.yaml, print the summary, start the logs. From here on a signal stops the run with a checkpoint.
+
+        Args:
+            samples: the unit of a batch, for the summary: rows, images.
+            flops: floating-point operations of forward and backward for one token or image, for MFU.
+            rows: more lines of the summary.
+        """
+        config = configs.replace(self.config, output_dir=self.dir)
+        if self.is_main:
+            configs.save(config, self.dir / "config.yaml")
+        epoch = self.train.steps_per_epoch
+        epochs = f", {self.total_steps / epoch:.2f} epochs" if epoch else ""
+        summary(
+            self.name,
+            {
+                "run on": launch.strategy(self.accelerator),
+                "each process holds": sharding.sharding_summary(self.accelerator, self.models["model"], self.optimizers),
+                **{name.replace("_", " "): value for name, value in rows.items()},
+                "batch": launch.batch_line(config.batch, self.accelerator, samples),
+                "budget": f"{self.total_steps:,} steps{epochs}",
+                "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
+                "output": self.dir,
+            },
+        )
+        self.logger = metrics.Logger(
+            *(self.accelerator, config.log, self.dir, self.state, self.total_steps, configs.flatten(self.config)),
+            template=self.name,
+            unit=self.unit,
+            flops=flops,
+        )
+        models, allowed = list(self.models.values()), config.optim.max_skipped_steps
+        self.guard = Guard(self.accelerator, models, self.state, max_skipped=allowed)
+
+    # Training ------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[Step]:
+        """Yield each optimizer step that is left. Before each: data, learning rate, seed; after each: logs, checkpoint.
+
+        To end early, call `stop`. A `break` skips the last checkpoint.
+
+        Raises:
+            Stopped: on all ranks, by a signal, after a checkpoint.
+            NonFiniteError: on all ranks: too many updates were not finite.
+        """
+        # No `with` or `try` around the yield: after a break, Python closes this generator at another time on each rank.
+        config, models = self.config, list(self.models.values())
+        until = self.state.step if self.is_last else self.total_steps
+        for window in self.logger.waiting(self.train.windows(self.state.step, until)):
+            launch.seed_step(config.batch.seed, self.state.step, sharding.data_rank(self.accelerator))
+            rate = optim.set_learning_rate(self.optimizers, config.optim, self.state.step, self.total_steps)
+            self.state.advance(window)  # now, so that an evaluation in the loop's body knows its step
+            self.is_last = self.state.step == self.total_steps
+            self._step = Step(self.accelerator, models, window, number=self.state.step, rate=rate, verdict=self.guard.finite)
+            yield self._step
+            self._complete_step()
+            evaluated, best = (self.state.step == step for step in (self.state.evaluated, self.state.best_step))
+            saving = self.is_last or best or self.state.step % config.checkpoint.save_steps == 0
+            self._stop_if_asked(now=evaluated or saving)
+            with self.logger.pause():
+                if evaluated:
+                    self.logger.draw()
+                if saving:
+                    self.saver.save(self.state)
+            if self.is_last:
+                break
+        self._settle()
+
+    def stop(self) -> None:
+        """Make the present step the last one."""
+        self.is_last = True
+
+    def _complete_step(self) -> None:
+        """Update the moving average and log the present step. Once a step: before an evaluation, or at the step's end."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if step.finite is None:
+            raise RuntimeError("call step.update() before an evaluation and before the end of the loop's body")
+        if self.ema:
+            done = self.state.step - 1
+            self.ema.average_in(min(self.config.evaluation.ema_decay, (1 + done) / (10 + done)))  # lower at first
+        exits.at_step(self.state.step)
+        self.logger.step(step)
+
+    def _stop_if_asked(self, *, now: bool) -> None:
+        try:
+            self.guard.stop_if_asked(now=now)
+        except exits.Stopped:
+            self._save_and_close()
+            raise
+
+    def _save_and_close(self) -> None:
+        self.saver.save(self.state)
+        self.saver.wait()
+        self.logger.close()
+
+    def _settle(self) -> None:
+        """Wait for a save in the background. From here on a signal ends the run at once."""
+        if not self._is_settled:  # once: while one rank writes final/, the others must not wait in a collective
+            self._is_settled = True
+            self.saver.wait()
+            self.guard.release()
+
+    # Evaluation ----------------------------------------------------------------------------------------------------
+
+    def should_evaluate(self) -> bool:
+        """Whether an evaluation is due: before the first step, each --eval_steps, at the last step; once a step."""
+        due = self.state.step % self.eval_steps == 0 or self.state.step == self.total_steps or self.is_last
+        return due and self.state.evaluated < self.state.step
+
+    @contextlib.contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """For the block that evaluates: eval mode, averaged weights, no gradients; its time is not training time.
+
+        Afterwards all is as before. A signal in `read` ends the run, with a checkpoint.
+        """
+        self._complete_step()
+        self._stop_if_asked(now=True)
+        modes = {module: module.training for module in model.modules()}
+        try:
+            with self.logger.pause(), self._evaluation_weights(model), uncompiled(model), torch.no_grad():
+                model.eval()
+                yield
+        except exits.Stopped:
+            self._save_and_close()
+            raise
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    @contextlib.contextmanager
+    def _evaluation_weights(self, model: nn.Module) -> Iterator[None]:
+        """The moving average of the weights, if there is one, and the mean of all ranks' BatchNorm statistics."""
+        with self.ema.swapped_in() if self.ema else contextlib.nullcontext():
+            buffers = persistent_buffers(self.unwrap(model))
+            own = {name: buffer.clone() for name, buffer in buffers.items()}
+            average_buffers(self.accelerator, [buffers])
+            try:
+                yield
+            finally:
+                for name, value in own.items():
+                    buffers[name].copy_(value)
+
+    def read(self, loader: Any) -> Iterator[Window]:
+        """Yield the windows of one pass over validation data. Inside of `evaluating`.
+
+        Raises:
+            Stopped: on all ranks, by a signal.
+        """
+        yield from self.guard.watch(loader.windows(0, loader.order.steps_per_epoch))
+
+    def log_evaluation(self, values: dict[str, float]) -> None:
+        """Log an evaluation's `eval_*` values, eval_loss among them; score it; stop early if the patience runs out."""
+        options = self.config.evaluation
+        self.logger.log_evaluation(values)
+        self.state.score(values, options.metric_for_best_model)
+        waited = self.state.step - self.state.improved_step
+        if options.early_stopping_patience and waited >= options.early_stopping_patience * self.eval_steps:
+            self.state.stopped_early = [self.total_steps, options.early_stopping_patience]
+            print_main(f"stopped early: no better {options.metric_for_best_model} for {waited} steps")
+            self.stop()
+
+    # The end -------------------------------------------------------------------------------------------------------
+
+    def load_best_weights(self) -> None:
+        """Load the weights for final/: the best by --metric_for_best_model, or the last; the average, with --ema_decay."""
+        best, metric = self.state.best_step, self.config.evaluation.metric_for_best_model
+        if best:
+            if best != self.state.step and not self.saver.load_best(best):  # it is damaged
+                self.state.best_step, self.state.results = self.state.step, self.state.latest
+            print_main(f"best by {metric}: step {self.state.best_step}")
+        if self.ema:
+            self.ema.swap()
+            self.ema = None  # later evaluations measure what final/ holds
+        average_buffers(self.accelerator, [persistent_buffers(self.unwrap(self.models["model"]))])
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """The checkpoint of the best evaluation, or the last. For models that no rank has as a whole."""
+        return self.dir / f"checkpoint-{self.state.best_step or self.state.step:06d}"
+
+    def card(self, title: str, data: str, *, load: str, **front: str) -> str:
+        """The model card: data, results before training and of the best evaluation, settings."""
+        before = {f"{name}_before": value for name, value in self.state.before.items()}
+        results = before | self.state.results | {"step": self.state.best_step or self.state.step}
+        return model_card(title, data, results, configs.flatten(self.config), load=load, **front)
+
+    def close(self, *messages: str) -> None:
+        """Wait for the main rank, end the logs and print the last lines."""
+        self._settle()
+        self.logger.close()
+        for message in messages:
+            print_main(message)
+
+    # Helpers -------------------------------------------------------------------------------------------------------
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of `value` over the data that all ranks have read, each sample counted once."""
+        return sharding.total(self.accelerator, value)
+
+    def unwrap(self, model: Any) -> Any:
+        """The model without the wrappers of DDP and the like."""
+        return self.accelerator.unwrap_model(model)

@@ -1,0 +1,66 @@
+"""What a run is besides tensors: counts, scores, what it has to remember. Goes into each checkpoint as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.data.loader import Window
+
+
+@dataclass
+class TrainState:
+    """Counts and scores of a run."""
+
+    step: int = 0  # optimizer steps begun; outside of a step: done
+    targets: int = 0  # target tokens (or images) trained on
+    samples: int = 0  # samples trained on
+    skipped: int = 0  # steps whose update was skipped
+    evaluated: int = -1  # step of the latest evaluation
+    before: dict[str, float] = field(default_factory=dict)  # values of the evaluation before training
+    latest: dict[str, float] = field(default_factory=dict)  # values of the latest evaluation
+    results: dict[str, float] = field(default_factory=dict)  # values of the best evaluation; without a metric: the latest
+    best_step: int = 0  # step of the best evaluation, 0: none yet
+    best_score: list[float] = field(default_factory=list)  # higher is better; equal scores go by loss
+    improved_step: int = 0  # step at which the metric itself was last improved
+    scored_by: list[str] = field(default_factory=list)  # metric and data: other scores cannot be compared
+    stopped_early: list[int] = field(default_factory=list)  # [budget in steps, patience] that ended the run
+    started_from: str = ""  # checkpoint of this run that it was taken back to
+    tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
+    notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
+
+    def advance(self, window: Window) -> None:
+        """Count an optimizer step."""
+        self.step += 1
+        self.targets += window.num_targets
+        self.samples += window.num_samples
+
+    def forget_scores(self) -> None:
+        """Let the next evaluation be the best."""
+        self.best_step, self.best_score, self.improved_step, self.results = 0, [], self.step, {}
+
+    def begin_scoring(self, metric: str, data: str) -> None:
+        """Forget scores of another metric or other data; the present step is then to be evaluated again."""
+        if self.scored_by and self.scored_by != [metric, data]:
+            self.forget_scores()
+            self.evaluated = min(self.evaluated, self.step - 1)
+        self.scored_by = [metric, data]
+
+    def score(self, values: dict[str, float], metric: str) -> bool:
+        """Note an evaluation's `eval_*` values. Returns whether it is the best. One before training is never the best."""
+        self.evaluated, self.latest = self.step, values
+        if self.step == 0:
+            self.before = values
+        if metric == "none" or self.step == 0:
+            self.results = values
+            return False
+        loss = -values["eval_loss"]
+        score = [loss if metric == "loss" else values[f"eval_{metric}"], loss]
+        score = [-math.inf if math.isnan(value) else float(value) for value in score]
+        if not self.best_score or score[0] > self.best_score[0]:
+            self.improved_step = self.step
+        best = not self.best_score or score > self.best_score
+        if best:
+            self.best_score, self.best_step, self.results = score, self.step, values
+        return best

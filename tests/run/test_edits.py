@@ -1,0 +1,49 @@
+"""The edits of docs/editing_the_step.md: each diff applies to its template, trains, and survives a kill."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.conftest import LAUNCHER, ROOT, Run, command
+
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/editing_the_step.md").read_text(), re.S)
+KILLED = "adversary"  # the edit that is killed and resumed
+
+
+def test_each_edit_is_small():
+    assert len(DIFFS) == 4
+    for diff in DIFFS:
+        changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+])", line)]
+        assert 0 < len(changed) <= 14
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=["z_loss", "two_optimizers", "adversary", "penalty"])
+def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_folder):
+    shutil.copytree(ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, check=True)
+    template = re.search(r"a/templates/(\w+)\.py", diff)[1]
+    flags = {
+        "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
+        "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],
+    }[template]
+    flags = [*flags, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 5, "--save_steps", 2]
+
+    def train(folder, fault=""):
+        argv = command(template, folder, *flags)
+        argv = [argument.replace(str(ROOT / "templates"), str(tmp_path / "templates")) for argument in argv]
+        environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "TEMPLATES_FAULT": fault}
+        return Run(folder, *LAUNCHER.run(argv, environment))
+
+    straight = train(tmp_path / "straight")
+    assert straight.returncode == 0, straight.output
+    assert len(straight.losses) == 5
+    assert ("z_loss" in straight.rows[-2]) == ("z_loss" in diff)
+    if KILLED in diff:
+        assert train(tmp_path / "killed", "update:kill@4").returncode != 0
+        resumed = train(tmp_path / "killed")
+        assert "resumed from" in resumed.output and resumed.losses == straight.losses
+        saved = (run.weights() for run in (straight, resumed))
+        assert all(one.equal(other) for one, other in zip(*(each.values() for each in saved), strict=True))

@@ -1,0 +1,44 @@
+"""The profile's table says where the time goes."""
+
+import json
+
+import pytest
+import torch
+
+from shared.run import metrics, profiling
+from tests.conftest import run
+
+
+def test_a_run_writes_its_profile_and_learns_the_same(text_file, tiny_model, tmp_path, processes=2):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 10)
+    flags = (*flags, "--eval_samples", 2, "--global_batch_size", 4, "--per_device_train_batch_size", 1)
+    plain = run("pretrain", tmp_path / "plain", *flags, processes=processes)
+    traced = run("pretrain", tmp_path / "traced", *flags, "--profile", processes=processes)
+    assert traced.losses == plain.losses
+    assert traced.output.count("profile of 3 steps") == 1 and "Self CPU time total" in traced.output
+    assert "aten::mm" in traced.output or "aten::addmm" in traced.output
+    trace = json.loads((tmp_path / "traced" / profiling.TRACE).read_text())
+    assert sum("ProfilerStep" in str(event.get("name")) for event in trace["traceEvents"]) >= 3
+
+
+def test_a_run_that_is_shorter_than_the_profile_says_so(text_file, tiny_model, tmp_path):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 4)
+    done = run("pretrain", tmp_path / "run", *flags, "--global_batch_size", 4, "--eval_samples", 2, "--profile")
+    assert "no profile: it is of the 3 steps after the first 6 of a start, which made 4" in done.output
+    assert not (tmp_path / "run" / profiling.TRACE).exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_peaks_are_those_of_the_device_and_of_no_other(monkeypatch, device, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    assert metrics.peak_flops(torch.device("cuda")) == (peak and peak * 1e12)
