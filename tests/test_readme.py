@@ -1,6 +1,7 @@
-"""Every command that the README shows is given here, on tiny data and two CPU processes in place of a user's."""
+"""README.md and docs/: every command is given here on tiny data, every flag, file, link and message is looked up."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -18,9 +19,22 @@ from shared.process import ranks
 from tests.conftest import LAUNCHER, ROOT, free_port, load_template
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+PAGES = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+ALL = "\n".join(PAGES.values())
+TEMPLATES = ("pretrain", "pretrain_pipeline", "lora_finetune", "image_classification")
+BLOCKS = re.findall(r"^ *```bash\n(.*?)```", ALL, re.DOTALL | re.MULTILINE)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line and line[0] != "#"]
-PARTS = [part.split(" #")[0].strip() for command in COMMANDS for part in command.split("&&")]
+PARTS = list(dict.fromkeys(part.split(" #")[0].strip() for command in COMMANDS for part in command.split("&&")))
+FIRST = "pip install -r requirements.txt && accelerate launch templates/lora_finetune.py"
+TESTS = "pip install -r tests/requirements.txt && pytest -n 2"
+KINDS = {
+    r"(ACCELERATE_USE_CPU=true )?accelerate launch ": "launch",
+    r"python -m shared ": "shared",
+    r"docker run ": "container",
+    r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
+    r"pip install -r (tests/)?requirements\.txt$|pytest -n 2$|python3 -m venv \.venv$|\. \.venv/bin/activate$": "setup",
+    r"mkdir -p runs$|cat runs/chat/exit\.json$": "shell",
+}
 # What a user's values become here; flags that are not shown stay away.
 SMALL = {
     "--num_processes": "2",
@@ -36,9 +50,183 @@ SMALL = {
 TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 
 
+def kind(part: str) -> str:
+    """What sort of command it is; the empty string if this file does not know it."""
+    return next((name for pattern, name in KINDS.items() if re.match(pattern, part)), "")
+
+
+def parts(wanted: str) -> list[str]:
+    return [part for part in PARTS if kind(part) == wanted]
+
+
+def shipped() -> Iterator[str]:
+    """Every launch of a template that the project shows or starts, on one line."""
+    yield from PARTS
+    for path in sorted(ROOT.glob("templates/*.py")):
+        lines = path.read_text().split('"""')[1].replace("\\\\\n", " ").splitlines()
+        yield from (line.split(" #")[0].strip() for line in lines)
+    for path in sorted(ROOT.glob("jobs/*.yaml")):
+        for block in re.findall(r"(?:args|command):\n((?: +- .*\n)+)", path.read_text()):
+            yield " ".join(line.strip().removeprefix("- ") for line in block.splitlines())
+
+
+LAUNCHES = [line for line in dict.fromkeys(shipped()) if re.search(r"(launch|sbatch).* templates/\w+\.py", line)]
+
+
+# Quick: what is written is looked up ------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_reads_the_readme_in_three_minutes_and_its_two_commands_are_the_first():
+    assert len(README.splitlines()) <= 150
+    assert FIRST in COMMANDS and TESTS in COMMANDS
+    assert TESTS in README.splitlines()  # .ci/run looks for this line
+    assert [part for part in PARTS if not kind(part)] == []
+
+
+def anchors(text: str) -> set[str]:
+    """The names that a page's headings can be linked by."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_links_lead_to_files_and_headings():
+    for page, text in PAGES.items():
+        for link in re.findall(r"\]\(([^)]+)\)", text):
+            path, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / path if path else ROOT / page
+            if not link.startswith("http"):
+                assert target.exists() and (not anchor or anchor in anchors(target.read_text())), (page, link)
+
+
+def test_every_page_config_template_job_and_folder_is_named_and_every_file_named_is_there():
+    assert all(f"({page})" in README for page in PAGES if page != "README.md")
+    for pattern in ("accelerate_configs/*.yaml", "templates/*.py", "jobs/*"):
+        assert [path for path in ROOT.glob(pattern) if f"{path.parent.name}/{path.name}" not in ALL] == []
+    for path in (ROOT / "shared").iterdir():
+        assert path.name.startswith("__") or f"shared/{path.name}/" in PAGES["docs/copying.md"], path
+    named = set(re.findall(r"(?<![\w/])(?:templates|accelerate_configs|benchmarks|shared|tests|docs|jobs)/[\w./-]*\w", ALL))
+    assert len(named) >= 40 and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_flag_exists():
+    from accelerate.commands.launch import launch_command_parser
+
+    from shared.commands.plan import PlanConfig
+
+    known = {"config", "help", *(name for name, _, _ in configs.fields(PlanConfig))}
+    for template in TEMPLATES:
+        known |= {name for name, _, _ in configs.fields(load_template(template).Config)}
+    known |= {option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings}
+    for path in (ROOT / "shared/commands").glob("*.py"):
+        known |= set(re.findall(r'add_argument\("--([\w-]+)"', path.read_text()))
+    docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
+    slurm = {"gpus-per-node", "nodes", "time"}
+    given = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", ALL)}
+    assert given - known - docker - slurm == set()
+
+
+def test_the_messages_and_exit_codes_are_those_of_the_source():
+    source = " ".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in (ROOT / "shared").rglob("*.py"))
+    page = PAGES["docs/troubleshooting.md"]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")][1:]
+    spans = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    others = "(?i)addr|DataLoader|ProcessError|FailedError|SignalException|KeyboardInterrupt|values were not passed|config"
+    ours = [text for text in spans if not re.search(others, text)]
+    assert len(ours) >= 7 and [text for text in ours if text.strip(" .") not in source] == []
+    codes = set(re.findall(r"exit_code = (\d+)", source)) | {"0"}
+    assert codes == set(re.findall(r"^\| (\d+) \|", PAGES["docs/resuming.md"], re.MULTILINE))
+
+
+def test_the_examples_of_records_are_read():
+    from shared.text import forms
+
+    examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)]
+    found = {forms.recognise(example, "docs/data.md") for example in examples}
+    assert found == set(forms.FORMS)
+    for example in examples:
+        forms.read_example(example, forms.recognise(example, "docs/data.md"), "docs/data.md")
+
+
+def launched_on(tokens: list[str]) -> list[int]:
+    """How many processes that read data it may find."""
+    tokens = [part for token in tokens for part in token.split("=", 1)]
+    value = dict(itertools.pairwise(tokens))
+    if "sbatch" in tokens:
+        (default,) = re.findall(r"#SBATCH --gpus-per-node=(\d+)", (ROOT / "jobs/slurm.sh").read_text())
+        return [int(value.get("--nodes", 1)) * int(value.get("--gpus-per-node", default))]
+    number = value.get("--num_processes")
+    if number is None and "--config_file" in value:
+        number = yaml.safe_load((ROOT / value["--config_file"]).read_text())["num_processes"]
+    return [1, 2, 4, 8] if number is None or "$" in str(number) else [int(number)]
+
+
+@pytest.mark.parametrize("line", LAUNCHES)
+def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(line, tmp_path, monkeypatch):
+    from accelerate.commands.launch import launch_command_parser
+
+    for name in ("chats.jsonl", "corpus/a.txt", "data/a.txt", "photos/cat/1.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("-")
+    monkeypatch.chdir(tmp_path)
+    tokens = [{"/data": "data"}.get(token, token) for token in shlex.split(line)]
+    script = next(i for i, token in enumerate(tokens) if re.fullmatch(r"templates/\w+\.py", token))
+    name = Path(tokens[script]).stem
+    if "launch" in tokens:
+        launcher = tokens[tokens.index("launch") + 1 : script + 1]
+        given = [re.sub(r"\$[({][^)}]*[)}]", "1", token) for token in launcher]  # ${GPUS:-1}
+        assert launch_command_parser().parse_args(given).training_script == tokens[script]
+    template = load_template(name)
+    monkeypatch.setattr(ranks, "_pipeline_ranks", 1)  # which a pipeline's Config sets
+    for processes in launched_on(tokens[:script]):
+        if processes > 1 or name != "pretrain_pipeline":
+            monkeypatch.setenv("WORLD_SIZE", str(processes))
+            rows, accumulation = configs.parse(template.Config, tokens[script + 1 :]).batch.micro_batch()
+            assert rows >= 1 and accumulation >= 1
+
+
+@pytest.mark.parametrize("part", parts("job"))
+def test_what_a_job_names_is_there(part):
+    """tests/test_jobs.py starts what these start."""
+    files = [token for token in shlex.split(part) if re.match(r"(jobs|templates|accelerate_configs)/", token)]
+    assert files or "build" in shlex.split(part)
+    assert all((ROOT / file).is_file() for file in files), files
+
+
+@pytest.mark.parametrize("part", parts("shared"))
+def test_a_command_of_the_package_has_the_flags_that_are_given_to_it(part):
+    name, *given = shlex.split(part)[3:]
+    source = (ROOT / f"shared/commands/{name.replace('-', '_')}.py").read_text()
+    given = list(itertools.takewhile(lambda token: token != "--", given)) if name != "run" else []
+    flags = [token.removeprefix("--") for token in given if token.startswith("--")]
+    assert [flag for flag in flags if f'"--{flag}"' not in source and f"\n    {flag}: " not in source] == []
+
+
+EDITS = re.findall(r"```diff\n(.*?)```", PAGES["docs/editing_the_step.md"], re.DOTALL)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=range(len(EDITS)))
+def test_an_edit_of_the_step_applies(edit, tmp_path):
+    apply_edit(edit, tmp_path)
+
+
+def apply_edit(edit: str, folder: Path) -> Path:
+    """A copy of the template that a diff names, with the diff applied."""
+    (name,) = re.findall(r"^--- a/(templates/\w+\.py)", edit, re.MULTILINE)
+    (folder / "templates").mkdir()
+    shutil.copy(ROOT / name, folder / name)
+    done = subprocess.run(["git", "apply", "-"], input=edit, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    compile((folder / name).read_text(), name, "exec")
+    return folder / name
+
+
+# Slow: what is written is given -----------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, architectures):
-    """What stands for a user's models and data, by the word in the README."""
+    """What stands for a user's models and data, by the word on the page."""
     from transformers import AutoConfig, AutoModelForImageClassification, ConvNextImageProcessor
 
     folder = tmp_path_factory.mktemp("world")
@@ -64,50 +252,47 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
             tokens[i + 1] = SMALL[token]
         elif token == "--num_train_epochs":
             tokens[i : i + 2] = ["--max_steps", "2"]
+        elif token == "--output_dir":
+            tokens[i + 1] = str(folder / "run")
+        elif token == "--config_file":  # of two machines, one here
+            tokens[i + 1] = tokens[i + 1].replace("multi_node_ddp", "ddp")
     script = next(i for i, token in enumerate(tokens) if token.endswith(".py"))
     launcher, given = tokens[:script], tokens[script + 1 :]
+    for flag in ("--machine_rank", "--main_process_ip"):
+        if flag in launcher:
+            del launcher[launcher.index(flag) : launcher.index(flag) + 2]
     if "--mixed_precision" not in launcher:
         launcher += ["--mixed_precision", "no"]
     launcher += ["--main_process_port", str(free_port())] if "--config_file" in launcher else []
-    template = Path(tokens[script]).stem
-    extra = {"--output_dir": str(folder / "run"), "--report_to": "none"}
+    extra = {"--output_dir": str(folder / "run"), "--report_to": "none", "--global_batch_size": "8"}
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
+    template = Path(tokens[script]).stem
     extra |= {"--eval_samples": "4"} if template != "image_classification" else {"--image_size": "16"}
     extra |= {"--num_generations": "0", "--seq_length": "64"} if template == "lora_finetune" else {}
     extra |= {"--config_overrides": TINY, "--seq_length": "64"} if template == "pretrain" else {}
-    given += [
-        token for flag, value in extra.items() if flag == "--output_dir" or flag not in given for token in (flag, value)
-    ]
+    given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]
 
 
-def kind(part: str) -> str:
-    """What sort of command it is; the empty string if this file does not know it."""
-    kinds = {
-        r"(ACCELERATE_USE_CPU=true )?accelerate launch ": "launch",
-        r"python -m shared ": "shared",
-        r"pip install -r (tests/)?requirements\.txt$": "install",
-        r"pytest -n 2$": "tests",
-        r"mkdir -p runs$": "folder",
-        r"docker run ": "container",
-        r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
-    }
-    return next((name for pattern, name in kinds.items() if re.match(pattern, part)), "")
-
-
-def test_the_readme_shows_no_command_that_is_not_tested_here():
-    assert len(PARTS) >= 12 and [part for part in PARTS if not kind(part)] == []
-
-
-@pytest.mark.parametrize("part", [p for p in PARTS if kind(p) == "launch"])
-def test_a_launch(part, world, tmp_path):
+def launch(part: str, world: dict, folder: Path) -> None:
     tokens = shlex.split(part.removeprefix("ACCELERATE_USE_CPU=true "))[2:]
-    code, output = LAUNCHER.run(small(tokens, world, tmp_path), dict(os.environ), cwd=ROOT)
+    code, output = LAUNCHER.run(small(tokens, world, folder), dict(os.environ), cwd=ROOT)
     assert code == 0, output
-    assert (tmp_path / "run/final").is_dir() and (tmp_path / "run/curves.png").exists()
+    assert (folder / "run/final").is_dir() and (folder / "run/curves.png").exists()
 
 
-@pytest.mark.parametrize("part", [p for p in PARTS if kind(p) == "shared"])
+def test_the_first_command(world, tmp_path):
+    launch(FIRST.split(" && ")[1], world, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [part for part in parts("launch") if part not in FIRST])
+def test_a_launch(part, world, tmp_path):
+    launch(part, world, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [p for p in parts("shared") if p.split()[3] in ("new", "plan")])
 def test_a_command_of_the_package(part, world, tmp_path):
     words = {"../my-project": tmp_path / "my-project"}
     tokens = [str(words.get(token, world.get(token, token))) for token in shlex.split(part)[1:]]
@@ -115,7 +300,8 @@ def test_a_command_of_the_package(part, world, tmp_path):
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("part", [p for p in PARTS if kind(p) == "container"])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", parts("container"))
 def test_what_a_container_is_started_with(part, world, tmp_path):
     """The image itself is built and run by tests/test_image.py where that can be done; here, what it would start."""
     tokens = shlex.split(part)
@@ -130,75 +316,12 @@ def test_what_a_container_is_started_with(part, world, tmp_path):
         assert code == 0, output
 
 
-@pytest.mark.parametrize("part", [p for p in PARTS if kind(p) == "job"])
-def test_what_a_job_names_is_there(part):
-    """tests/test_jobs.py starts what these start."""
-    tokens = shlex.split(part)
-    files = [token for token in tokens if re.match(r"(jobs|templates)/|accelerate_configs/", token)]
-    assert files or "build" in tokens
-    assert all((ROOT / file).is_file() for file in files), files
-
-
-def shipped() -> Iterator[str]:
-    """Every launch of a template that the project shows or starts, on one line."""
-    yield from PARTS
-    for path in sorted(ROOT.glob("templates/*.py")):
-        lines = path.read_text().split('"""')[1].replace("\\\\\n", " ").splitlines()
-        yield from (line.split(" #")[0].strip() for line in lines)
-    for path in sorted(ROOT.glob("jobs/*.yaml")):
-        for block in re.findall(r"(?:args|command):\n((?: +- .*\n)+)", path.read_text()):
-            yield " ".join(line.strip().removeprefix("- ") for line in block.splitlines())
-
-
-def launched_on(tokens: list[str]) -> list[int]:
-    """How many processes that read data it may find."""
-    tokens = [part for token in tokens for part in token.split("=", 1)]
-    value = dict(itertools.pairwise(tokens))
-    if "sbatch" in tokens:
-        (default,) = re.findall(r"#SBATCH --gpus-per-node=(\d+)", (ROOT / "jobs/slurm.sh").read_text())
-        return [int(value.get("--nodes", 1)) * int(value.get("--gpus-per-node", default))]
-    number = value.get("--num_processes")
-    if number is None and "--config_file" in value:
-        number = yaml.safe_load((ROOT / value["--config_file"]).read_text())["num_processes"]
-    return [1, 2, 4, 8] if number is None or "$" in str(number) else [int(number)]
-
-
-@pytest.mark.parametrize("line", [line for line in shipped() if re.search(r"(launch|sbatch).* templates/\w+\.py", line)])
-def test_the_global_batch_of_every_launch_divides_by_its_processes(line, world, monkeypatch):
-    tokens = [str(world.get(token, token)) for token in shlex.split(line)]
-    script = next(i for i, token in enumerate(tokens) if re.fullmatch(r"templates/\w+\.py", token))
-    name = Path(tokens[script]).stem
-    template = load_template(name)
-    monkeypatch.setattr(ranks, "_pipeline_ranks", 1)  # which a pipeline's Config sets
-    for processes in launched_on(tokens[:script]):
-        if processes > 1 or name != "pretrain_pipeline":
-            monkeypatch.setenv("WORLD_SIZE", str(processes))
-            rows, accumulation = configs.parse(template.Config, tokens[script + 1 :]).batch.micro_batch()
-            assert rows >= 1 and accumulation >= 1
-
-
-def test_the_test_command_is_the_one_of_ci():
-    assert "pip install -r tests/requirements.txt && pytest -n 2" in COMMANDS
-    assert "pip install -r requirements.txt && accelerate launch templates/lora_finetune.py" in COMMANDS
-
-
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
-
-
-def test_every_module_launch_config_template_and_exit_code_is_in_the_readme():
-    for folder, pattern in (("shared", "*.py"), ("accelerate_configs", "*.yaml"), ("templates", "*.py"), ("jobs", "*")):
-        for path in (ROOT / folder).glob(pattern):
-            assert f"{folder}/{path.name}" in README or path.name.startswith("__"), path
-
-
-def test_the_messages_of_the_readme_are_those_that_are_said():
-    (table,) = re.findall(r"## When something goes wrong\n(.*?)\n## ", README, re.DOTALL)
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
-    spans = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
-    others = "(?i)addr|DataLoader|ProcessError|FailedError|SignalException|KeyboardInterrupt|values were not passed"
-    ours = [text for text in spans if not re.search(others, text)]
-    source = " ".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in (ROOT / "shared").rglob("*.py"))
-    assert len(ours) >= 7
-    assert [text for text in ours if text.strip(" .") not in source] == []
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", EDITS, ids=range(len(EDITS)))
+def test_an_edit_of_the_step_trains(edit, world, tmp_path):
+    script = apply_edit(edit, tmp_path)
+    arguments = small(["launch", f"templates/{script.name}"][1:], world, tmp_path)
+    arguments[arguments.index(str(ROOT / f"templates/{script.name}"))] = str(script)
+    code, output = LAUNCHER.run(arguments, dict(os.environ), cwd=ROOT)
+    assert code == 0, output
+    assert (tmp_path / "run/final").is_dir()
