@@ -39,7 +39,7 @@ class PlanConfig:
     """Quantise the frozen base to 4 bits (with lora_r)."""
 
     def __post_init__(self) -> None:
-        configs.require_at_least_one(self, "seq_length", "per_device_train_batch_size", "gpus")
+        configs.require(self, "at least 1", "seq_length", "per_device_train_batch_size", "gpus")
         if self.gpu_memory <= 0:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
         if self.load_in_4bit and not self.lora_r:

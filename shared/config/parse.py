@@ -48,11 +48,6 @@ def require(config: Any, bounds: str, *names: str) -> None:
 COMPARE = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 
 
-def require_at_least_one(config: Any, *names: str) -> None:
-    """Check that fields are at least 1. None is valid."""
-    require(config, "at least 1", *names)
-
-
 def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
     """Yield (name, type, name of its group or None) for each field of a config class, including the fields of groups."""
     hints = get_type_hints(config_class, include_extras=True)

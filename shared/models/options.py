@@ -75,7 +75,7 @@ class AdapterConfig:
             raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
         if not 0 <= self.lora_dropout < 1 or not self.lora_alpha > 0:
             raise ConfigError("--lora_dropout must be at least 0 and below 1, and --lora_alpha positive")
-        configs.require_at_least_one(self, "lora_r")
+        configs.require(self, "at least 1", "lora_r")
 
     def refuse_changes_to_a_given_adapter(self, defaults: AdapterConfig) -> None:
         """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new adapters have.

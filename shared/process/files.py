@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from shared.process import faults
-from shared.process.errors import ConfigError
 
 # The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
 _FILES_ONLY = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES}
@@ -85,23 +84,6 @@ def digest(path: Path) -> dict[str, Any]:
     """SHA-256 and size of a file."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": path.stat().st_size}
-
-
-def require_space(folder: Path, needed: int, what: str) -> None:
-    """Refuse to start what would fill the disk. Call on one rank.
-
-    Args:
-        needed: bytes that will be written.
-
-    Raises:
-        ConfigError: there are fewer free.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConfigError(
-            f"--output_dir {folder} has {free / 1e9:.1f} GB free, but {what} need {needed / 1e9:.1f} GB: make room, "
-            "lower --save_total_limit, or choose another folder"
-        )
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -113,6 +113,8 @@ class Run:
 
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Save more tensors in checkpoints, and load them in place on resume. Call before `resume`; not with DeepSpeed."""
+        if zero.is_used(self.accelerator):
+            raise ConfigError("checkpoints of DeepSpeed hold one model and no more tensors: use ddp.yaml or fsdp2.yaml")
         self._kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
 
     def resume(self, train: Any, *, data: str, total_steps: int, makes: str = "final") -> None:

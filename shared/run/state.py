@@ -47,20 +47,18 @@ class TrainState:
             self.evaluated = min(self.evaluated, self.step - 1)
         self.scored_by = [metric, data]
 
-    def score(self, values: dict[str, float], metric: str) -> bool:
-        """Note an evaluation's `eval_*` values. Returns whether it is the best. One before training is never the best."""
+    def score(self, values: dict[str, float], metric: str) -> None:
+        """Note an evaluation's `eval_*` values, and whether it is the best. One before training is never the best."""
         self.evaluated, self.latest = self.step, values
         if self.step == 0:
             self.before = values
         if metric == "none" or self.step == 0:
             self.results = values
-            return False
+            return
         loss = -values["eval_loss"]
         score = [loss if metric == "loss" else values[f"eval_{metric}"], loss]
         score = [-math.inf if math.isnan(value) else float(value) for value in score]
         if not self.best_score or score[0] > self.best_score[0]:
             self.improved_step = self.step
-        best = not self.best_score or score > self.best_score
-        if best:
+        if not self.best_score or score > self.best_score:
             self.best_score, self.best_step, self.results = score, self.step, values
-        return best

@@ -60,4 +60,4 @@ class ChatConfig(TextConfig):
         super().__post_init__()
         if self.seq_length < 8:
             raise ConfigError(f"--seq_length must be at least 8, not {self.seq_length}")
-        configs.require_at_least_one(self, "max_train_samples")
+        configs.require(self, "at least 1", "max_train_samples")
