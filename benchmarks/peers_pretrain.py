@@ -68,8 +68,7 @@ class Task:
         self.model: nn.Module = model.to(DEVICE).train()
         (meta,) = Path(options.folder, "cache", "corpus").glob("*/meta.json")
         split, _, _ = corpus.open_splits(meta.parent, settings["seq_length"], settings["validation_split_percentage"])
-        (file,) = meta.parent.glob("train-*.bin")
-        self.tokens = np.memmap(file, split.meta["dtype"], "r")
+        self.tokens = np.memmap(meta.parent / "train.bin", split.meta["dtype"], "r")
         self.length, self.rows = settings["seq_length"], settings["per_device_train_batch_size"]
         order = Order(len(split), settings["global_batch_size"], settings["seed"])
         self.steps = [order.indices(step).tolist() for step in range(options.steps)]

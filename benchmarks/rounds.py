@@ -78,8 +78,9 @@ def folder(options: argparse.Namespace) -> Iterator[dict[str, str]]:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment["HF_HUB_OFFLINE"] = "1"
         environment["OMP_NUM_THREADS"] = str(cores())  # of which `accelerate launch` would take one
-        if DEVICE.type == "cuda":  # one, or Trainer takes all
-            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        # One GPU, or Trainer takes all. On a CPU none, as templates have it: torch's optimizers look for one in each step.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if DEVICE.type == "cuda" else ""
+        environment["CUDA_VISIBLE_DEVICES"] = visible
         yield environment
 
 

@@ -30,6 +30,7 @@ from tests.conftest import ACCELERATE, ROOT, Run, command, run, run_here, slow
 STEPS = 8
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 COMMON = ("--max_steps", STEPS, "--save_steps", 2, "--save_total_limit", 2, "--eval_steps", 3, "--audit_data")
+COMMON += ("--logging_steps", 3)  # intervals that no save ends: what a resumed run logs is of the whole interval
 
 
 @pytest.fixture(scope="module")

@@ -339,7 +339,7 @@ def test_a_pickle_in_place_of_prepared_data_runs_nothing(
     }[template]
     assert trains(template, tmp_path, *flags)
     (prepared,) = (tmp_path / "cache").glob("*/*")
-    read = ["meta.json", "tokenizer.json", "*-00000.bin"] + ["*.npy"] * (template != "pretrain")
+    read = ["meta.json", "tokenizer.json", "train.bin"] + ["*.npy"] * (template != "pretrain")
     files = [path for pattern in read for path in prepared.rglob(pattern)]
     assert len(files) >= 2
     for path in files:

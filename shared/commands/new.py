@@ -4,8 +4,6 @@ python -m shared new lora_finetune ../my-project
 python -m shared new pretrain lora_finetune ../my-project      # several templates in one project
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

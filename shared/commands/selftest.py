@@ -7,8 +7,6 @@ Small offline runs. Prints one row for each run: whether the killed and resumed 
 bit, in samples, losses, learning rates, evaluations, weights and optimizer state.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

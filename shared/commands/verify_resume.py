@@ -7,8 +7,6 @@ again. Both runs must have the same samples in each step, losses, learning rates
 bit for bit. Prints which of them differ, and ends with exit code 3 if one does.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

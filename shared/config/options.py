@@ -6,8 +6,6 @@ that differs from the checkpoint's is refused unless --allow_changed names it. D
 This module and its imports stay clear of torch, so that --help and a mistyped flag answer at once.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ A template's `Config` consists of groups (nested frozen dataclasses). On the com
 builds the config from the text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -115,12 +113,21 @@ def parse_or_exit(config_class: type[T]) -> T:
     about = (sys.modules["__main__"].__doc__ or "").strip()
     about += "\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins."
     with clean_exit():
+        _require_shared_beside(Path(getattr(sys.modules["__main__"], "__file__", None) or __file__))
         config = parse(config_class, description=about)
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):
             Path(folder, "exit.json").unlink(missing_ok=True)  # from an earlier run
     return config
+
+
+def _require_shared_beside(script: Path) -> None:
+    """Refuse another checkout's `shared/`, which an editable install puts before the one beside the script."""
+    used = Path(__file__).resolve().parents[2]
+    root = next((root for root in script.resolve().parents[:2] if (root / "shared/config/parse.py").is_file()), used)
+    if root != used:
+        raise ConfigError(f"{script} would run with {used}/shared: put PYTHONPATH={root} before the command")
 
 
 def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:

@@ -1,7 +1,5 @@
 """Records which samples each optimizer step used, and checks them afterwards over all restarts of a run."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Files that a flag names."""
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Worker processes, and windows of micro-batches for one rank from any optimizer step on."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os
@@ -60,9 +58,6 @@ class _Rows:
 
     def __call__(self, keys: list[tuple[int, int]]) -> Batch:
         return self.collate([self.row(*key) for key in keys])
-
-
-# Worker processes ------------------------------------------------------------------------------------------------------
 
 
 class _Work(Dataset):
@@ -140,9 +135,6 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
             "a process that prepares the data has died, perhaps for lack of memory: choose fewer with "
             "--preprocessing_num_workers"
         ) from None
-
-
-# Windows ---------------------------------------------------------------------------------------------------------------
 
 
 class ToDevice:

@@ -1,7 +1,5 @@
 """Flags of the data, whatever it is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

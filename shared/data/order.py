@@ -4,8 +4,6 @@ The order depends only on (seed, epoch, step). The world size only decides how r
 resume at any step, on any number of processes, without reading earlier samples, and sees the same samples.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random
@@ -19,9 +17,6 @@ import torch
 
 IGNORED = -100  # the label that the loss ignores, as in PyTorch and transformers
 DRAWN_AT_ONCE = 4096  # positions of an epoch: the fewest that one call of `permuted` computes
-
-
-# Order -------------------------------------------------------------------------------------------------------------
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -128,9 +123,6 @@ def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: i
     padded = np.full(math.ceil(len(indices) / at_once) * at_once, -1, dtype=np.int64)
     padded[: len(indices)] = indices
     return padded.reshape(-1, world_size, per_device)[:, rank]
-
-
-# Loading -------------------------------------------------------------------------------------------------------------
 
 
 Row = Mapping[str, Any]

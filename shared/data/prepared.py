@@ -1,7 +1,5 @@
 """Data that is prepared once and kept for later runs. The main rank builds it while the others wait."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -29,6 +27,13 @@ def fingerprint(**parts: Any) -> str:
 
     text = json.dumps(parts, sort_keys=True, default=describe)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def source_of(*packages: str) -> str:
+    """A hash of the code in these folders of `shared`: data that other code has prepared are not used."""
+    shared = Path(__file__).parents[1]
+    files = sorted(file for package in packages for file in (shared / package).glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

@@ -1,7 +1,5 @@
 """What a run uses when it is given no model and no data: real input that every Python already has on its disk."""
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 import textwrap

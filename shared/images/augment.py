@@ -1,7 +1,5 @@
 """Augmentation of training images, and the preparation of validation images."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +13,6 @@ from shared.data.order import IGNORED, Row
 from shared.images.decoding import decode_tensor
 from shared.images.files import Images
 from shared.images.options import RecipeConfig
-
-# Rows ------------------------------------------------------------------------------------------------------------------
 
 
 def training_rows(images: Images, recipe: RecipeConfig, processor: Any) -> Callable[[Row], Row]:
@@ -58,9 +54,6 @@ def eval_row(row: Row, processor: Any) -> Row:
     """The image as final/'s own processor prepares it, still uint8 [3, size, size]: the device normalises it."""
     made = processor(row["image"], do_rescale=False, do_normalize=False, return_tensors="pt")
     return {"pixel_values": made["pixel_values"][0], "labels": row["labels"]}
-
-
-# mixup and CutMix ------------------------------------------------------------------------------------------------------
 
 
 def draw_mix(mixup_alpha: float, cutmix_alpha: float) -> torch.Tensor:

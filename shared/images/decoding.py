@@ -1,7 +1,5 @@
 """One image file to pixels."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

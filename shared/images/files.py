@@ -1,7 +1,5 @@
 """Find labelled images, check each one for damage, split them and decode them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -74,7 +72,7 @@ class ImageData:
     identity: str  # changes if the images or their labels change
     about: str  # a description in one line
 
-    def numbered_as(self, classes: tuple[str, ...]) -> ImageData:
+    def numbered_as(self, classes: tuple[str, ...]) -> "ImageData":
         """The same images with class numbers by the order of `classes`: the same names in another order."""
         number = np.array([classes.index(name) for name in self.classes])
         parts = [

@@ -1,7 +1,5 @@
 """Flags of images. The comment of each field is its --help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal

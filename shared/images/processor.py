@@ -1,7 +1,5 @@
 """Sizes and normalisation of images: what a model was trained with, and what final/ records."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

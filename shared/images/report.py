@@ -1,7 +1,5 @@
 """Evaluation of a classifier: figures by class, a confusion matrix, a page of its most confident mistakes."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class Predictions:
     @classmethod
     def gather(
         cls, accelerator: Accelerator, batches: list[torch.Tensor], num_images: int, classes: tuple[str, ...]
-    ) -> Predictions:
+    ) -> "Predictions":
         """The predictions of all ranks, each image once. Every rank calls this and gets all.
 
         Args:

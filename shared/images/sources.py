@@ -1,7 +1,5 @@
 """Where labelled images come from: class folders, lists, data sets of the Hub. No image is opened here."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -12,13 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from shared.data import records
+from shared.data import prepared, records
 from shared.data.files import find_files, walk
 from shared.images.decoding import BadImage
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
 
-FORMAT = 3  # raised when the prepared files change meaning
 SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split; the first one present is used
 COLUMNS = {
@@ -83,7 +80,8 @@ class Found:
         `key` changes when any image, label or name does, `identity` when what the model learns from does, wherever and
         whenever it was put. Sizes and times of files stand for their contents.
         """
-        key = hashlib.sha256(f"{FORMAT} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
+        code = prepared.source_of("data", "images")
+        key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
         identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode())
         for number, label in enumerate(self.labels):
             path, size, time = self.paths[number] if self.paths else "", -1, 0

@@ -1,7 +1,5 @@
 """LoRA adapters: making, saving and merging them; their precision; quantised bases."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Keep packed documents apart in attention, and tell transformers what rows hold, so that it does not ask the device."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Iterator
@@ -141,9 +139,6 @@ def _mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     number = torch.bucketize(torch.arange(rows * length, device=cu_seqlens.device), cu_seqlens, right=True)
     number = number.view(rows, 1, length)
     return (number[..., :, None] == number[..., None, :]).tril()
-
-
-# Without a mask --------------------------------------------------------------------------------------------------------
 
 
 def find_kernel(device: torch.device) -> Any:

@@ -1,7 +1,5 @@
 """BatchNorm over several processes."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm

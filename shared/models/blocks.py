@@ -1,7 +1,5 @@
 """The repeated blocks of a model: checkpointing and compiling them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The model card."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

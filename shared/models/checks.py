@@ -1,7 +1,5 @@
 """Whether a model can be trained on text, and which parts of it text reaches."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

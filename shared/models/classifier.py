@@ -1,7 +1,5 @@
 """Classifiers: head, names of classes, frozen backbone, export."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -96,9 +94,6 @@ def training_mode(model: nn.Module) -> None:
         parameters = list(module.parameters())
         if parameters and not any(p.requires_grad for p in parameters):
             module.eval()
-
-
-# Export ----------------------------------------------------------------------------------------------------------------
 
 
 def export_onnx(folder: Path, image_size: int) -> str:

@@ -1,7 +1,5 @@
 """Parameters and floating-point operations of a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

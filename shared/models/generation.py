@@ -1,7 +1,5 @@
 """Text that a model in training writes."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

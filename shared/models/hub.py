@@ -1,7 +1,5 @@
 """Models from the Hub or a folder, safely."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 If a batch has `targets`, logits are computed only for them, not for prompts and padding.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

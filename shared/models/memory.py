@@ -5,8 +5,6 @@ forward and backward of one and of two blocks run on fake tensors, which have sh
 contents, while the bytes of living storages are counted. More blocks follow a straight line.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Flags of language models and their adapters. Stays clear of torch, so that --help and a mistyped flag answer at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -77,7 +75,7 @@ class AdapterConfig:
             raise ConfigError("--lora_dropout must be at least 0 and below 1, and --lora_alpha positive")
         configs.require(self, "at least 1", "lora_r")
 
-    def refuse_changes_to_a_given_adapter(self, defaults: AdapterConfig) -> None:
+    def refuse_changes_to_a_given_adapter(self, defaults: "AdapterConfig") -> None:
         """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new adapters have.
 
         Args:

@@ -1,8 +1,6 @@
 """Pipeline parallelism: a model's blocks spread over ranks, micro-batches passing through them (PipeDream-Flush's 1F1B,
 arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own schedules."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

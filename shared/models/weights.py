@@ -1,7 +1,5 @@
 """Sets of a model's weights, under any strategy: gathered whole, averaged, kept aside, swapped in."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 

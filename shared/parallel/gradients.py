@@ -1,7 +1,5 @@
 """Gradients that are sharded over processes."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
@@ -37,9 +35,6 @@ def end_step(model: nn.Module) -> None:
                     group._training_state = TrainingState.IDLE
                     group._post_forward_indices.clear()
             module.reshard()
-
-
-# Gradients -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

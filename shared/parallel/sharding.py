@@ -1,7 +1,5 @@
 """How a model is spread over processes: who reads which data, tensor parallelism, one gradient norm for all."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -17,8 +15,6 @@ from shared.parallel import zero
 from shared.parallel.tensor import _one_mesh_a_group, _replace_parameters, tensor_parallel, tensor_parallel_mesh
 from shared.process import ranks
 from shared.process.errors import ConfigError
-
-# Who reads what ------------------------------------------------------------------------------------------------------
 
 
 def data_rank(accelerator: Accelerator) -> int:
@@ -38,9 +34,6 @@ def share(accelerator: Accelerator) -> dict[str, Any]:
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
     """The sum of `value` over the data that all processes read, each piece counted once. Every rank calls this."""
     return accelerator.reduce(value, "sum") / (accelerator.num_processes // ranks.data_parallel_size())
-
-
-# Spreading a model -----------------------------------------------------------------------------------------------------
 
 
 def prepare(

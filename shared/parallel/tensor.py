@@ -1,7 +1,5 @@
 """Tensor parallelism."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

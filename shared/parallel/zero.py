@@ -4,8 +4,6 @@ DeepSpeed keeps fp32 weights and optimizer state in flat pieces of its own. Read
 the same checkpoints as any other: no pickles, and they resume under FSDP or in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

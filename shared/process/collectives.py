@@ -1,7 +1,5 @@
 """Decisions that the main rank makes for all."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar

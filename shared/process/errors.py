@@ -1,7 +1,5 @@
 """What a user is told: errors that end a run in one line with a stated exit code."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

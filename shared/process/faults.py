@@ -8,8 +8,6 @@ Places: setup, micro_batch, update, evaluation, save.shard, save.hash, save.mani
 save.renamed, save.prune, resume.verified, resume.loaded, finish. Several faults are separated by commas.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

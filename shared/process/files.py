@@ -1,7 +1,5 @@
 """Files and folders that are whole or do not exist."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """What is printed: one line on the main rank, without secrets."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """This process's place in the launch, from the environment alone: no torch."""
 
-from __future__ import annotations
-
 import math
 import os
 

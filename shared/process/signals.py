@@ -1,7 +1,5 @@
 """Signals that stop a run, and how a process ends."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

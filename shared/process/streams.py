@@ -1,7 +1,5 @@
 """Standard output and error that may be lost: that nobody reads them is no reason to end a run of days."""
 
-from __future__ import annotations
-
 import io
 import sys
 from typing import Any

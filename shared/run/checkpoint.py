@@ -5,8 +5,6 @@ optimizer's state, tensors only. Everything else is JSON. Learning rate, order o
 step alone, so only the step is saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -307,7 +305,7 @@ class Checkpointer:
             raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
         self._load(folder, scalars, state.step)
         if begins:  # the checkpoint of another run: drop its tracker id and scores
-            state.tracker_run_id = state.started_from = ""
+            state.tracker_run_id, state.started_from, state.interval = "", "", []
             state.forget_scores()
             on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         elif named is not None and folder == named.resolve():

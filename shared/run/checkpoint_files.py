@@ -1,7 +1,5 @@
 """Checkpoint folders: found, verified, read without running code."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json
@@ -34,9 +32,6 @@ class CheckpointError(CleanExit):
 
 class NoAnswer(CheckpointError):
     """The file system gives an error where it should give a file: the file may be good."""
-
-
-# Folders ---------------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -104,9 +99,6 @@ def write_manifest(
 
 def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-# Tensors ---------------------------------------------------------------------------------------------------------------
 
 
 _DESCRIPTIONS = {  # all that DCP's index of tensors is made of, besides their types

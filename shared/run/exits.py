@@ -1,7 +1,5 @@
 """How a run ends: one line for people, an exit code that names the cause, and exit.json in the run's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -172,25 +170,11 @@ def _report(error: BaseException | None) -> None:
     content = {"exit_code": code, "cause": cause, "step": _step, "rank": ranks.rank(), "time": time.time()}
     path, temporary = _folder / "exit.json", _folder / f".tmp-exit-{ranks.rank()}"
     with contextlib.suppress(OSError):
-        try:
-            temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            _place(temporary, path)
-        finally:  # also where it could not be written whole: no exit.json says more than an empty one
-            temporary.unlink(missing_ok=True)
-
-
-def _place(temporary: Path, path: Path) -> None:
-    """Give a file that is completely written its name, unless there is one of that name."""
-    try:
-        os.link(temporary, path)  # which, unlike a rename, replaces nothing
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
+        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
         if not path.exists():
             temporary.rename(path)
-
-
-# Signals ---------------------------------------------------------------------------------------------------------------
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
 
 
 def stop_at_once(*_: object) -> None:

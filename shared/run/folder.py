@@ -1,7 +1,5 @@
 """A run's folder: one writer at a time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

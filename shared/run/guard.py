@@ -1,7 +1,5 @@
 """What all ranks agree on once a step: is everything finite, and does a signal ask to stop."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, a settings summary."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import logging

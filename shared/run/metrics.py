@@ -1,7 +1,5 @@
 """What a run reports: W&B or any tracker, metrics.jsonl, curves.png, a progress bar, throughput and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -21,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from shared.config.options import LogConfig
@@ -125,6 +124,8 @@ class Logger:
             dynamic_ncols=True,
         )
         self._reset()
+        if len(state.interval) == accelerator.num_processes:
+            self.sums, self.steps = state.interval[accelerator.process_index]
         self.mark = self.drawn = time.perf_counter()
         self.drawing = 0.5  # seconds that the curves take, the first time by a guess
 
@@ -208,8 +209,15 @@ class Logger:
         self._reset()
         self.mark = now  # what logging takes belongs to the next interval
 
+    def note_interval(self) -> None:
+        """Put what the next log line is made of into the state, so that a resumed run logs the same. Every rank calls this."""
+        self._read()
+        self.state.interval = gather_object([[self.sums, self.steps]])
+
     def _read(self) -> None:
         """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels."""
+        if not self.unread:
+            return
         values = iter(torch.stack([v for sums, _, _ in self.unread for each in sums.values() for v in each]).tolist())
         good = torch.stack([finite for _, finite, _ in self.unread]).tolist()
         for (sums, _, targets), is_finite in zip(self.unread, good, strict=True):

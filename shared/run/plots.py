@@ -1,7 +1,5 @@
 """curves.png."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

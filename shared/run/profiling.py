@@ -1,7 +1,5 @@
 """Where the time of a training step goes: a trace of a few steady steps, and its largest parts as a table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

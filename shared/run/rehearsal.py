@@ -1,7 +1,5 @@
 """What is tried before the first step: does it fit, does a checkpoint work. It changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -14,8 +14,6 @@ A template holds its own code and the optimizer step. The rest is the same for a
 There are no callbacks. To change the step, edit the template. To change the rest, edit this file.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,7 +231,7 @@ class Run:
                 if evaluated:
                     self.logger.draw()
                 if saving:
-                    self.saver.save(self.state)
+                    self._save()
             if self.is_last:
                 break
         self._settle()
@@ -262,8 +260,12 @@ class Run:
             self._save_and_close()
             raise
 
-    def _save_and_close(self) -> None:
+    def _save(self) -> None:
+        self.logger.note_interval()
         self.saver.save(self.state)
+
+    def _save_and_close(self) -> None:
+        self._save()
         self.saver.wait()
         self.logger.close()
 

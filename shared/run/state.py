@@ -1,7 +1,5 @@
 """What a run is besides tensors: counts, scores, what it has to remember. Goes into each checkpoint as JSON."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +26,7 @@ class TrainState:
     stopped_early: list[int] = field(default_factory=list)  # [budget in steps, patience] that ended the run
     started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
+    interval: list[Any] = field(default_factory=list)  # each rank's [sums, steps] of what the next log line is made of
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
 
     def advance(self, window: Window) -> None:

@@ -30,13 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = 6  # raised when the prepared files change meaning
 CHUNK_RECORDS = 128  # records that a process gets at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)
-
-
-# Prepared samples ------------------------------------------------------------------------------------------------------
 
 
 def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -52,7 +48,7 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
-            format=FORMAT,
+            code=prepared.source_of("data", "text"),
             train=train.identity(),
             validation=validation and validation.identity(),
             tokenizer=hashlib.sha256(serialised.encode()).hexdigest(),

@@ -1,4 +1,4 @@
-"""Text to tokens for pretraining: a tokenizer, memory-mapped shards, and sequences cut from them without padding."""
+"""Text to tokens for pretraining: a tokenizer, memory-mapped files, and sequences cut from them without padding."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 END_OF_TEXT = "<|endoftext|>"
-SHARD_TOKENS = 2**28  # tokens a shard file: 512 MiB as uint16
 CHUNK_CHARACTERS = 2**20  # text that a process gets at a time
-FORMAT = 3  # raised when the files below change meaning
 DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
 
 
@@ -72,7 +70,7 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
         tokenizer: to use; None trains a byte-level BPE on the text.
 
     Returns:
-        The folder with the shards, `meta.json` and `tokenizer/`.
+        The folder with the tokens, `meta.json` and `tokenizer/`.
 
     Raises:
         ConfigError: no text, unreadable text, or a tokenizer that is slow or without an end-of-text token.
@@ -81,13 +79,13 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     train, validation = records.open_sources(config, demo=DEMO)
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
-            format=FORMAT,
+            code=prepared.source_of("data", "text"),
             train=train.identity(),
             validation=validation and validation.identity(),
             column=config.text_column,
             percent=config.validation_split_percentage,
             tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
-            end=tokenizer and tokenizer.eos_token_id,
+            ends=tokenizer and [prepared.leading_bos(tokenizer), tokenizer.eos_token_id],
         )
     )
 
@@ -95,7 +93,7 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
         texts = (piece.text for piece in pieces(train, config.text_column))
         used = tokenizer or train_tokenizer(texts, config.vocab_size)
         used.save_pretrained(folder / "tokenizer")
-        write_shards(folder, train, validation, used, config)
+        write_tokens(folder, train, validation, used, config)
 
     return prepared.build_once(cache_dir() / "corpus" / key, build)
 
@@ -155,47 +153,29 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: in
     )
 
 
-# Shards ------------------------------------------------------------------------------------------------------------
-
-
-class _ShardWriter:
-    """Appends tokens to `<split>-00000.bin`, ... and keeps where each document ends."""
+class _Writer:
+    """Appends a split's tokens to `<split>.bin`, and keeps where each document ends."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
         self.folder, self.split, self.dtype = folder, split, dtype
-        self.sizes: list[int] = []  # tokens of each shard
-        self.ends = [np.zeros(0, np.int64)]  # document ends, counted over all shards
+        self.file = (folder / f"{split}.bin").open("wb")
+        self.ends = [np.zeros(0, np.int64)]  # of documents
         self.tokens = self.bytes = 0
         self.hash = hashlib.sha256()
-
-    def path(self, number: int) -> Path:
-        return self.folder / f"{self.split}-{number:05d}.bin"
 
     def append(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int) -> None:
         self.ends.append(self.tokens + ends)
         self.tokens += len(tokens)
         self.bytes += num_bytes
-        while len(tokens):
-            if not self.sizes or self.sizes[-1] == SHARD_TOKENS:
-                self.sizes.append(0)
-            part, tokens = np.split(tokens, [SHARD_TOKENS - self.sizes[-1]])
-            content = part.astype(self.dtype).tobytes()
-            self.hash.update(content)
-            with self.path(len(self.sizes) - 1).open("ab") as file:
-                file.write(content)
-            self.sizes[-1] += len(part)
-
-    def take(self, other: _ShardWriter) -> None:
-        """Append all that `other` has written, and remove its files."""
-        self.append(np.zeros(0, self.dtype), np.concatenate(other.ends), other.bytes)
-        for number in range(len(other.sizes)):
-            self.append(np.memmap(other.path(number), self.dtype, "r"), np.zeros(0, np.int64), 0)
-            other.path(number).unlink()
+        content = tokens.astype(self.dtype, copy=False).data
+        self.hash.update(content)
+        self.file.write(content)
 
     def finish(self) -> dict[str, Any]:
+        self.file.close()
         ends = np.concatenate(self.ends)
         np.save(self.folder / f"{self.split}-ends.npy", ends)
-        facts = {"tokens": self.tokens, "bytes": self.bytes, "documents": len(ends), "shards": self.sizes}
+        facts = {"tokens": self.tokens, "bytes": self.bytes, "documents": len(ends)}
         return {**facts, "sha256": self.hash.hexdigest()}
 
 
@@ -238,10 +218,10 @@ def chunked(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def write_shards(
+def write_tokens(
     folder: Path, train: Source, validation: Source | None, tokenizer: PreTrainedTokenizerBase, config: CorpusConfig
 ) -> None:
-    """Tokenise everything into `folder`: shards, document ends, `meta.json`. Call on one rank.
+    """Tokenise everything into `folder`: tokens, document ends, `meta.json`. Call on one rank.
 
     A hash of their numbers decides which documents are held out. If that is far from the share that was asked for (few
     documents, some very long), none is, and `open_splits` takes the end of the text.
@@ -251,8 +231,9 @@ def write_shards(
     """
     from tqdm import tqdm
 
-    dtype, percent = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32), config.validation_split_percentage
-    writers = {split: _ShardWriter(folder, split, dtype) for split in ("train", "validation")}
+    highest, percent = max(tokenizer.get_vocab().values()), config.validation_split_percentage  # a vocabulary may have gaps
+    dtype = np.dtype(np.uint16 if highest < 2**16 else np.uint32)
+    writers = {split: _Writer(folder, split, dtype) for split in ("train", "validation")}
     progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
     for source in filter(None, (train, validation)):
         chunks = chunked(pieces(source, config.text_column))
@@ -271,9 +252,10 @@ def write_shards(
     progress.close()
     share, held = sum(w.tokens for w in writers.values()) * percent / 100, writers["validation"]
     if validation is None and held.tokens and not near_share(held.tokens, share):
-        writers["train"].take(held)
-        writers["validation"] = _ShardWriter(folder, "validation", dtype)
-    meta = {"format": FORMAT, "dtype": dtype.name, "source": train.name}
+        held.file.close()
+        writers["train"].append(np.memmap(held.file.name, dtype, "r"), np.concatenate(held.ends), held.bytes)
+        writers["validation"] = _Writer(folder, "validation", dtype)
+    meta = {"dtype": dtype.name, "source": train.name}
     meta |= {"validation_source": validation and validation.name}  # None: a part of the training source
     meta |= {split: writer.finish() for split, writer in writers.items()}
     if not any(writer.tokens for writer in writers.values()):
@@ -285,7 +267,7 @@ class Tokens:
     """One split's tokens, memory-mapped, as sequences of `seq_length` inputs and their next tokens.
 
     Args:
-        folder: what `write_shards` filled.
+        folder: what `write_tokens` filled.
         split: train or validation.
         seq_length: tokens of one sequence.
         first, last: the part of the split's tokens to use.
@@ -295,21 +277,17 @@ class Tokens:
         self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
         with prepared.reading(folder):
             self.meta = json.loads((folder / "meta.json").read_text())
-            size, shards = np.dtype(self.meta["dtype"]).itemsize, self.meta[split]["shards"]
-            if [size * tokens for tokens in shards] != [self._shard(i).stat().st_size for i in range(len(shards))]:
-                raise ValueError("a shard has another size than it was written with")
             self.last = self.meta[split]["tokens"] if last is None else last
-
-    def _shard(self, number: int) -> Path:
-        return self.folder / f"{self.split}-{number:05d}.bin"
+            written = np.dtype(self.meta["dtype"]).itemsize * self.meta[split]["tokens"]
+            if (folder / f"{split}.bin").stat().st_size != written:
+                raise ValueError(f"{split}.bin has another size than it was written with")
 
     @cached_property
-    def _shards(self) -> list[np.ndarray]:
-        dtype, count = self.meta["dtype"], len(self.meta[self.split]["shards"])
-        return [np.memmap(self._shard(i), dtype=dtype, mode="r") for i in range(count)]
+    def _tokens(self) -> np.ndarray:
+        return np.memmap(self.folder / f"{self.split}.bin", self.meta["dtype"], "r")
 
-    def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files itself
-        return {k: v for k, v in self.__dict__.items() if k != "_shards"}
+    def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the file itself
+        return {k: v for k, v in self.__dict__.items() if k != "_tokens"}
 
     @property
     def num_tokens(self) -> int:
@@ -324,13 +302,7 @@ class Tokens:
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        parts = []
-        while start < stop:
-            shard, offset = divmod(start, SHARD_TOKENS)
-            part = self._shards[shard][offset : offset + stop - start]
-            parts.append(np.asarray(part, dtype=np.int64))
-            start += len(part)
-        return np.concatenate(parts)
+        return self._tokens[start:stop].astype(np.int64)
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices) * self.seq_length
@@ -351,7 +323,7 @@ class Tokens:
 def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tuple[Tokens, Tokens, str]:
     """(train, validation, a description of the split) of prepared tokens.
 
-    If `write_shards` held out less than a sequence, the last `validation_percent` of the tokens are the validation split,
+    If `write_tokens` held out less than a sequence, the last `validation_percent` of the tokens are the validation split,
     unless files to validate on were given.
 
     Raises:

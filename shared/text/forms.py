@@ -1,7 +1,5 @@
 """The forms of conversations that people have, read into one `Example`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

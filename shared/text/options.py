@@ -1,7 +1,5 @@
 """Flags of text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

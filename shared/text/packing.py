@@ -1,7 +1,5 @@
 """Several conversations in one row, and batches of rows."""
 
-from __future__ import annotations
-
 import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -12,8 +10,6 @@ import torch
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import IGNORED, Batch, Order, Row, permuted
 from shared.text.chat import Conversations
-
-# Packing ---------------------------------------------------------------------------------------------------------------
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Streaming -----------------------------------------------------------------------------------------------------------
-
-
 class Stream:
     """Sequences of a source that is read during training, for a corpus too large for the disk.
 

@@ -1,7 +1,5 @@
 """Optimizers with the right decay groups, and learning rates as a function of the step alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One optimizer step: forward and backward in micro-batches, clipping, the update."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

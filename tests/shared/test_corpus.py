@@ -33,14 +33,11 @@ def prepared(text_file, tokenizer, folder, monkeypatch, **options):
 
 def stream(folder, split):
     meta = json.loads((folder / "meta.json").read_text())
-    files = sorted(folder.glob(f"{split}-*.bin"))
-    return np.concatenate([np.fromfile(f, dtype=meta["dtype"]) for f in files]), meta[split]
+    return np.fromfile(folder / f"{split}.bin", dtype=meta["dtype"]), meta[split]
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-@pytest.mark.parametrize("shard", [2**28, 100])
-def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc, shard):
-    monkeypatch.setattr(corpus, "SHARD_TOKENS", shard)
+def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc):
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
     folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
     held_out = is_validation(np.arange(len(documents)), 5.0)
@@ -56,7 +53,6 @@ def test_shards_hold_the_documents_each_ended(text_file, documents, tokenizer, t
         assert tokens.tolist() == [token for document in expected for token in document]
         assert np.load(folder / f"{split}-ends.npy").tolist() == np.cumsum([len(d) for d in expected]).tolist()
         assert facts["bytes"] == sum(len(t.encode()) for t, keep in zip(documents, chosen, strict=True) if keep)
-        assert len(facts["shards"]) == -(-len(tokens) // shard)
         windows = corpus.Tokens(folder, split, 16)
         for index in (0, len(windows) - 1):
             row = windows[index]
@@ -105,10 +101,8 @@ def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text
     assert tokens.tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("shard", [2**28, 100])
-def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path, monkeypatch, shard):
+def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path, monkeypatch):
     """A hash of their numbers would hold out the 13th of these, nine tenths of all tokens."""
-    monkeypatch.setattr(corpus, "SHARD_TOKENS", shard)
     assert is_validation(np.arange(16), 5).nonzero()[0].tolist() == [12]
     texts = [f"the model reads line {number} " * (400 if number == 12 else 3) for number in range(16)]
     path = tmp_path / "text.jsonl"
@@ -121,7 +115,7 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
     assert np.load(folder / "train-ends.npy").tolist() == np.cumsum([len(document) for document in ids]).tolist()
     assert facts["documents"] == 16 and facts["bytes"] == sum(len(text.encode()) for text in texts)
     assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith("the last 5 % of the text")
-    assert not list(folder.glob("validation-*.bin"))
+    assert (folder / "validation.bin").stat().st_size == 0
 
 
 def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):

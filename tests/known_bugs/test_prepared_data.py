@@ -1,0 +1,73 @@
+"""Prepared tokens are those of this text, this tokenizer and this code."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from shared.data import prepared
+from shared.text import chat, corpus
+from shared.text.options import ChatConfig, CorpusConfig
+from tests.conftest import ROOT
+
+
+def test_ids_above_65535_in_a_vocabulary_with_gaps_do_not_wrap(tmp_path, monkeypatch):
+    """open-instruct#1862 (2026): the width was chosen by the number of tokens, and 70000 became 4464."""
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    plain = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1, "b": 70000}, unk_token="a"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
+    assert len(tokenizer) == 3
+    (tmp_path / "text.txt").write_text("a b " * 50)
+    folder = corpus.prepare(CorpusConfig(train_file=(str(tmp_path / "text.txt"),)), tokenizer)
+    train, _, _ = corpus.open_splits(folder, 8, 20.0)
+    assert train[0]["input_ids"].tolist() == [1, 70000] * 4
+
+
+def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, chat_file, text_file, tiny_model):
+    """datasets#3297 (2021): a cache outlived the code that filled it, so an edited template learned from old samples."""
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
+
+    def folders() -> list[Path]:
+        chats = chat.prepare(ChatConfig(train_file=(str(chat_file),)), tokenizer)
+        return [chats, corpus.prepare(CorpusConfig(train_file=(str(text_file),)), tokenizer)]
+
+    first = folders()
+    assert folders() == first
+    shutil.copytree(ROOT / "shared", tmp_path / "shared")
+    monkeypatch.setattr(prepared, "__file__", str(tmp_path / "shared/data/prepared.py"))
+    assert folders() == first
+    edited = tmp_path / "shared/text/encoder.py"
+    edited.write_text(edited.read_text() + "# edited\n")
+    assert not set(folders()) & set(first)
+
+
+def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, text_file, tiny_model):
+    """The token before each text may be set outside of the tokenizer's own file, which alone was looked at."""
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    config, tokenizer = CorpusConfig(train_file=(str(text_file),)), PreTrainedTokenizerFast.from_pretrained(tiny_model)
+    first = corpus.prepare(config, tokenizer)
+    monkeypatch.setattr(prepared, "leading_bos", lambda _: [5])
+    second = corpus.prepare(config, tokenizer)
+    tokens = [np.fromfile(f / "train.bin", json.loads((f / "meta.json").read_text())["dtype"]) for f in (first, second)]
+    assert first != second and tokens[0][0] != 5 and tokens[1][0] == 5
+
+
+def test_another_checkouts_shared_is_not_run_unsaid(tmp_path):
+    """An editable install puts its own `shared/` before the one beside a template of a second checkout."""
+    for name in ("templates", "shared"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    script = tmp_path / "templates/pretrain.py"
+    for path, code in ((ROOT, 2), (tmp_path, 0)):
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(path)}
+        done = subprocess.run([sys.executable, script, "--help"], env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        if code:
+            other = f"{script} would run with {ROOT}/shared: put PYTHONPATH={tmp_path} before the command"
+            assert done.stderr == f"error: {other}\n"
