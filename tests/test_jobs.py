@@ -232,6 +232,7 @@ def srun_of(process: subprocess.Popen) -> int:
     return next(p.pid for p in psutil.Process(process.pid).children() if "srun" in " ".join(p.cmdline()))
 
 
+@pytest.mark.slow
 def test_slurm_two_nodes_stop_when_the_time_is_over_and_are_queued_again(machines, slurm, flags, straight, tmp_path):
     node = {"SLURM_NNODES": "2", "STANDS_FOR_NODES": " ".join(machines), "STANDS_FOR_ADDRESS": "10.77.0.1"}
     env = slurm | node | {"RUN_DIR": str(tmp_path / "run"), "GLOO_SOCKET_IFNAME": "eth0", "ACCELERATE_MIXED_PRECISION": "no"}

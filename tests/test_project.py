@@ -76,6 +76,7 @@ def test_a_project_trains_where_it_is(projects, tmp_path, name):
     assert json.loads((tmp_path / "run/checkpoint-000002/MANIFEST.json").read_text())["world_size"] == processes
 
 
+@pytest.mark.slow
 def test_the_smoke_test_of_a_project(projects):
     """Its last command, on two processes."""
     last = "import smoke_test as s; s.COMMANDS = s.COMMANDS.strip().splitlines()[-1]; s.test_a_killed_run_resumes()"

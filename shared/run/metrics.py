@@ -124,8 +124,9 @@ class Logger:
             dynamic_ncols=True,
         )
         self._reset()
-        if len(state.interval) == accelerator.num_processes:
-            self.sums, self.steps = state.interval[accelerator.process_index]
+        if len(state.interval) == accelerator.num_processes:  # resumed within an interval
+            sums, self.steps = state.interval[accelerator.process_index]
+            self.sums.update(sums)
         self.mark = self.drawn = time.perf_counter()
         self.drawing = 0.5  # seconds that the curves take, the first time by a guess
 
@@ -210,7 +211,7 @@ class Logger:
         self.mark = now  # what logging takes belongs to the next interval
 
     def note_interval(self) -> None:
-        """Put what the next log line is made of into the state, so that a resumed run logs the same. Every rank calls this."""
+        """Put what the next log line is made of into the state: a resumed run logs the same. Every rank calls this."""
         self._read()
         self.state.interval = gather_object([[self.sums, self.steps]])
 

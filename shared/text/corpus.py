@@ -255,7 +255,7 @@ def write_tokens(
         held.file.close()
         writers["train"].append(np.memmap(held.file.name, dtype, "r"), np.concatenate(held.ends), held.bytes)
         writers["validation"] = _Writer(folder, "validation", dtype)
-    meta = {"dtype": dtype.name, "source": train.name}
+    meta: dict[str, Any] = {"dtype": dtype.name, "source": train.name}
     meta |= {"validation_source": validation and validation.name}  # None: a part of the training source
     meta |= {split: writer.finish() for split, writer in writers.items()}
     if not any(writer.tokens for writer in writers.values()):
