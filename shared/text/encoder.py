@@ -50,6 +50,8 @@ class Encoder:
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.ends = {tokenizer.eos_token_id, self._end_of_a_turn()}
+        self.notes: dict[str, list[Any]] = {}  # what of the data was not used: [how often, where first]
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
@@ -61,17 +63,22 @@ class Encoder:
             ConfigError: the chat template refuses the conversation.
         """
         if example.messages is None:
-            text = example.prompt + example.completion
+            written = example.completion
+            text = example.prompt + written
             ids, learned = self._tokens(text, [(len(example.prompt), len(text))])
             if ids[: len(self.bos)] != self.bos:  # text that is rendered already may begin with it
                 ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
+            written = str(example.messages[-1].get("content"))
             ids, learned = self._chat(example.messages, example.tools, where)
-        last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        if last >= 0 and not example.continues and self.end_of(ids[: last + 1]) is None:
-            ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
+        last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
+        end = self.end_of(ids[: last + 1])
+        if end is not None and end not in self.ends and written.rstrip().endswith(str(self.tokenizer.decode([end]))):
+            end = None  # a special token of the text itself, which ends nothing
+        if last >= 0 and not example.continues and end is None:
+            ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         return ids, learned
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
@@ -105,17 +112,19 @@ class Encoder:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        spans: Sequence[Span | None]
         try:
             template = self._with_fixed_date(tools)
-            render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template)  # type: ignore[arg-type]
+            render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template, tokenize=False)  # type: ignore[arg-type]
             messages = _with_accepted_arguments(messages, render)
             if self.marks_turns:
-                encoded: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-                mask = np.array(encoded["assistant_masks"], dtype=bool)
-                return list(encoded["input_ids"]), mask if wanted == turns else _only_turns(mask, turns, wanted, where)
-            text = str(render(messages, tokenize=False))
-            needed = [] if self.loss_on == "all" else wanted
-            spans = [_find_turn(partial(render, tokenize=False), text, messages, number) for number in needed]
+                text, marked = self._render_marks(messages, tools, template)
+                if wanted == turns and len(marked) < len(turns):
+                    self.note("a turn of the assistant that the chat template does not mark is not learned", where)
+                spans = marked if wanted == turns else _only_turns(marked, turns, wanted, where)
+            else:
+                text = str(render(messages))
+                spans = [_find_turn(render, text, messages, number) for number in ([] if self.loss_on == "all" else wanted)]
         except ConfigError:
             raise
         except Exception as error:  # jinja2's errors, and templates' own raise_exception
@@ -125,7 +134,31 @@ class Encoder:
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
-        return self._tokens(text, [span for span in spans if span is not None])
+        letters = _letters(text)
+        for number in wanted:
+            self._note_lost_words(messages[number], letters, where)
+        ids, learned = self._tokens(text, [span for span in spans if span is not None])
+        return ids, self._with_ends(ids, learned)
+
+    def _render_marks(self, messages: Messages, tools: Messages | None, template: str) -> tuple[str, list[Span]]:
+        """The rendered text, and the spans that the template marks with {% generation %}."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options: Any = {**self.tokenizer.special_tokens_map, "chat_template": template, "tools": tools}
+        rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+        (text,), (spans,) = rendered
+        return text, spans
+
+    def _with_ends(self, ids: Sequence[int], learned: np.ndarray) -> np.ndarray:
+        """`learned`, with the first token after each turn that has no end of its own: only that tells that it ends."""
+        stops: list[int] = (np.flatnonzero(np.diff(learned, append=False) & learned) + 1).tolist()
+        for number, stop in enumerate(stops):
+            after = next((i for i in range(stop, len(ids)) if str(self.tokenizer.decode([ids[i]])).strip()), None)
+            if after is None or self.end_of(ids[:stop]) is not None:
+                continue
+            if number + 1 < len(stops) or ids[after] in self.special:
+                learned[stop : after + 1] = True
+        return learned
 
     def _with_fixed_date(self, tools: Messages | None) -> str:
         """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
@@ -138,6 +171,37 @@ class Encoder:
         codes = [f"%{letter}" for letter in ("-d", "-m", "-H", "-I", *"aAbBdeFHIjmMpSTyY")]
         written = "format" + "".join(f".replace({code!r}, {TODAY.strftime(code)!r})" for code in codes)
         return f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
+
+    def _end_of_a_turn(self) -> int | None:
+        """The special token that the chat template writes after an answer, if there is one."""
+        with contextlib.suppress(Exception):  # a template may refuse this
+            turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
+            after = str(self.tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(HERE)[2]
+            ids = self.tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
+            return ids[0] if ids and ids[0] in self.special else None
+        return None
+
+    def note(self, what: str, where: str) -> None:
+        """Count what of the data is not used."""
+        self.notes.setdefault(what, [0, where])[0] += 1
+
+    def _note_lost_words(self, message: dict[str, Any], text: str, where: str) -> None:
+        """Count the strings of an answer that the rendered `text`, without white space, lacks. Refuse one of calls alone."""
+        calls = [call.get("function") or call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+        strings = {key: [message.get(key)] for key in ("content", "reasoning_content", "thinking", "reasoning")}
+        strings["tool_calls"] = [value for call in calls for value in (call.get("name"), *_leaves(call.get("arguments")))]
+        found, lost = list[str](), list[str]()
+        for key, values in strings.items():
+            for value in (value for value in values if isinstance(value, str) and value.strip()):
+                forms = value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
+                (found if any(_letters(form) in text for form in forms) else lost).append(key)
+        if lost and not found and not message.get("content"):
+            raise ConfigError(
+                f"{where}: the chat template leaves out {lost[0]} of an answer, and nothing is left to learn: choose a "
+                "model whose template writes it"
+            )
+        for key in dict.fromkeys(lost):
+            self.note(f"the chat template leaves out or changes {key} of an answer", where)
 
 
 def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> Messages:
@@ -163,15 +227,24 @@ def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> 
     ]
 
 
-def _only_turns(mask: np.ndarray, turns: list[int], wanted: list[int], where: str) -> np.ndarray:
-    """[tokens] bool: `mask` reduced to the `wanted` turns."""
-    runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
-    if len(runs) != len(turns) and wanted != turns[-1:]:
-        raise ConfigError(f"{where}: the chat template marks {len(runs)} of {len(turns)} turns, so some cannot be left out")
-    kept = np.zeros_like(mask)
-    for number, (first, last) in zip(reversed(turns), reversed(runs), strict=False):
-        kept[first:last] = number in wanted
-    return kept
+def _letters(text: str) -> str:
+    """A text without white space, which templates change."""
+    return "".join(text.split())
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The values in nested lists and mappings."""
+    if isinstance(value, dict | list):
+        return [leaf for item in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(item)]
+    return [value]
+
+
+def _only_turns(spans: list[Span], turns: list[int], wanted: list[int], where: str) -> list[Span]:
+    """The spans of the `wanted` turns."""
+    if len(spans) != len(turns) and wanted != turns[-1:]:
+        raise ConfigError(f"{where}: the chat template marks {len(spans)} of {len(turns)} turns, so some cannot be left out")
+    pairs = zip(reversed(turns), reversed(spans), strict=False)
+    return [span for number, span in pairs if number in wanted]
 
 
 def _find_turn(render: Callable[..., Any], text: str, messages: Messages, number: int) -> Span | None:

@@ -11,6 +11,7 @@ from shared.process.errors import ConfigError
 
 Messages = list[dict[str, Any]]
 
+MARKS = ("weight", "train", "loss")  # keys of a turn; the loss does not count it with 0 or false
 ROLES = ["assistant", "system", "tool", "user"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 FORMS = {  # form: the columns that tell it; the first match counts
@@ -26,7 +27,7 @@ FORMS = {  # form: the columns that tell it; the first match counts
 class Example:
     """A record: either messages for the chat template, or prompt + completion, joined as they are.
 
-    The loss does not count an assistant's turn with "weight": 0.
+    The loss does not count an assistant's turn with one of MARKS.
     """
 
     messages: Messages | None = None
@@ -66,13 +67,19 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         if record.get("input"):
             question += "\n\n" + _text(record, "input", where)
         answer = _text(record, "output", where)
-        messages = [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        pairs = [*(record.get("history") or ()), (question, answer)]  # history: the questions and answers before
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+            raise ConfigError(f"{where}: 'history' is expected as a list of [question, answer] pairs")
+        messages = system + [
+            {"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
     elif form == "ShareGPT conversations":
         messages = system
         for number, turn in enumerate(_list(record, "conversations", where), 1):
             if (role := str(turn.get("from"))) not in _SHAREGPT_ROLES:
                 raise ConfigError(f"{where}: turn {number} is from {role!r}, not {', '.join(_SHAREGPT_ROLES)}")
-            messages.append({"role": _SHAREGPT_ROLES[role], "content": turn.get("value")})
+            marks = {key: turn[key] for key in MARKS if key in turn}
+            messages.append({"role": _SHAREGPT_ROLES[role], "content": turn.get("value"), **marks})
     elif form == "prompt and completion":
         prompt = [{**message, "weight": 0} for message in _list(record, "prompt", where)]
         messages = prompt + _list(record, "completion", where)
@@ -114,8 +121,11 @@ def _checked(messages: Messages, where: str) -> Messages:
             raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str) and not calls:
             raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
-        if message.get("weight", 1) not in (0, 1):
-            raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
+        for mark in MARKS:
+            if (value := message.pop(mark, 1)) not in (0, 1):
+                raise ConfigError(f"{where}: {mark} of message {number} is {value!r}, not 0 or 1")
+            if not value:
+                message |= {"weight": 0}
         if isinstance(calls, list):
             message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
