@@ -3,6 +3,7 @@
 Only the last of the section on weights ever was here.
 """
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -229,3 +230,14 @@ def test_neither_a_save_nor_an_evaluation_changes_statistics_of_batch_norm(tmp_p
         torch.testing.assert_close(written[name], value)
         torch.testing.assert_close(during[name], value)
     assert before and all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_an_evaluation_leaves_a_frozen_backbone_at_rest():
+    """A common report: `model.train()` after an evaluation also wakes frozen BatchNorm, whose statistics then move."""
+    model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 2), nn.Dropout(0.5))
+    nothing = contextlib.nullcontext
+    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _evaluation_weights=nothing, _complete_step=lambda: None)
+    run._stop_if_asked = lambda now: None
+    with Run.evaluating(run, model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, False, True, True]
