@@ -36,6 +36,7 @@ def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator
             bnb_4bit_quant_storage=dtype if sharded else torch.uint8,
         )
     base = from_hub(AutoModelForCausalLM, name, **options)
+    base.get_input_embeddings().padding_idx = None  # that row would have no gradient, and may be the end of texts
     keep_quantized(base)
     return base
 

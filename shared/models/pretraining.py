@@ -51,5 +51,6 @@ def build_causal_lm(
         model = from_architecture(AutoModelForCausalLM, architecture, **options)
         model.config.pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)
+    model.get_input_embeddings().padding_idx = None  # that row would have no gradient, and may be the end of texts
     freeze_outside_of_text(model)
     return model
