@@ -444,7 +444,7 @@ def test_two_runs_on_one_folder(flags, straight, tmp_path):
 @pytest.mark.parametrize(("value", "config"), [("nan", "fsdp2"), slow("inf", "ddp")])
 def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value, config):
     # No dropout: the same on any number of processes. The bad step is one that is saved.
-    given = (*flags["pretrain"], "--config_overrides", SHAPE, "--save_total_limit", 9)
+    given = (*flags["pretrain"], "--config_overrides", SHAPE, "--save_total_limit", 9, "--logging_steps", 1)
     two = with_fault("pretrain", tmp_path / "two", f"micro_batch:{value}@8#1", *given, processes=2, config=config)
     assert two.returncode == 0, two.output
     assert two.manifest(STEPS)["strategy"].startswith(f"{config.upper()} x 2")
@@ -493,7 +493,7 @@ def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, tmp_path
 
 @pytest.fixture
 def small(flags):
-    return (*flags["pretrain"], "--report_to", "wandb", "--max_steps", 4)
+    return (*flags["pretrain"], "--report_to", "wandb", "--max_steps", 4, "--logging_steps", 1)
 
 
 @pytest.mark.parametrize("key", ["0123456789abcdef0123456789abcdef01234567", "not a key"])

@@ -29,6 +29,7 @@ from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import read_json_lines
 from shared.process.printing import print_main, redact
+from shared.process.ranks import data_parallel_size
 from shared.run.plots import draw_curves
 from shared.run.profiling import Profiler
 from shared.run.state import TrainState
@@ -124,9 +125,13 @@ class Logger:
             dynamic_ncols=True,
         )
         self._reset()
-        if len(state.interval) == accelerator.num_processes:  # resumed within an interval
-            sums, self.steps = state.interval[accelerator.process_index]
-            self.sums.update(sums)
+        if state.interval:  # resumed within an interval
+            self.steps, readers, each = state.interval
+            own = each[accelerator.process_index % len(each)]
+            if len(each) != accelerator.num_processes:  # of another world size: the same sum
+                share = readers / data_parallel_size() / len(each)
+                own = {name: share * sum(sums[name] for sums in each) for name in own}
+            self.sums.update(own)
         self.mark = self.drawn = time.perf_counter()
         self.drawing = 0.5  # seconds that the curves take, the first time by a guess
 
@@ -213,7 +218,7 @@ class Logger:
     def note_interval(self) -> None:
         """Put what the next log line is made of into the state: a resumed run logs the same. Every rank calls this."""
         self._read()
-        self.state.interval = gather_object([[self.sums, self.steps]])
+        self.state.interval = [self.steps, data_parallel_size(), gather_object([self.sums])]
 
     def _read(self) -> None:
         """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels."""

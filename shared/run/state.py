@@ -26,7 +26,7 @@ class TrainState:
     stopped_early: list[int] = field(default_factory=list)  # [budget in steps, patience] that ended the run
     started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
-    interval: list[Any] = field(default_factory=list)  # each rank's [sums, steps] of what the next log line is made of
+    interval: list[Any] = field(default_factory=list)  # what the next log line is made of: steps, readers, each rank's sums
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
 
     def advance(self, window: Window) -> None:
