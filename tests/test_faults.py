@@ -349,6 +349,7 @@ def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(flags, straight, tmp_path):
     given, folder = (*flags["pretrain"], "--ddp_timeout", 5), tmp_path / "run"
     done = with_fault("pretrain", folder, "micro_batch:hang@6#1", *given, processes=2)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from shared.commands.verify_resume import compare
-from tests.conftest import LAUNCHER, ROOT, Run, free_port, processes_on, run
+from tests.conftest import LAUNCHER, ROOT, Run, free_port, processes_on, run, slow
 
 STEPS = 8
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -309,7 +309,7 @@ sys.stdout.write(f"hello from {world} {sys.argv[1:]}\\ncaches in {caches}\\n")
 """
 
 
-@pytest.mark.parametrize("image", ["templates.sif", "registry#templates"])
+@pytest.mark.parametrize("image", ["templates.sif", slow("registry#templates")])
 def test_slurm_in_a_container(slurm, tmp_path, image):
     """Which of the two runtimes is asked, and that what it starts is the same."""
     shutil.copytree(ROOT / "shared", tmp_path / "shared")

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from shared.commands.new import imports, templates
-from shared.commands.selftest import FLAGS
-from tests.conftest import LAUNCHER, ROOT, free_port
+from shared.commands.new import FLAGS
+from tests.conftest import LAUNCHER, ROOT, free_port, slow
 
 NAMES = ("image_classification", "lora_finetune", "pretrain", "pretrain_pipeline")
 
@@ -65,7 +65,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert len(configs) == 3 and all((folder / config).exists() for config in configs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["lora_finetune", *map(slow, sorted({*NAMES} - {"lora_finetune"}))])
 def test_a_project_trains_where_it_is(projects, tmp_path, name):
     folder, processes = projects / name, 1 + (name == "pretrain_pipeline")
     argv = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
@@ -212,6 +212,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     assert "nothing has changed" in shared("upgrade", cwd=project).stdout
 
 
+@pytest.mark.slow
 def test_a_checkout_that_has_moved_is_named(origin, tmp_path):
     project = tmp_path / "project"
     shared("new", "pretrain", project, cwd=origin)

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shared import __version__
-from shared.commands.selftest import small_runs
 from shared.commands.upgrade import BASE, ORIGIN, put
 from shared.process.errors import ConfigError
 
@@ -29,6 +28,17 @@ UNFIT = {
     "pretrain_pipeline": "deepspeed|tensor_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
 }
 GITIGNORE = "__pycache__/\n*.pyc\noutputs/\nruns/\nwandb/\n.venv/\n"
+
+_TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=4,intermediate_size=128"
+# Flags of a run that takes seconds on a CPU, without network.
+FLAGS = {
+    "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
+    "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
+    "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
+    "image_classification": "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4",
+}
+ONE = "accelerate launch --config_file accelerate_configs/cpu.yaml"
+TWO = "accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no --main_process_port 0"
 
 
 def templates() -> list[str]:
@@ -129,6 +139,12 @@ def first_run(names: tuple[str, ...]) -> str:
         return f"accelerate launch {script(names[0], names)}"
     launch = "accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no"
     return f"ACCELERATE_USE_CPU=true {launch} {script(names[0], names)}"
+
+
+def small_runs(template: str, script: str) -> list[str]:
+    """Command lines that train a template's script on one process (a pipeline has more) and on two, within seconds."""
+    launches = [TWO] if template == "pretrain_pipeline" else [ONE, TWO]
+    return [f"{launch} {script} {FLAGS[template]}" for launch in launches]
 
 
 def _readme(names: tuple[str, ...], called: str) -> str:

@@ -19,33 +19,18 @@ from pathlib import Path
 
 import torch
 
+from shared.commands.new import TWO, small_runs
 from shared.commands.verify_resume import WHY, verify
 from shared.process.errors import CleanExit
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
-_TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=4,intermediate_size=128"
-# Flags of a run that takes seconds on a CPU, without network.
-FLAGS = {
-    "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
-    "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
-    "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
-    "image_classification": "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4",
-}
-ONE = "accelerate launch --config_file accelerate_configs/cpu.yaml"
-TWO = "accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no --main_process_port 0"
 
 
 class Broken(CleanExit):
     """A template does not train here, or not as it should."""
 
     exit_code = 1
-
-
-def small_runs(template: str, script: str) -> list[str]:
-    """Command lines that train a template's script on one process (a pipeline has more) and on two, within seconds."""
-    launches = [TWO] if template == "pretrain_pipeline" else [ONE, TWO]
-    return [f"{launch} {script} {FLAGS[template]}" for launch in launches]
 
 
 def check(command: str) -> str:

@@ -31,9 +31,9 @@ def measure_memory():
     ("config", "processes", "precision", "lora_r", "checkpointing"),
     [
         (None, 1, "no", 0, "none"),
-        (None, 1, "bf16", 8, "none, packed"),
+        pytest.param(None, 1, "bf16", 8, "none, packed", marks=pytest.mark.slow),
         ("fsdp2", 2, "no", 0, "full"),
-        ("tensor_parallel", 2, "no", 0, "none"),
+        pytest.param("tensor_parallel", 2, "no", 0, "none", marks=pytest.mark.slow),
         pytest.param(None, 1, "no", 0, "full", marks=pytest.mark.slow),
         pytest.param("ddp", 2, "no", 0, "none", marks=pytest.mark.slow),
         pytest.param("fsdp2", 2, "bf16", 0, "none", marks=pytest.mark.slow),
@@ -131,9 +131,13 @@ def test_what_is_divided_is_divided(measure_memory):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--gpus", "2", "--gpu_memory", "80"), "--config_file accelerate_configs/ddp.yaml --num_processes 2"),
+        pytest.param(
+            ("--gpus", "2", "--gpu_memory", "80"),
+            "--config_file accelerate_configs/ddp.yaml --num_processes 2",
+            marks=pytest.mark.slow,
+        ),
         (("--gpus", "6", "--gpu_memory", "0.05"), "--config_file accelerate_configs/fsdp2.yaml --num_processes 6"),
-        (("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits"),
+        pytest.param(("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits", marks=pytest.mark.slow),
     ],
 )
 def test_the_command_names_the_cheapest_that_fits(flags, expected):
