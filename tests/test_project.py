@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.commands.new import imports, templates
-from shared.commands.new import FLAGS
+from shared.commands.new import FLAGS, imports, templates
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 
 NAMES = ("image_classification", "lora_finetune", "pretrain", "pretrain_pipeline")
