@@ -213,7 +213,7 @@ def main(config: Config) -> None:
         evaluate(run, model, data, tokenizer)
     for step in run.steps():
         for batch in step.micro_batches():
-            loss = causal_lm_loss(model, batch)  # summed over this micro-batch's target tokens
+            loss = causal_lm_loss(model, batch, log=step.log)  # summed over this micro-batch's target tokens
             step.backward(loss)  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite

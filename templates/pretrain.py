@@ -66,6 +66,7 @@ from transformers import AutoTokenizer
 from shared.data import records
 from shared.data.loader import Loader
 from shared.data.order import EvenSubset, Order, Samples
+from shared.models import attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
@@ -79,6 +80,7 @@ from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.text import corpus
+from shared.text.packing import collate_packed
 from shared.text.stream import Rows, Stream
 from shared.training import optim
 
@@ -100,6 +102,8 @@ def build_datasets(run: Run) -> Data:
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     share = sharding.share(run.accelerator)
     reading = share | {"per_device": batch.micro_batch()[0]}
+    flat = config.speed.attn_implementation.startswith("flash")
+    collate = partial(collate_packed, flat=flat) if options.isolate_documents else corpus.collate
     held_out: Samples
     train: Loader | Stream
     if options.streaming:
@@ -115,19 +119,20 @@ def build_datasets(run: Run) -> Data:
     else:
         folder = corpus.prepare(options, tokenizer)
         tokenizer = tokenizer or corpus.load_tokenizer(folder)
-        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, options.validation_split_percentage)
+        splitting = {"validation_percent": options.validation_split_percentage, "isolate": options.isolate_documents}
+        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, **splitting)
         if len(tokens) < batch.global_batch_size:
             raise ConfigError(
                 f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
                 f"of {batch.global_batch_size}: choose a smaller one"
             )
         order = Order(len(tokens), batch.global_batch_size, batch.seed)
-        train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **reading)
+        train = Loader(tokens, collate, order, num_workers=batch.dataloader_num_workers, **reading)
         about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
         fingerprint, bytes_per_token = tokens.meta["train"]["sha256"], held_out.bytes_per_token
     chosen, rows_at_once = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
     eval_order = Order(len(chosen), rows_at_once * share["world_size"], 0, shuffle=False)
-    validation = Loader(chosen, corpus.collate, eval_order, per_device=rows_at_once, **share)
+    validation = Loader(chosen, collate, eval_order, per_device=rows_at_once, **share)
     return Data(train, validation, tokenizer, about, fingerprint, bytes_per_token)
 
 
@@ -188,6 +193,10 @@ def main(config: Config) -> None:
     flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
+    if config.data.isolate_documents:
+        at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.micro_batch()[0]
+        documents = attention.isolate_documents(model, run.device, len(data.tokenizer), at_once)
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     demo_steps = DEMO_STEPS if config.data.is_demo else None
@@ -196,14 +205,14 @@ def main(config: Config) -> None:
     head = fuse_head(run.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
     about = {"data": data.about, "model": f"{type(run.unwrap(model)).__name__}, {parameters:,} parameters", "loss": head}
-    samples = f"sequences x {config.seq_length} tokens"
+    samples, about["documents"] = f"sequences x {config.seq_length} tokens", documents
     run.start(samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about)
 
     if run.should_evaluate():
         evaluate(run, model, data)
     for step in run.steps():
         for batch in step.micro_batches():
-            loss = causal_lm_loss(model, batch)  # summed over this micro-batch's target tokens
+            loss = causal_lm_loss(model, batch, log=step.log)  # summed over this micro-batch's target tokens
             step.backward(loss)  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite

@@ -54,6 +54,7 @@ class Config:
         configs.require(self, "at least 1", "stages_per_rank", "seq_length", "max_tokens")
         not_here = {
             "--streaming": self.data.streaming,
+            "--isolate_documents": self.data.isolate_documents,
             "--find_batch_size": self.batch.find_batch_size,
             "--per_device_eval_batch_size (all batches have one size)": self.batch.per_device_eval_batch_size != 8,
             "--ddp_comm_hook": self.speed.ddp_comm_hook != "none",

@@ -249,8 +249,8 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
     masked, apart, calls = logits()
     if not apart:
         raise ConfigError(
-            f"{type(model).__name__} lets packed documents attend to each other: use --no_packing, or another "
-            "--attn_implementation"
+            f"{type(model).__name__} lets packed documents attend to each other: use --no_packing (in pretraining, drop "
+            "--isolate_documents), or another --attn_implementation"
         )
     if not calls:
         return "documents kept apart by the model's own attention"

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from shared.models.counts import _numel
+from shared.models.counts import _numel, experts_of
+from shared.models.loss import can_balance
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 
@@ -32,10 +33,14 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
             f"{type(model).__name__} sees the tokens that it is to predict (its config says is_decoder: "
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
-    if getattr(text, "output_router_logits", False):
-        print_main(
-            "warning: the loss that balances experts, which the model's config asks for (output_router_logits), is left out"
-        )
+    if experts_of(text)[0]:
+        if not can_balance(text):
+            print_main(f"no loss balances the experts: there is none for {type(model).__name__}")
+        elif not text.output_router_logits:
+            print_main("no loss balances the experts: output_router_logits is off in the model's config")
+        else:
+            coefficient = text.router_aux_loss_coef
+            print_main(f"aux_loss balances the experts, times the config's router_aux_loss_coef {coefficient:g}")
     context = _context(model)
     if context is not None and seq_length > context:
         raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")

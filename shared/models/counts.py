@@ -46,6 +46,15 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     return float(counter.get_total_flops())
 
 
+def experts_of(config: Any) -> tuple[Any, Any]:
+    """(experts of a block, experts that a token is sent to) by a model's config. None for what it does not say."""
+    text = config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((n for name in names if (n := getattr(text, name, None))), None)
+    active = next((n for name in ("num_experts_per_tok", "moe_k", "moe_topk") if (n := getattr(text, name, None))), None)
+    return experts, active
+
+
 def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
 
@@ -58,9 +67,7 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
         seq_length: tokens that see each other; of documents of several lengths the mean over their tokens.
     """
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    experts = next((n for name in names if (n := getattr(text, name, None))), None)
-    active = next((n for name in ("num_experts_per_tok", "moe_k", "moe_topk") if (n := getattr(text, name, None))), None)
+    experts, active = experts_of(text)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     head = model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is embedding

@@ -3,33 +3,43 @@
 If a batch has `targets`, logits are computed only for them, not for prompts and padding.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.nn import functional as F
 
 from shared.data.order import IGNORED
 from shared.models.attention import told_of_rows
+from shared.models.counts import experts_of
 from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
 from shared.process.ranks import data_parallel_size, world_size
 
 AT_ONCE = 2**26  # maximum logits per chunk: 256 MB in fp32
 LEAST = 1024  # minimum tokens per chunk if the head is trained: each chunk updates the whole matrix gradient
+NOT_BALANCED = ("doge", "llama4_text")  # routes by pairs of keys; does not return its router's logits
 _asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # labels and targets, while the head computes the loss
 
 
-def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def causal_lm_loss(
+    model: nn.Module, batch: dict[str, torch.Tensor], *, log: Callable[..., None] | None = None
+) -> torch.Tensor:
     """Cross-entropy summed over this micro-batch's target tokens. The caller divides by the global batch's number of them.
+
+    In training, its gradient includes that of `balancing_loss` times `router_aux_loss_coef`, if the model's config asks for
+    that (`output_router_logits`). Its value does not.
 
     Args:
         model: returns logits, [batch, seq, vocab], or the loss itself after `fuse_head`.
         batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
             `position_ids` only if rows hold several documents. May have `targets`: [any], the indices of the flattened
             labels that are not -100, ascending; and `cu_seqlens`, see `data.cu_seqlens_of`.
+        log: called with aux_loss, the balancing loss, if there is one.
 
     Returns:
         Scalar, fp32.
@@ -40,12 +50,54 @@ def causal_lm_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     _asked = labels, batch.get("targets")
     try:
         with told_of_rows(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens")):
-            logits = model(**inputs, use_cache=False).logits
+            outputs = model(**inputs, use_cache=False)
     finally:
         _asked = None
-    if logits.ndim == 0:
-        return logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
+    loss = outputs.logits
+    if loss.ndim > 0:
+        loss = F.cross_entropy(loss.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
+    if torch.is_grad_enabled() and getattr(outputs, "router_logits", None):
+        config = extract_model_from_parallel(model).config.get_text_config()
+        if can_balance(config):
+            aux_loss = balancing_loss(outputs.router_logits, batch["labels"], experts_of(config)[1])
+            loss = loss + config.router_aux_loss_coef * (aux_loss - aux_loss.detach())
+            if log is not None:
+                log(aux_loss=aux_loss)
+    return loss
+
+
+def can_balance(config: Any) -> bool:
+    """Whether `balancing_loss` works for a model with this config."""
+    text = config.get_text_config()
+    has_settings = hasattr(text, "output_router_logits") and getattr(text, "router_aux_loss_coef", None) is not None
+    return has_settings and all(experts_of(text)) and text.model_type not in NOT_BALANCED
+
+
+def balancing_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4-6): experts x sum of share x probability.
+
+    It is computed for each row and layer, so it does not depend on how the global batch is divided into micro-batches. It is
+    the mean over layers, summed over rows; a row counts as often as it has targets. If all experts are used equally, it is
+    `top_k` for each target. transformers pools the rows of a micro-batch, and all layers.
+
+    Args:
+        router_logits: of each layer, [batch * seq, experts].
+        labels: [batch, seq]. Tokens after a row's last target are padding.
+        top_k: experts that a token is sent to.
+
+    Returns:
+        Scalar, fp32.
+    """
+    is_target = labels != IGNORED
+    used = (is_target.flip(1).cumsum(1).flip(1) > 0).float()
+    weights = (used / used.sum(1, keepdim=True).clamp(min=1))[..., None]
+    by_row = torch.zeros(len(labels), device=labels.device)
+    for logits in router_logits:
+        probabilities = logits.float().reshape(*labels.shape, -1).softmax(-1)
+        sent = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
+        share, probability = (sent * weights).sum(1), (probabilities * weights).sum(1)  # [batch, experts]
+        by_row = by_row + logits.shape[-1] * (share * probability).sum(1)
+    return (by_row * is_target.sum(1)).sum() / len(router_logits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from shared.data.order import IGNORED, Batch
 from shared.models.attention import told_of_rows
+from shared.models.loss import can_balance
 from shared.process.errors import ConfigError
 
 # Settings of what models do outside of a decoder's modules and the head. A pipeline would leave it out, or repeat it.
@@ -85,6 +86,11 @@ class Pipeline:
             raise ConfigError(f"{name} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
         if apart := [setting for setting in APART if getattr(text, setting, None) not in (None, 1)]:
             raise ConfigError(f"{name} has {', '.join(apart)}, which a pipeline leaves out: use fsdp2.yaml")
+        if can_balance(text) and text.output_router_logits:
+            raise ConfigError(
+                "a pipeline leaves out the loss that balances experts: use fsdp2.yaml with templates/pretrain.py, or "
+                "--config_overrides output_router_logits=false"
+            )
         if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
             raise ConfigError("the first and the last stage cannot share embeddings: the model has tie_word_embeddings")
         stages, blocks = ranks * stages_per_rank, len(decoder.layers)

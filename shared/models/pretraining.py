@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from shared.models.checks import freeze_outside_of_text, require_fit
 from shared.models.hub import from_architecture, from_hub, override
+from shared.models.loss import can_balance
 from shared.models.options import PRESETS, ModelConfig
 from shared.process.errors import ConfigError
 
@@ -45,6 +46,8 @@ def build_causal_lm(
             architecture = from_hub(AutoConfig, config.config_name)
         architecture.vocab_size = len(tokenizer)
         architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if can_balance(architecture):  # before the overrides, which may turn it off
+            architecture.get_text_config().output_router_logits = True
         architecture.pad_token_id = None  # nothing is padded; transformers would freeze this token's embedding
         override(architecture, config.config_overrides)
         options = {"dtype": torch.float32, "attn_implementation": attn_implementation}

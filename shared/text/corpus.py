@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -271,10 +271,14 @@ class Tokens:
         split: train or validation.
         seq_length: tokens of one sequence.
         first, last: the part of the split's tokens to use.
+        isolate: also give `position_ids`, which restart with each document.
     """
 
-    def __init__(self, folder: Path, split: str, seq_length: int, first: int = 0, last: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, split: str, seq_length: int, first: int = 0, last: int | None = None, *, isolate: bool = False
+    ) -> None:
         self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
+        self.isolate = isolate
         with prepared.reading(folder):
             self.meta = json.loads((folder / "meta.json").read_text())
             self.last = self.meta[split]["tokens"] if last is None else last
@@ -286,8 +290,12 @@ class Tokens:
     def _tokens(self) -> np.ndarray:
         return np.memmap(self.folder / f"{self.split}.bin", self.meta["dtype"], "r")
 
-    def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the file itself
-        return {k: v for k, v in self.__dict__.items() if k != "_tokens"}
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.load(self.folder / f"{self.split}-ends.npy", mmap_mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files itself
+        return {k: v for k, v in self.__dict__.items() if k not in ("_tokens", "_ends")}
 
     @property
     def num_tokens(self) -> int:
@@ -299,7 +307,12 @@ class Tokens:
     def __getitem__(self, index: int) -> Row:
         start = self.first + index * self.seq_length
         tokens = self._read(start, start + self.seq_length + 1)
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        row = {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        if self.isolate:
+            inside = slice(*np.searchsorted(self._ends, [start + 1, start + self.seq_length]))
+            bounds = np.array([0, *(self._ends[inside] - start), self.seq_length])
+            row["position_ids"] = np.arange(self.seq_length) - np.repeat(bounds[:-1], np.diff(bounds))
+        return row
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         return self._tokens[start:stop].astype(np.int64)
@@ -320,8 +333,10 @@ class Tokens:
         return sum(len(text.encode()) for text in texts) / (size * len(starts))
 
 
-def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tuple[Tokens, Tokens, str]:
-    """(train, validation, a description of the split) of prepared tokens.
+def open_splits(
+    folder: Path, seq_length: int, validation_percent: float, *, isolate: bool = False
+) -> tuple[Tokens, Tokens, str]:
+    """(train, validation, a description of the split) of prepared tokens. `isolate`: see `Tokens`.
 
     If `write_tokens` held out less than a sequence, the last `validation_percent` of the tokens are the validation split,
     unless files to validate on were given.
@@ -329,14 +344,15 @@ def open_splits(folder: Path, seq_length: int, validation_percent: float) -> tup
     Raises:
         ConfigError: too little text for one sequence in each split.
     """
-    train, validation = Tokens(folder, "train", seq_length), Tokens(folder, "validation", seq_length)
+    part = partial(Tokens, folder, seq_length=seq_length, isolate=isolate)
+    train, validation = part("train"), part("validation")
     documents, given = validation.meta["validation"]["documents"], validation.meta["validation_source"]
     stated = f"{documents:,} of {documents + train.meta['train']['documents']:,} documents"
     if given:
         stated = f"{documents:,} document(s) of {given}"
     elif not len(validation):
         cut = math.ceil(train.num_tokens * (1 - validation_percent / 100))
-        validation, train = Tokens(folder, "train", seq_length, cut), Tokens(folder, "train", seq_length, 0, cut)
+        validation, train = part("train", first=cut), part("train", last=cut)
         stated = f"the last {validation_percent:g} % of the text (whole documents would be too much or too little)"
     source = train.meta["source"]
     for name, split, its_source in (("training", train, source), ("validation", validation, given or source)):

@@ -25,6 +25,8 @@ class CorpusConfig(TextConfig):
     FREE: ClassVar = TextConfig.FREE | {"tokenizer_name", "preprocess_only"}
 
     text_column: str = "text"  # Column or key that holds the text.
+    # Documents of one sequence do not attend to each other; off: each token sees all before it, also of other documents.
+    isolate_documents: bool = False
     streaming: bool = False  # Read and tokenise as training goes, in the order of the source, and keep nothing on disk.
     # Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on the text.
     tokenizer_name: str | None = None
@@ -37,6 +39,8 @@ class CorpusConfig(TextConfig):
             raise ConfigError(
                 "--streaming works with none of --preprocess_only, --validation_file and --validation_split_name"
             )
+        if self.streaming and self.isolate_documents:
+            raise ConfigError("--isolate_documents needs the ends of documents, which --streaming does not keep: drop one")
         if self.vocab_size < 300:
             raise ConfigError("--vocab_size must be at least 300: 256 bytes and the special tokens")
 

@@ -22,7 +22,6 @@ from transformers import (
     GPTNeoXConfig,
     GraniteMoeConfig,
     LlamaConfig,
-    MixtralConfig,
     Qwen3MoeConfig,
     ResNetConfig,
     ViTConfig,
@@ -507,13 +506,6 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
     else:
         with pytest.raises(ConfigError, match="sees the tokens that it is to predict"):
             require_fit(subject, range(VOCAB), 8)
-
-
-def test_a_loss_that_balances_experts_and_is_left_out_is_told(capsys):
-    for asked in (False, True):
-        config = MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=2, output_router_logits=asked)
-        require_fit(AutoModelForCausalLM.from_config(config), range(VOCAB), 8)
-        assert ("the loss that balances experts" in capsys.readouterr().err) == asked
 
 
 def test_adapters_are_put_where_text_passes():
