@@ -153,7 +153,7 @@ def test_every_row_of_the_gpu_benchmark_is_rehearsed(tmp_path):
     assert set(names) - set(rows) == {"resuming after a kill"}  # three launches; tests of verify-resume have them
     for name, outcome in rows.items():
         assert "figures" in outcome or ABSENT.match(outcome.get("skipped", "")), (name, outcome)
-        assert "loss from whole logits" not in outcome.get("figures", {}).get("note", ""), (name, outcome)
+        assert "not fused" not in outcome.get("figures", {}).get("note", ""), (name, outcome)
         assert all(math.isfinite(number) for number in numbers(outcome)), (name, outcome)
     for name, strategy in (("FSDP2", "FSDP"), ("DDP", "DistributedDataParallel")):
         used = [outcome["figures"]["strategy"] for row, outcome in rows.items() if name in row]

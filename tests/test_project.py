@@ -109,7 +109,7 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     assert (folder / ".git").is_dir()
     compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
-    assert "nothing has changed" in shared("upgrade", "--check", cwd=folder).stdout
+    assert "no change in the templates since" in shared("upgrade", "--check", cwd=folder).stdout
     done = shared("plan", cwd=folder, check=False)
     assert done.returncode == 2 and "no command 'plan': there is audit, run, upgrade, verify-resume; others" in done.stderr
 
@@ -159,7 +159,7 @@ def contents(folder):
 def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, tmp_path):
     project = tmp_path / "project"
     shared("new", "pretrain", project, cwd=origin)
-    assert "nothing has changed" in shared("upgrade", cwd=project).stdout
+    assert "no change in the templates since" in shared("upgrade", cwd=project).stdout
 
     with (project / "train.py").open("a") as script:  # edits of the user
         script.write("# mine\n")
@@ -187,9 +187,9 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
         "shared/data/loader.py: updated",
         "shared/data/extra.py: new",
         "accelerate_configs/ddp.yaml: merged, 1 conflict marked in it",
-        "accelerate_configs/hsdp.yaml: has changed; you removed it",
-        "accelerate_configs/fp8.yaml: is no longer part of it\n",
-        "accelerate_configs/cpu.yaml: is no longer part of it; kept, since you changed it",
+        "accelerate_configs/hsdp.yaml: changed in the templates; stays removed",
+        "accelerate_configs/fp8.yaml: removed from the templates; deleted here\n",
+        "accelerate_configs/cpu.yaml: removed from the templates; kept, since you edited it",
     ):
         assert line in told
 
@@ -208,7 +208,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     gone = ("accelerate_configs/fp8.yaml", "accelerate_configs/hsdp.yaml")
     assert all((project / name).exists() for name in there) and not any((project / name).exists() for name in gone)
     (project / "accelerate_configs/ddp.yaml").write_text(config.split("<<<<<<<")[0])
-    assert "nothing has changed" in shared("upgrade", cwd=project).stdout
+    assert "no change in the templates since" in shared("upgrade", cwd=project).stdout
 
 
 @pytest.mark.slow
@@ -218,6 +218,6 @@ def test_a_checkout_that_has_moved_is_named(origin, tmp_path):
     moved = origin.rename(tmp_path / "moved")
     done = shared("upgrade", cwd=project, check=False)
     assert done.returncode == 2 and "no templates there; name their checkout with --source" in done.stderr
-    assert "nothing has changed" in shared("upgrade", "--source", moved, cwd=project).stdout
+    assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
     done = shared("upgrade", cwd=moved, check=False)
     assert done.returncode == 2 and "was this project made by `new`?" in done.stderr

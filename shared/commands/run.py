@@ -3,11 +3,11 @@
 python -m shared run accelerate launch templates/pretrain.py --output_dir runs/first
 
 The containers and jobs start everything this way. SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes,
-which write a checkpoint and end. The launcher would die of them before that, so it does not get them. (It may get SIGHUP
-and die; then this command waits for the training.) A training that --max_restarts starts after the signal ends before its
-first step. A command that does not train is killed. `accelerate launch` turns every exit code into 1; this command returns
-the original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 143 stopped by SIGTERM, 130 by SIGINT,
-138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
+which write a checkpoint and end. The launcher would die before that, so it ignores them. (It may get SIGHUP and
+die; then this command waits for the training.) A training that --max_restarts starts after the signal ends before its
+first step. On a signal, a command without a training process is killed. `accelerate launch` turns every exit code into 1;
+this command returns the original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 143 stopped by
+SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ def run(command: list[str]) -> int:
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda number, _frame: seen.append(number))
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
-        # torch's launcher kills the training so long after a signal; the default of 30 s is short for a checkpoint.
+        # torch's launcher kills the training this many seconds after a signal; 30 by default, too short for a checkpoint.
         env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "290"} | os.environ | {"TEMPLATES_RUN": folder}
-        # torch's launcher would also handle signals that are ignored here. It may handle SIGHUP, unless that is ignored.
+        # torch's launcher would set handlers for all of them again. Let it do so for SIGHUP, unless started by nohup.
         env |= {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT" if signal.SIGHUP in STOP_SIGNALS else "SIGQUIT"}
         try:
             process = subprocess.Popen(command, env=env, preexec_fn=_ignore_stop_signals)
@@ -70,7 +70,7 @@ def run(command: list[str]) -> int:
         _wait_for_checkpoints(folder)
         noted = Path(folder, "code")
         code = noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
-    if code.endswith("?"):  # ended by a signal, perhaps the launcher's own after another process failed
+    if code.endswith("?"):  # the training wrote that a signal ended it, perhaps the launcher's after another process failed
         code = code.removesuffix("?") if seen else "1"
     if seen and (int(code) == STOPPED or int(code) < 0):
         return 128 + seen[0]
@@ -79,7 +79,7 @@ def run(command: list[str]) -> int:
 
 def _ignore_stop_signals() -> None:
     """Called in the command's process; its children inherit it. Some clusters signal every process of a job."""
-    for number in STOP_SIGNALS - {signal.SIGHUP}:  # a process that finds SIGHUP ignored was started with nohup
+    for number in STOP_SIGNALS - {signal.SIGHUP}:  # the training would think that nohup started it
         signal.signal(number, signal.SIG_IGN)
 
 

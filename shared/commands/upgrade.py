@@ -79,10 +79,12 @@ def plan(folder: Path, new: Path, origin: dict) -> Plan:
         theirs = (new / name).read_bytes() if name in today else None
         if theirs is None:
             if mine is not None:
-                made.notes[name] = "is no longer part of it" + ("; kept, since you changed it" if edited else "")
+                made.notes[name] = "removed from the templates; " + (
+                    "kept, since you edited it" if edited else "deleted here"
+                )
                 made.removes += [] if edited else [name]
         elif mine is None and name in then:
-            made.notes[name] = "has changed; you removed it"
+            made.notes[name] = "changed in the templates; stays removed"
         elif mine is None or not edited:
             made.writes[name] = theirs
             made.notes[name] = "new" if mine is None else "updated"
@@ -100,11 +102,11 @@ def put(path: Path, content: bytes) -> None:
 
 
 def _merge(folder: Path, new: Path, name: str, made: Plan) -> None:
-    sides = {"yours": folder / name, "as it came": folder / BASE / name, "templates": new / name}
+    sides = {"yours": folder / name, "original": folder / BASE / name, "templates": new / name}
     labels = [token for label in sides for token in ("-L", label)]
     done = subprocess.run(["git", "merge-file", "-p", *labels, *map(str, sides.values())], capture_output=True)
     if not 0 <= done.returncode <= 127:  # a binary file, or no base
-        made.notes[name] = "has changed on both sides and cannot be merged; yours is kept"
+        made.notes[name] = f"cannot be merged; yours is kept, the new one is in {BASE}/"
         made.conflicts.append(name)
         return
     made.writes[name] = done.stdout
@@ -133,11 +135,11 @@ def main() -> None:
         make_latest(source, origin["templates"], new)
         made, latest = plan(folder, new, origin), read_origin(new)
         if made.notes and options.check:
-            print("an upgrade would leave:")
+            print("an upgrade would do this:")
         for name, note in made.notes.items():
             print(f"  {name}: {note}")
         if not made.notes:
-            print(f"nothing has changed since {origin['version']}")
+            print(f"no change in the templates since {origin['version']}")
         if options.check:
             return
         for name, content in made.writes.items():

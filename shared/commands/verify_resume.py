@@ -73,7 +73,9 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
     flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
     flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data"]
     log = run_dir.with_suffix(".log")
-    env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}  # `run` must not see this kill
+    env = {
+        name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"
+    }  # `shared run` around this must not see the kill
     with log.open("a") as output:
         process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
@@ -123,7 +125,7 @@ def _rows(run_dir: Path, keys: tuple[str, ...]) -> dict[int, dict[str, Any]]:
 def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     for step in sorted(one.keys() | other.keys()):
         if one.get(step) != other.get(step):
-            return f"from step {step} on: {str(one.get(step))[:60]}, resumed {str(other.get(step))[:60]}"
+            return f"first at step {step}: {str(one.get(step))[:60]}, resumed {str(other.get(step))[:60]}"
     return "" if one else "nothing was recorded"
 
 
@@ -157,7 +159,7 @@ def main() -> None:
         prog="python -m shared verify-resume", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps to train (default: 12)")
-    parser.add_argument("--keep", type=Path, help="folder for both runs, kept (default: a temporary one)")
+    parser.add_argument("--keep", type=Path, help="keep both runs in this empty folder")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the whole command that starts the training")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -167,10 +169,10 @@ def main() -> None:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"--keep {folder}: is not empty")
+            raise ConfigError(f"--keep {folder} is not empty")
         found = verify(command, folder, options.steps, verbose=True)
     for part, difference in found.items():
-        print(f"  {part:<22} {'differ ' + difference if difference else 'same, bit for bit'}")
+        print(f"  {part:<22} {'DIFFERS: ' + difference if difference else 'same, bit for bit'}")
     if any(found.values()):
-        raise Differs(f"the resumed run is not the run that was not killed: {WHY}")
+        raise Differs(f"the resumed run differs from the uninterrupted one: {WHY}")
     print("a killed run continues as if it had not been killed")

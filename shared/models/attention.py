@@ -1,4 +1,4 @@
-"""Keep packed documents apart in attention, and tell transformers what rows hold, so that it does not ask the device."""
+"""Keep packed documents apart in attention, without a read from the device in each forward."""
 
 import contextlib
 import inspect
@@ -15,8 +15,9 @@ from shared.data.loader import cu_seqlens_of
 from shared.parallel.gradients import end_step
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
-CLOSE = 0.02  # largest relative error of the kernel's results in 16 bits, against fp32
-# Arguments of attention functions that do not change the result if `cu_seqlens` are given.
+MAX_ERROR = 0.02  # relative, of the kernel's results in 16 bits, against fp32; of logits, errors of many blocks, 4 times
+# Arguments of attention functions that do not change the result if `cu_seqlens` are given. A window that is shorter than
+# the row gets a mask instead: see `_is_plain`.
 HARMLESS = {"is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 HARMLESS |= {"output_attentions", "output_hidden_states", "use_cache", "cache_position", "return_dict"}
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in model configs
@@ -30,12 +31,12 @@ _calls: list[tuple[Heads, bool]] | None = None  # for `isolate_documents`: each 
 
 
 @contextlib.contextmanager
-def told_of_rows(*, packed: bool = False, cu_seqlens: torch.Tensor | None = None) -> Iterator[None]:
-    """Tell transformers what the rows of the forwards in this block hold.
+def row_layout(*, packed: bool = False, cu_seqlens: torch.Tensor | None = None) -> Iterator[None]:
+    """State whether the rows of the forwards in this block are packed.
 
-    Otherwise it reads this from the device to make the mask, and the host waits for all queued work. The masks are the
-    same. For packed rows, SDPA gets one additive float mask. With a bool mask, each block would make its own float mask and
-    keep it for backward. After `isolate_documents` has found a kernel, `cu_seqlens` replace the mask.
+    Otherwise transformers reads the position_ids back from the device to find out, and the host waits for all queued work.
+    The masks allow the same positions. For packed rows, SDPA gets one additive float mask. With a bool mask, each block would
+    make its own float mask and keep it for backward. After `isolate_documents` has found a kernel, `cu_seqlens` replace the mask.
 
     Args:
         packed: some rows hold several documents. `position_ids` restart with each document.
@@ -52,9 +53,9 @@ def told_of_rows(*, packed: bool = False, cu_seqlens: torch.Tensor | None = None
 
 @cache
 def _register() -> None:
-    """Register the functions below in transformers. Outside of `told_of_rows`, they do the same as the originals."""
+    """Register the functions below in transformers. Outside of `row_layout`, they do the same as the originals."""
     global _sdpa
-    from transformers import PreTrainedModel, masking_utils  # late: `launch.start` silences its imports
+    from transformers import PreTrainedModel, masking_utils  # late, after `launch.start` has silenced its warnings
     from transformers.modeling_utils import AttentionInterface
 
     _sdpa = AttentionInterface._global_mapping["sdpa"]
@@ -67,7 +68,7 @@ def _register() -> None:
             return find(position_ids)
         return _number_of_document(position_ids) if _rows[0] else None
 
-    def warn_of_padding(*args: Any, **named: Any) -> None:  # the original reads the tokens
+    def warn_of_padding(*args: Any, **named: Any) -> None:  # the original reads the tokens from the device
         if _rows is None:
             warn(*args, **named)
 
@@ -81,8 +82,10 @@ def _number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(*args: Any, dtype: torch.dtype = torch.float32, **named: Any) -> torch.Tensor | None:
-    """`sdpa_mask` of transformers, [batch, 1, seq, seq]. For packed rows: 0 and -inf in the dtype of attention, or
-    `cu_seqlens` if the kernel is used and they mean the same as the mask."""
+    """`sdpa_mask` of transformers, [batch, 1, seq, seq]. For packed rows: 0 and -inf in the dtype of attention.
+
+    With the kernel, it returns `cu_seqlens`, 1-D, in place of a mask. `_attend` knows them by their dimension.
+    """
     from transformers.masking_utils import sdpa_mask
 
     if _rows is None or not _rows[0]:
@@ -97,7 +100,7 @@ def _mask(*args: Any, dtype: torch.dtype = torch.float32, **named: Any) -> torch
 
 def _is_plain(*, q_length: int, config: Any, local_size: int | None = None, use_vmap: bool = False, **named: Any) -> bool:
     """Whether a mask is only causal within documents, and the model has no attention dropout."""
-    if use_vmap or "allow_is_bidirectional_skip" in named:  # additions of the model; not causal
+    if use_vmap or "allow_is_bidirectional_skip" in named:  # an addition of the model, or a mask that is not causal
         return False
     drops = any(getattr(config, name, 0.0) for name in DROPOUT)
     return not drops and (local_size is None or local_size >= q_length)
@@ -162,7 +165,7 @@ def find_kernel(device: torch.device) -> Any:
 
 
 def _use(kernel: Any) -> None:
-    """Use `kernel`, or masks if None. With a kernel, cuDNN is off: it would make a plan for each number of documents."""
+    """Use `kernel`, or masks if None. With a kernel, cuDNN is off: each number of documents would cost it a new plan."""
     global _kernel
     _kernel = kernel
     torch.backends.cuda.enable_cudnn_sdp(kernel is None)
@@ -194,7 +197,7 @@ def error_of(kernel: Any, heads: Heads, device: torch.device) -> float:
         expected.backward(gradient.float())
     gradients: list[tuple[Any, Any]] = [(one.grad, other.grad) for one, other in zip(ours, exact, strict=True)]
     errors = [_relative(one, other) for one, other in [(found.detach(), expected.detach()), *gradients]]
-    return float(torch.tensor(errors).max())  # NaN if one is
+    return float(torch.tensor(errors).max())  # unlike max(), NaN if one is
 
 
 def _why_not(kernel: Any, kinds: set[Heads], device: torch.device) -> str:
@@ -208,7 +211,7 @@ def _why_not(kernel: Any, kinds: set[Heads], device: torch.device) -> str:
         if is_out_of_memory(error):
             raise
         return first_line(error)
-    return "" if worst <= CLOSE else f"the kernel is off by {worst:.2g}"
+    return "" if worst <= MAX_ERROR else f"the kernel is off by {worst:.2g}"
 
 
 @torch.no_grad()
@@ -219,8 +222,8 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
     row length. It must give the same as the mask: results, gradients and the model's logits are compared on this device.
     Otherwise the mask stays.
 
-    `rows` is the number of rows in training: some attention kernels look at the positions of a single row only. Every rank
-    calls this, after the model is prepared: a sharded model's forward is a collective.
+    `rows` is the number of rows in training: some attention kernels look at positions only if the batch is a single row.
+    Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Raises:
         ConfigError: the model ignores restarting `position_ids`, or its attention kernel does.
@@ -238,7 +241,7 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
         calls: list[tuple[Heads, bool]] = []
         _calls = calls
         try:
-            with _as_in_an_evaluation(model), told_of_rows(packed=True, cu_seqlens=cu_seqlens):
+            with _as_in_an_evaluation(model), row_layout(packed=True, cu_seqlens=cu_seqlens):
                 both = [model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other)]
         finally:
             _calls = None
@@ -254,7 +257,7 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
         )
     if not calls:
         return "documents kept apart by the model's own attention"
-    by_mask = "documents kept apart by their attention's mask"
+    by_mask = "documents kept apart by an attention mask"
     kernel = find_kernel(device)
     if kernel is None:
         return by_mask
@@ -265,9 +268,9 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
     try:
         found, apart, calls = logits()
         if not any(by_kernel for _, by_kernel in calls):
-            why = "no block can do without"
-        elif not apart or _relative(found, masked) > 4 * CLOSE:
-            why = "without it the model's logits differ"
+            why = "every block needs one (a window, a bias or dropout)"
+        elif not apart or _relative(found, masked) > 4 * MAX_ERROR:
+            why = "without one the model's logits differ"
     except Exception as error:  # a model may raise anything if it gets `cu_seqlens` as the mask
         end_step(model)
         if is_out_of_memory(error):

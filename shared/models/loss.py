@@ -1,6 +1,7 @@
 """The loss of a language model, computed in chunks of tokens: all logits at once would dominate peak memory.
 
-If a batch has `targets`, logits are computed only for them, not for prompts and padding.
+If a batch has `targets`, logits are computed only for them, not for prompts and padding. After `fuse_head`, the head itself
+returns the loss. `causal_lm_loss` hands it the labels in a global, since the model in between cannot.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.data.order import IGNORED
-from shared.models.attention import told_of_rows
+from shared.models.attention import row_layout
 from shared.models.counts import experts_of
 from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
 from shared.process.ranks import data_parallel_size, world_size
 
-AT_ONCE = 2**26  # maximum logits per chunk: 256 MB in fp32
-LEAST = 1024  # minimum tokens per chunk if the head is trained: each chunk updates the whole matrix gradient
+MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
+MIN_TOKENS = (
+    1024  # of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the head's size
+)
 NOT_BALANCED = ("doge", "llama4_text")  # routes by pairs of keys; does not return its router's logits
-_asked: tuple[torch.Tensor, torch.Tensor | None] | None = None  # labels and targets, while the head computes the loss
+_pending: tuple[torch.Tensor, torch.Tensor | None] | None = None  # labels and targets, while the head computes the loss
 
 
 def causal_lm_loss(
@@ -44,15 +47,15 @@ def causal_lm_loss(
     Returns:
         Scalar, fp32.
     """
-    global _asked
+    global _pending
     inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
     labels = batch["labels"].flatten()
-    _asked = labels, batch.get("targets")
+    _pending = labels, batch.get("targets")
     try:
-        with told_of_rows(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens")):
+        with row_layout(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens")):
             outputs = model(**inputs, use_cache=False)
     finally:
-        _asked = None
+        _pending = None
     loss = outputs.logits
     if loss.ndim > 0:
         loss = F.cross_entropy(loss.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
@@ -122,10 +125,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         states_grad = torch.empty_like(states) if to_states else None
         matrix_grad: torch.Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        chunk = max(1, AT_ONCE // weight.shape[0], LEAST if to_matrix else 0)
-        chunk *= 2 if compiled and dtype.itemsize == 2 else 1  # compiled chunks need half of the memory
+        chunk = max(1, MAX_LOGITS // weight.shape[0], MIN_TOKENS if to_matrix else 0)
+        chunk *= 2 if compiled and dtype.itemsize == 2 else 1  # compiled, a chunk keeps no fp32 copy of 16-bit logits
         chunk -= chunk % 128 if chunk > 128 else 0  # a multiple of the tile size
-        for start in range(0, max(1, len(states)), chunk):  # at least once, since DDP waits for each gradient
+        for start in range(0, max(1, len(states)), chunk):  # once even without tokens: DDP waits for each gradient
             here, label = slice(start, start + chunk), labels[start : start + chunk]
             place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
             part = states[here].masked_fill(left_out, 0.0)  # cheaper than masking the logits
@@ -183,9 +186,9 @@ def _compiled() -> Any:
 
 def _forward(head: nn.Linear, compiled: bool, hidden: torch.Tensor) -> torch.Tensor:
     """The head's logits, or the loss while `causal_lm_loss` asks for it."""
-    if _asked is None:
+    if _pending is None:
         return F.linear(hidden, head.weight)
-    (labels, targets), states = _asked, hidden.flatten(0, -2)
+    (labels, targets), states = _pending, hidden.flatten(0, -2)
     if targets is not None:
         labels, states = labels[targets], states.index_select(0, targets)
     device = hidden.device.type
@@ -208,19 +211,19 @@ def attach(head: Any, *, compiled: bool = False) -> None:
 def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, compiled: bool = False) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the summary.
 
-    It is tried on a few tokens. Some models change their logits after the head (soft caps, scales): they stay as they are.
+    Both losses are compared on a few tokens. Models that change logits after the head (soft caps, scales) keep the plain one.
     Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:
-        compiled: in training, also compile the operations between the matrix products.
+        compiled: compile the operations between the matrix products where gradients are needed.
     """
     head = accelerator.unwrap_model(model).get_output_embeddings()
     if not is_plain(head):
-        return "from whole logits: the head is not a plain matrix"
+        return "not fused: the head is not a plain matrix"
     if accelerator.mixed_precision == "fp16":  # the loss scale must be applied before gradients are computed
-        return "from whole logits, for fp16"
+        return "not fused, for fp16"
     if data_parallel_size() < world_size():  # tensor parallelism
-        return "from whole logits, which are cut over ranks"
+        return "not fused: tensor parallelism splits the logits"
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(accelerator.device)
     labels[0, 3] = IGNORED
@@ -243,4 +246,4 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
     if fused is not None and fused.dtype == torch.float32 and torch.allclose(plain.float(), fused, rtol=1e-3):
         return "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
     del head.forward
-    return f"from whole logits: {why}"
+    return f"not fused: {why}"

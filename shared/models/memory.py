@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state, which a strategy divides, are counted. Activations and temporaries are measured: a
 forward and backward of one and of two blocks run on fake tensors, which have shapes and no
-contents, while the bytes of living storages are counted. More blocks follow a straight line.
+contents, while the bytes of storages in use are counted. Deeper models are extrapolated linearly.
 """
 
 import copy
@@ -25,8 +25,10 @@ from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.process.errors import ConfigError
 
-CHECKPOINTING = ("none", "2", "full")
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, a byte a block of 64, and of those scales 32 bits a block of 256
+CHECKPOINTING = ("none", "2", "full")  # recompute no block, every second, all
+NF4_BYTES = (
+    0.5 + 1 / 64 + 4 / (64 * 256)
+)  # bytes a weight: 4 bits, a scale of 1 byte for 64 weights, 4 bytes for 256 of these
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Job:
     config: Any = field(hash=False)  # of transformers
     batch: int  # rows of one micro-batch
     length: int  # tokens of a row
-    mixed: bool = True  # bf16 over fp32 weights, else fp32
+    mixed: bool = True  # bf16 compute (trained weights in fp32, a base under LoRA in bf16), else fp32
     lora_r: int = 0  # 0: all weights are trained
     four_bits: bool = False  # of the frozen base
     packed: bool = False  # several documents in a row, which takes a mask
@@ -65,7 +67,7 @@ class Counts:
     trained_rest: int
     block: int
     trained_block: int
-    matrices: int  # in all blocks, of what 4 bits quantise
+    matrices: int  # in all blocks, that 4-bit loading would quantise
     block_matrices: int
 
 
@@ -73,7 +75,7 @@ def _on_meta(job: Job, depth: int | None = None, gathered: bool = False) -> nn.M
     """The model, with `depth` blocks if given, on the meta device.
 
     Args:
-        gathered: weights as FSDP2 gathers them: all in the precision that is computed in.
+        gathered: weights in the compute dtype, as FSDP2 holds them after gathering.
 
     Raises:
         ConfigError: there is no such model.
@@ -82,16 +84,16 @@ def _on_meta(job: Job, depth: int | None = None, gathered: bool = False) -> nn.M
 
     config = copy.deepcopy(job.config)
     if depth is not None:
-        config = text = config.get_text_config()  # what sees pictures takes no part
+        config = text = config.get_text_config()  # without the vision part
         whole, text.num_hidden_layers = text.num_hidden_layers, depth
         for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == whole:  # something of each block
+            if isinstance(value, list) and len(value) == whole:  # a setting for each block
                 setattr(text, name, (value * depth)[:depth])
     dtype = torch.bfloat16 if job.mixed and (gathered or job.lora_r) else torch.float32
     with torch.device("meta"):
         try:
             model = from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="sdpa")
-        except ConfigError:  # which some architectures do not have
+        except ConfigError:  # some architectures have no sdpa
             model = from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="eager")
         if job.lora_r:
             from peft import LoraConfig, get_peft_model
@@ -127,7 +129,9 @@ def count(job: Job) -> Counts:
     model = _on_meta(job)
     chosen = repeated_blocks(model)
     if len({sum(p.numel() for p in block.parameters()) for block in chosen}) > 1:
-        raise ConfigError(f"{type(job.config).__name__}: its blocks are not alike, so that two cannot stand for the rest")
+        raise ConfigError(
+            f"{type(job.config).__name__}: its blocks differ in size, so memory cannot be extrapolated from two"
+        )
 
     def number(modules: list[nn.Module], *, trained: bool = False, matrices: bool = False) -> int:
         found = {p: n for module in modules for n, p in module.named_parameters() if p.requires_grad or not trained}
@@ -180,7 +184,7 @@ class _LiveBytes(TorchDispatchMode):
 def _measure(job: Job, depth: int, checkpointing: str, gathered: bool) -> tuple[float, float]:
     """Bytes at the peak around the loss and at the peak in the blocks' backward, weights and gradients left out.
 
-    Of a second micro-batch, when gradients exist.
+    Measured in the second of two micro-batches, when gradients exist.
     """
     with FakeTensorMode():
         model = _build(job, depth, gathered)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from shared.data.order import IGNORED, Batch
-from shared.models.attention import told_of_rows
+from shared.models.attention import row_layout
 from shared.models.loss import can_balance
 from shared.process.errors import ConfigError
 
@@ -50,7 +50,7 @@ class _Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or logits."""
-        with self.autocast(), told_of_rows():
+        with self.autocast(), row_layout():
             hidden = self.decoder(**{"input_ids" if self.first else "inputs_embeds": x}, use_cache=False).last_hidden_state
             return hidden if self.head is None else self.head(hidden)
 

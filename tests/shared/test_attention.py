@@ -25,7 +25,7 @@ from shared.text.packing import Packed, collate_packed, collate_padded
 from tests.small_models import VOCAB, llama, make, tokens
 
 CPU = torch.device("cpu")
-BY_MASK = "documents kept apart by their attention's mask"
+BY_MASK = "documents kept apart by an attention mask"
 
 
 class Documents:
@@ -177,7 +177,7 @@ def test_outside_of_the_block_transformers_does_what_it_did():
 
     before = mask_and_reads()
     assert before == (torch.bool, 1)
-    with pytest.raises(ZeroDivisionError), attention.told_of_rows(packed=True):
+    with pytest.raises(ZeroDivisionError), attention.row_layout(packed=True):
         assert mask_and_reads() == (torch.float32, 0)
         raise ZeroDivisionError
     assert mask_and_reads() == before

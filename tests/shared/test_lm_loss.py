@@ -46,8 +46,8 @@ def gradients(model, mixed=False):
 @pytest.mark.parametrize("at_once", [5 * VOCAB, 2**26])
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once, compiled):
     """In fp32 to rounding, with chunks of five tokens (ten), of all; with a head that is trained or not."""
-    monkeypatch.setattr(lm_loss, "AT_ONCE", at_once)
-    monkeypatch.setattr(lm_loss, "LEAST", 1)
+    monkeypatch.setattr(lm_loss, "MAX_LOGITS", at_once)
+    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 1)
     model = llama(tied)
     if frozen:
         model.get_output_embeddings().weight.requires_grad_(False)
@@ -110,8 +110,8 @@ def test_compiled_it_is_one_graph_for_any_number_of_tokens_and_evaluations_leave
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(lm_loss._loss_and_gradient, backend=counter)
     monkeypatch.setattr(lm_loss, "_compiled", lambda: compiled)
-    monkeypatch.setattr(lm_loss, "AT_ONCE", 7 * VOCAB)
-    monkeypatch.setattr(lm_loss, "LEAST", 1)
+    monkeypatch.setattr(lm_loss, "MAX_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 1)
     model = llama()
     expected = [causal_lm_loss(model, batch(*shape)) for shape in ((3, 17), (2, 9), (1, 1))]
     fuse_head(Accelerator(cpu=True), model, VOCAB, compiled=True)
@@ -141,12 +141,12 @@ def test_every_size_and_every_share_of_ignored_labels(tokens, vocab, chunk, shar
     labels[torch.rand(tokens, generator=generator) < share] = IGNORED
     expected = F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED, reduction="sum")
     wanted = torch.autograd.grad(expected, (hidden, weight))
-    before = lm_loss.AT_ONCE, lm_loss.LEAST
-    lm_loss.AT_ONCE, lm_loss.LEAST = chunk, 1
+    before = lm_loss.MAX_LOGITS, lm_loss.MIN_TOKENS
+    lm_loss.MAX_LOGITS, lm_loss.MIN_TOKENS = chunk, 1
     try:
         loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True, False)
     finally:
-        lm_loss.AT_ONCE, lm_loss.LEAST = before
+        lm_loss.MAX_LOGITS, lm_loss.MIN_TOKENS = before
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
@@ -211,16 +211,16 @@ def test_a_head_that_is_more_than_a_matrix_is_left_alone():
 
 def test_in_fp16_the_head_is_left_alone(monkeypatch):
     monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
-    assert fuse_head(Accelerator(cpu=True), llama(), VOCAB) == "from whole logits, for fp16"
+    assert fuse_head(Accelerator(cpu=True), llama(), VOCAB) == "not fused, for fp16"
 
 
 def test_the_head_s_gradient_is_added_up_in_fp32_over_chunks(monkeypatch):
     torch.manual_seed(0)
     hidden, weight = torch.randn(2048, 8), torch.randn(16, 8, requires_grad=True)
     labels, found = torch.randint(0, 16, (2048,)), []
-    monkeypatch.setattr(lm_loss, "LEAST", 1)
+    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 1)
     for at_once in (2**26, 64 * 16):
-        monkeypatch.setattr(lm_loss, "AT_ONCE", at_once)
+        monkeypatch.setattr(lm_loss, "MAX_LOGITS", at_once)
         loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.bfloat16, True, False)
         found.append(torch.autograd.grad(loss, weight)[0])
     assert (found[0] - found[1]).norm() < 4e-3 * found[0].norm()
