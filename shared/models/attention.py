@@ -35,8 +35,8 @@ def row_layout(*, packed: bool = False, cu_seqlens: torch.Tensor | None = None) 
     """State whether the rows of the forwards in this block are packed.
 
     Otherwise transformers reads the position_ids back from the device to find out, and the host waits for all queued work.
-    The masks allow the same positions. For packed rows, SDPA gets one additive float mask. With a bool mask, each block would
-    make its own float mask and keep it for backward. After `isolate_documents` has found a kernel, `cu_seqlens` replace the mask.
+    The masks allow the same positions. For packed rows, SDPA gets one additive float mask: of a bool mask, each block would
+    make its own and keep it for backward. After `isolate_documents` has found a kernel, `cu_seqlens` replace the mask.
 
     Args:
         packed: some rows hold several documents. `position_ids` restart with each document.
@@ -268,7 +268,7 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
     try:
         found, apart, calls = logits()
         if not any(by_kernel for _, by_kernel in calls):
-            why = "every block needs one (a window, a bias or dropout)"
+            why = "every block needs one (window, bias, dropout)"
         elif not apart or _relative(found, masked) > 4 * MAX_ERROR:
             why = "without one the model's logits differ"
     except Exception as error:  # a model may raise anything if it gets `cu_seqlens` as the mask

@@ -211,7 +211,7 @@ def attach(head: Any, *, compiled: bool = False) -> None:
 def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, compiled: bool = False) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the summary.
 
-    Both losses are compared on a few tokens. Models that change logits after the head (soft caps, scales) keep the plain one.
+    Both losses are compared on a few tokens. Models that change the head's logits (soft caps, scales) keep the plain one.
     Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:

@@ -330,7 +330,9 @@ def test_attention_dropout_takes_the_mask(kernel):
     calls = kernel(each_alone)
     subject = llama(attention_dropout=0.5).train()
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention.isolate_documents(subject, CPU, VOCAB).endswith("mask: no block can do without")
+        assert attention.isolate_documents(subject, CPU, VOCAB).endswith(
+            "mask: every block needs one (window, bias, dropout)"
+        )
         assert attention._kernel is None
         subject.config.attention_dropout = 0.0  # the blocks have their own
         assert attention.isolate_documents(subject, CPU, VOCAB).endswith("without a mask")
@@ -394,7 +396,7 @@ def halved(query, key, value, cu_seqlens, longest, scale):
 def test_logits_that_differ_keep_the_mask(kernel):
     kernel(halved)
     word = attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
-    assert word == f"{BY_MASK}: without it the model's logits differ" and attention._kernel is None
+    assert word == f"{BY_MASK}: without one the model's logits differ" and attention._kernel is None
 
 
 def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
@@ -415,7 +417,7 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
     kernel(each_alone)
     subject, batch = make("llama").to(torch.bfloat16), batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    assert attention.isolate_documents(subject, CPU, VOCAB) == f"{BY_MASK}: no block can do without"
+    assert attention.isolate_documents(subject, CPU, VOCAB) == f"{BY_MASK}: every block needs one (window, bias, dropout)"
     assert attention._kernel is None
     attention._use(each_alone)
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected, rtol=2e-3, atol=0)
