@@ -67,14 +67,16 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         question = _text(record, "instruction", where)
         if record.get("input"):
             question += "\n\n" + _text(record, "input", where)
-        answer = _text(record, "output", where)
-        messages = [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages = system
+        for asked, answer in [*_history(record, where), [question, _text(record, "output", where)]]:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     elif form == "ShareGPT conversations":
         messages = system
         for number, turn in enumerate(_list(record, "conversations", where), 1):
             if (role := str(turn.get("from"))) not in _SHAREGPT_ROLES:
                 raise ConfigError(f"{where}: turn {number} is from {role!r}, not {', '.join(_SHAREGPT_ROLES)}")
-            messages.append({"role": _SHAREGPT_ROLES[role], "content": turn.get("value")})
+            others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+            messages.append({**others, "role": _SHAREGPT_ROLES[role], "content": turn.get("value")})
     elif form == "prompt and completion":
         prompt = [{**message, "weight": 0} for message in _list(record, "prompt", where)]
         messages = prompt + _list(record, "completion", where)
@@ -92,11 +94,26 @@ def _text(record: dict[str, Any], column: str, where: str) -> str:
     return record[column]
 
 
-def _list(record: dict[str, Any], column: str, where: str) -> Messages:
-    value = record[column]
-    if isinstance(value, str):  # CSV has no lists: people put JSON into a cell
+def _from_cell(value: Any) -> Any:
+    """CSV has no lists: people put JSON into a cell."""
+    if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
-            value = records.parse_json(value)
+            return records.parse_json(value)
+    return value
+
+
+def _history(record: dict[str, Any], where: str) -> list[list[str]]:
+    """Alpaca's earlier turns: pairs of a question and its answer."""
+    pairs = _from_cell(record.get("history")) or []
+    if not isinstance(pairs, list) or not all(isinstance(p, list) and [*map(type, p)] == [str, str] for p in pairs):
+        raise ConfigError(
+            f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename it if it is something else"
+        )
+    return pairs
+
+
+def _list(record: dict[str, Any], column: str, where: str) -> Messages:
+    value = _from_cell(record[column])
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected a list of objects")
     return value
@@ -118,6 +135,8 @@ def _checked(messages: Messages, where: str) -> Messages:
             raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
         if message.get("weight", 1) not in (0, 1):
             raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
+        if message.get("train") is False or message.get("loss") is False:  # other trainers' names for weight 0
+            message["weight"] = 0
         if isinstance(calls, list):
             message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
@@ -137,7 +156,5 @@ def with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
 
 def _parsed(arguments: Any) -> Any:
     """OpenAI's files hold arguments as a JSON string, which most templates would encode once more."""
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(arguments, str) and isinstance(value := records.parse_json(arguments), dict):
-            return value
-    return arguments
+    value = _from_cell(arguments)
+    return value if isinstance(value, dict) else arguments

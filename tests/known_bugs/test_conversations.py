@@ -1,0 +1,59 @@
+"""What the data say is learned, and where an answer ends, too: or the run says what is not."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from shared.process.errors import ConfigError
+from shared.text.encoder import Encoder
+from shared.text.forms import read_example, recognise
+
+USER, ANSWER = {"role": "user", "content": "a line"}, {"role": "assistant", "content": "says what"}
+MORE, LAST = {"role": "user", "content": "comes next"}, {"role": "assistant", "content": "it saw many"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": '{"city": "Rome"}'}}]}
+HEADED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}BODY{% endfor %}"
+HEADED += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = HEADED.replace("BODY", "{{ m['content'] + '<|im_end|>\n' }}")
+ENDLESS = CHATML.replace("<|im_end|>\n", "")  # the header of the next turn ends a turn, as in GLM-4.5's template
+
+
+@pytest.fixture
+def learns(tiny_model):
+    """A function of a record and a template: the text of each run of learned tokens. `.encoder` is the last encoder."""
+
+    def learned_runs(record, template=CHATML, loss_on="assistant"):
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|pause|>"]})
+        tokenizer.chat_template = template
+        learned_runs.encoder = Encoder(tokenizer, loss_on)
+        ids, mask = learned_runs.encoder(read_example(record, recognise(record, "here"), "here"), "here")
+        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
+        return [tokenizer.decode([ids[i] for i in run]) for run in runs if mask[run[0]]]
+
+    return learned_runs
+
+
+def test_the_history_of_alpaca_records_is_read_as_earlier_turns(learns):
+    """trl#6361 (2026), for `history`, which was not read at all."""
+    history = [["a line", "says what"]]
+    for given in (history, json.dumps(history)):
+        record = {"instruction": "comes next", "output": "it saw many", "history": given}
+        assert learns(record) == ["says what<|im_end|>", "it saw many<|im_end|>"]
+    assert learns(record | {"history": []}) == learns(record | {"history": ""}) == ["it saw many<|im_end|>"]
+    with pytest.raises(ConfigError, match=r"^here: 'history' is a list, not \[question, answer\] pairs"):
+        learns(record | {"history": ["a line"]})
+
+
+def test_turns_that_are_not_to_be_trained_on_are_not_in_each_form(learns):
+    """axolotl#1703 (2024): a turn's own switch was ignored in one of the forms."""
+    for mark in ({"weight": 0}, {"train": False}, {"loss": False}):
+        talk = [("human", "a line", {}), ("gpt", "says what", mark), ("human", "comes next", {}), ("gpt", "it saw many", {})]
+        for record in (
+            {"messages": [USER, {**ANSWER, **mark}, MORE, LAST]},
+            {"prompt": [USER], "completion": [{**ANSWER, **mark}, MORE, LAST]},
+            {"conversations": [{"from": who, "value": value, **marks} for who, value, marks in talk]},
+        ):
+            assert learns(record) == ["it saw many<|im_end|>"]
+    assert len(learns({"messages": [USER, {**ANSWER, "train": True, "loss": 0.7}]})) == 1
