@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-FORMAT = 6  # raised when the prepared files change meaning
+FORMAT = 7  # raised when the prepared files change meaning
 CHUNK_RECORDS = 128  # records that a process gets at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)

@@ -50,12 +50,17 @@ class Encoder:
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
+        with contextlib.suppress(Exception):  # a template may refuse these turns
+            turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
+            after = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(HERE)[2]
+            self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
 
-        The last learned turn ends with a special token in the loss, unless `example.continues`. If the template writes
-        none, the end-of-text token is added.
+        A learned turn ends with a special token in the loss, or else with the first word of what follows it. The last one
+        gets the end-of-text token if the template, or a text, has no end token there, unless `example.continues`.
 
         Raises:
             ConfigError: the chat template refuses the conversation.
@@ -67,11 +72,17 @@ class Encoder:
                 ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
             ids, learned = self._chat(example.messages, example.tools, where)
-        last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        if last >= 0 and not example.continues and self.end_of(ids[: last + 1]) is None:
-            ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
+        for end in np.flatnonzero(np.diff(learned, append=False) & learned).tolist():  # the last token of each turn
+            if self.end_of(ids[: end + 1]) is None:  # what the model has to write next, as it ends the turn there
+                after = next((i for i in range(end + 1, len(ids)) if str(self.tokenizer.decode(ids[i])).strip()), end)
+                if ids[after] in self.special or learned[end + 1 :].any():
+                    learned[end + 1 : after + 1] = True
+        last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
+        found = self.end_of(ids[: last + 1])
+        if last >= 0 and not example.continues and found not in (self.ends if example.messages is None else self.special):
+            ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         return ids, learned
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
@@ -214,7 +225,7 @@ def _find_by_placeholder(
         return None
     at_the_end = render(until_here).rpartition(HERE)[2]
     closing = "".join(a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(between, at_the_end, strict=False)))
-    if not closing and not between[0].isspace():
+    if not closing and at_the_end.strip() and not between[0].isspace():
         return None  # the last turn ends with another token
     whole = re.sub(r"<[^<>]*$", "", closing)  # drop a partial token, the common prefix of two, unless nothing else is left
     return len(before), end + len((whole if whole.strip() else closing).rstrip())

@@ -57,3 +57,42 @@ def test_turns_that_are_not_to_be_trained_on_are_not_in_each_form(learns):
         ):
             assert learns(record) == ["it saw many<|im_end|>"]
     assert len(learns({"messages": [USER, {**ANSWER, "train": True, "loss": 0.7}]})) == 1
+
+
+@pytest.mark.parametrize(
+    "template", [ENDLESS, "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"]
+)
+def test_an_end_is_learned_if_all_tokens_are(learns, template):
+    """alpaca_lora_4bit#35 (2023): no end of text was learned, so the model never stopped."""
+    (text,) = learns({"messages": [USER, ANSWER]}, template, loss_on="all")
+    assert text.rstrip().endswith("<|endoftext|>")
+    assert learns({"messages": [USER, ANSWER]}, loss_on="all")[0].count("<|endoftext|>") == 0
+
+
+def test_a_completion_that_ends_in_a_special_token_that_is_no_end_gets_one(learns):
+    """alpaca_lora_4bit#35 (2023), where the last word is a special token."""
+    for last, end in (("<|pause|>", "<|endoftext|>"), ("<|im_end|>", ""), ("<|endoftext|>", "")):
+        assert learns({"prompt": "a line", "completion": " says" + last}) == [" says" + last + end]
+
+
+THINKING = ENDLESS.replace("{{ m['content']", "{{ '<think>' if loop.last and m.role == 'assistant' }}{{ m['content']")
+PLAIN = (
+    "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "runs"),
+    [
+        (ENDLESS, ["says what<|im_start|>", "it saw many<|endoftext|>"]),
+        (THINKING, ["says what<|im_start|>", "<think>it saw many<|endoftext|>"]),
+        (PLAIN, ["says what\n\n#", "it saw many<|endoftext|>"]),
+    ],
+    ids=["GLM", "GLM with thoughts", "SOLAR"],
+)
+def test_each_turn_learns_to_end_if_the_template_has_no_end_token(learns, template, runs):
+    """GLM-4.5's, SOLAR's and ChatQA's templates: the next turn's header ends a turn, and only the last learned an end."""
+    assert learns({"messages": [USER, ANSWER, MORE, LAST]}, template) == runs
+    observed = {"role": "tool", "content": "a line"}
+    assert learns({"messages": [USER, ANSWER, observed]}, ENDLESS) == ["says what<|im_start|>"]
