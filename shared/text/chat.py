@@ -22,6 +22,7 @@ from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
+from shared.process.printing import print_main
 from shared.text.encoder import Encoder
 from shared.text.forms import FORMS, read_example, recognise
 from shared.text.options import ChatConfig
@@ -144,6 +145,9 @@ class _ToSamples:
                     kept += 1
             counts["cut"] += form != "plain text" and len(ids) > most
             counts["dropped"] += not kept
+        for place in self.encoder.lost[:1]:
+            counts[f"lost {place}"] = len(self.encoder.lost)
+        self.encoder.lost.clear()
         return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
 
@@ -177,6 +181,12 @@ def _write_samples(source: Source, place: Path, config: ChatConfig, encoder: Enc
         raise ConfigError(
             f"{source.name}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
+        )
+    lost = {name.removeprefix("lost "): count for name, count in counts.items() if name.startswith("lost ")}
+    if lost:
+        print_main(
+            f"warning: the loss misses words of {sum(lost.values()):,} turns, as the chat template does not write or mark "
+            f"them; the first is {next(iter(lost))}"
         )
     ends = {int(name.removeprefix("end ")): count for name, count in counts.items() if name.startswith("end ")}
     facts = {"form": next(form for form in FORMS if counts[form]), "end": max(ends, key=ends.__getitem__, default=None)}

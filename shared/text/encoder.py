@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class Encoder:
             turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
             after = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(HERE)[2]
             self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
+        self.lost: list[str] = []  # learned turns with words that the chat template does not write; the caller empties it
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
@@ -115,18 +116,25 @@ class Encoder:
             )
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        messages = [{k: v for k, v in message.items() if k != "weight" and v is not None} for message in messages]
         try:
+            said = [_words(messages[number]) for number in wanted]
             template = self._with_fixed_date(tools)
-            render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template)  # type: ignore[arg-type]
+            options: Any = {"tools": tools, "chat_template": template}
+            render: Any = partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
             messages = _with_accepted_arguments(messages, render)
-            if self.marks_turns:
-                encoded: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-                mask = np.array(encoded["assistant_masks"], dtype=bool)
-                return list(encoded["input_ids"]), mask if wanted == turns else _only_turns(mask, turns, wanted, where)
-            text = str(render(messages, tokenize=False))
-            needed = [] if self.loss_on == "all" else wanted
-            spans = [_find_turn(partial(render, tokenize=False), text, messages, number) for number in needed]
+            if self.loss_on == "all":
+                text = str(render(messages))
+                spans: list[Span | None] = [(0, len(text))]
+            elif self.marks_turns:
+                from transformers.utils.chat_template_utils import render_jinja_template
+
+                options |= {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
+                marked: Any = render_jinja_template([messages], **options)
+                text, spans = marked[0][0], [*_only_turns(marked[1][0], turns, wanted, where)]
+            else:
+                text = str(render(messages))
+                spans = [_find_turn(render, text, messages, number) for number in wanted]
         except ConfigError:
             raise
         except Exception as error:  # jinja2's errors, and templates' own raise_exception
@@ -136,7 +144,21 @@ class Encoder:
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
-        return self._tokens(text, [span for span in spans if span is not None])
+        found = [span for span in spans if span is not None]
+        parts = [_squeezed(text[first:last]) for first, last in found]
+        may_be_empty = len(parts) == len(wanted) or not self.marks_turns  # a turn without marks is no empty answer
+        if len(parts) != len(wanted):  # a template may mark several parts of a turn
+            parts = ["".join(parts)] * len(wanted)
+        for number, words, part in zip(wanted, said, parts, strict=True):
+            lost = [word for word in words if not _is_written(word, part)]
+            if may_be_empty and lost and lost == words and not str(messages[number].get("content", "")).strip():
+                raise ConfigError(
+                    f"{where}: the chat template writes nothing of what the assistant says in message {number + 1}, so an "
+                    f"empty answer would be learned ({lost[0][:40]!r} is missing): choose a model whose chat template "
+                    'writes it, or give the message "weight": 0'
+                )
+            self.lost += [f"{where}, message {number + 1}: {word[:40]!r}" for word in lost[:1]]
+        return self._tokens(text, found)
 
     def _with_fixed_date(self, tools: Messages | None) -> str:
         """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
@@ -151,10 +173,38 @@ class Encoder:
         return f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
 
 
+def _called(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions that a turn calls, with their arguments."""
+    return [call.get("function") or call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+
+
+def _words(message: dict[str, Any]) -> list[str]:
+    """What an assistant's turn says: its content, its reasoning, and the names and arguments of its calls."""
+
+    def texts(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        return [t for part in value for t in texts(part)] if isinstance(value, list) else [value] * isinstance(value, str)
+
+    values = [message.get(key) for key in ("content", "reasoning_content", "reasoning", "thinking")]
+    values += [call.get(key) for call in _called(message) for key in ("name", "arguments")]
+    return [text for text in texts(values) if text.strip()]
+
+
+def _squeezed(text: str) -> str:
+    """A text without white space, since templates change it."""
+    return "".join(text.split())
+
+
+def _is_written(word: str, squeezed: str) -> bool:
+    """Whether a text has `word` in it, as it is or as JSON."""
+    as_json = (json.dumps(word, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+    return any(_squeezed(form) in squeezed for form in chain([word], as_json))
+
+
 def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> Messages:
     """The messages. Arguments of tool calls become JSON text if the template refuses dicts or prints them as Python."""
-    calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-    arguments = [(call.get("function") or call).get("arguments") for call in calls]
+    arguments = [function.get("arguments") for message in messages for function in _called(message)]
     objects = [value for value in arguments if isinstance(value, dict) and value]
     if not objects:
         return messages
@@ -174,15 +224,18 @@ def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> 
     ]
 
 
-def _only_turns(mask: np.ndarray, turns: list[int], wanted: list[int], where: str) -> np.ndarray:
-    """[tokens] bool: `mask` reduced to the `wanted` turns."""
-    runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
+def _only_turns(spans: list[Span], turns: list[int], wanted: list[int], where: str) -> list[Span]:
+    """The spans that a template marks, reduced to those of the `wanted` turns."""
+    runs: list[Span] = []
+    for first, last in spans:
+        if runs and runs[-1][1] == first:  # a template may mark parts of a turn one by one
+            first = runs.pop()[0]
+        runs.append((first, last))
+    if wanted == turns:
+        return runs
     if len(runs) != len(turns) and wanted != turns[-1:]:
         raise ConfigError(f"{where}: the chat template marks {len(runs)} of {len(turns)} turns, so some cannot be left out")
-    kept = np.zeros_like(mask)
-    for number, (first, last) in zip(reversed(turns), reversed(runs), strict=False):
-        kept[first:last] = number in wanted
-    return kept
+    return [run for number, run in zip(reversed(turns), reversed(runs), strict=False) if number in wanted][::-1]
 
 
 def _find_turn(render: Callable[..., Any], text: str, messages: Messages, number: int) -> Span | None:

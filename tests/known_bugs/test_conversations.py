@@ -7,8 +7,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from shared.process.errors import ConfigError
+from shared.text import chat
 from shared.text.encoder import Encoder
 from shared.text.forms import read_example, recognise
+from shared.text.options import ChatConfig
 
 USER, ANSWER = {"role": "user", "content": "a line"}, {"role": "assistant", "content": "says what"}
 MORE, LAST = {"role": "user", "content": "comes next"}, {"role": "assistant", "content": "it saw many"}
@@ -33,6 +35,49 @@ def learns(tiny_model):
         return [tokenizer.decode([ids[i] for i in run]) for run in runs if mask[run[0]]]
 
     return learned_runs
+
+
+def test_a_call_that_the_template_does_not_write_is_no_empty_answer(learns):
+    """slime#330 (2025): a template without tools wrote a call as an empty answer, and that was learned."""
+    with pytest.raises(ConfigError, match=r"^here: .*nothing of what the assistant says in message 2.*empty answer"):
+        learns({"messages": [USER, CALL, MORE, LAST]})
+    with pytest.raises(ConfigError, match="empty answer"):
+        learns({"messages": [USER, CALL, MORE, LAST]}, loss_on="all")
+    assert learns({"messages": [USER, {**CALL, "weight": 0}, MORE, LAST]}) == ["it saw many<|im_end|>"]
+
+
+STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] +")  # as DeepSeek-R1's template does
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "lost"),
+    [
+        (CHATML, {**ANSWER, "reasoning_content": "since a line"}, "since a line"),
+        (CHATML, {**ANSWER, "tool_calls": CALL["tool_calls"]}, "look"),
+        (STRIPPED, {**ANSWER, "content": "<think>since</think>says what"}, "<think>since</think>says what"),
+    ],
+    ids=["reasoning", "call", "thoughts in the answer"],
+)
+def test_words_that_the_template_does_not_write_are_counted(learns, template, answer, lost):
+    """trl#6361 (2026): a template dropped the reasoning, and the rest was learned in silence."""
+    assert learns({"messages": [USER, answer]}, template) == ["says what<|im_end|>"]
+    assert learns.encoder.lost == [f"here, message 2: {lost!r}"]
+    written = {**ANSWER, "content": 'says\n "what"', "tool_calls": [{"function": {"name": "a", "arguments": {"b": '"\n'}}}]}
+    body = "{{ m['content'] | tojson }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}<|im_end|>"
+    learns({"messages": [USER, written]}, HEADED.replace("BODY", body))
+    assert learns.encoder.lost == []
+
+
+def test_lost_words_are_said_once_with_their_number_and_first_place(tiny_model, tmp_path, monkeypatch, capsys):
+    """trl#6361 (2026), as above, in a whole file: several chunks, by several processes."""
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
+    monkeypatch.setattr(chat, "CHUNK_RECORDS", 2)
+    rows = [{"messages": [USER, {**ANSWER, "thinking": "since"} if number in (3, 4, 7) else ANSWER]} for number in range(9)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = ChatConfig(train_file=(str(tmp_path / "data.jsonl"),), seq_length=96, preprocessing_num_workers=2)
+    chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and "3 turns" in line and "data.jsonl:4, message 2: 'since'" in line
 
 
 def test_the_history_of_alpaca_records_is_read_as_earlier_turns(learns):
@@ -73,6 +118,27 @@ def test_a_completion_that_ends_in_a_special_token_that_is_no_end_gets_one(learn
     """alpaca_lora_4bit#35 (2023), where the last word is a special token."""
     for last, end in (("<|pause|>", "<|endoftext|>"), ("<|im_end|>", ""), ("<|endoftext|>", "")):
         assert learns({"prompt": "a line", "completion": " says" + last}) == [" says" + last + end]
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+def test_a_marked_turn_that_ends_in_an_emoji_is_learned_whole(learns, loss_on):
+    """transformers' mask begins and ends at the first token of a character, and an emoji has several."""
+    marked = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}"
+    template = HEADED.replace("BODY", marked + "{{ m['content'] }}{% endif %}{{ '<|im_end|>' }}")
+    answers = [{"role": "assistant", "content": text} for text in ("\U0001f642 says \U0001f642", "\U0001f643")]
+    runs = learns({"messages": [USER, answers[0], MORE, answers[1]]}, template, loss_on)
+    assert runs == ["\U0001f642 says \U0001f642<|im_end|>", "\U0001f643<|im_end|>"][-2 if loss_on == "assistant" else -1 :]
+    assert learns.encoder.lost == []
+
+
+def test_turns_outside_of_the_marks_of_a_template_are_counted(learns):
+    """A template marked the last answer only, and the others were not learned, in silence."""
+    marked = "{% if loop.last %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    template = HEADED.replace("BODY", marked + "{{ m['content'] + '<|im_end|>' }}{% endif %}")
+    assert learns({"messages": [USER, ANSWER, MORE, LAST]}, template) == ["it saw many<|im_end|>"]
+    assert learns.encoder.lost == ["here, message 2: 'says what'"]
+    assert learns({"messages": [USER, CALL, MORE, LAST]}, template) == ["it saw many<|im_end|>"]
+    assert learns.encoder.lost == ["here, message 2: 'look'"]
 
 
 THINKING = ENDLESS.replace("{{ m['content']", "{{ '<think>' if loop.last and m.role == 'assistant' }}{{ m['content']")
