@@ -114,13 +114,13 @@ class _ToSamples:
     """A chunk of records to samples. Plain text makes as many samples as it takes, any other record one.
 
     Gives the tokens of all samples, which of them the loss counts, [samples, 3] (tokens, targets, whether it is the first
-    of its record), counts, and what was not used: see `Encoder.notes`.
+    of its record), and counts.
     """
 
     def __init__(self, encoder: Encoder, seq_length: int) -> None:
         self.encoder, self.seq_length = encoder, seq_length
 
-    def __call__(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, Counter[str], dict[str, Any]]:
+    def __call__(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, Counter[str]]:
         form, rows = chunk
         counts = Counter({"read": len(rows), form: len(rows)})
         tokens, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
@@ -141,8 +141,10 @@ class _ToSamples:
                     kept += 1
             counts["cut"] += form != "plain text" and len(ids) > most
             counts["dropped"] += not kept
-        notes, self.encoder.notes = self.encoder.notes, {}
-        return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts, notes
+        for place in self.encoder.lost[:1]:
+            counts[f"lost {place}"] = len(self.encoder.lost)
+        self.encoder.lost.clear()
+        return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
 
 def _chunks(source: Source, limit: int | None) -> Iterator[Chunk]:
@@ -158,27 +160,29 @@ def _write_samples(source: Source, place: Path, config: ChatConfig, encoder: Enc
     """Write all samples of a source to `<place>-ids.bin` and `<place>-learned.bin`: (sizes as of `_ToSamples`, facts)."""
     from tqdm import tqdm
 
-    sizes, counts, unused = [], Counter[str](), dict[str, list[Any]]()
+    sizes, counts = [], Counter[str]()
     work, chunks = _ToSamples(encoder, config.seq_length), _chunks(source, config.max_train_samples)
     results = parallel_map(work, chunks, config.preprocessing_num_workers)
     bar = tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None)
     with open(f"{place}-ids.bin", "wb") as ids, open(f"{place}-learned.bin", "wb") as learned, bar:
-        for some_ids, some_learned, some_sizes, seen, notes in results:
+        for some_ids, some_learned, some_sizes, seen in results:
             ids.write(some_ids.data)
             learned.write(some_learned.data)
             sizes.append(some_sizes)
             counts += seen
-            for what, (count, where) in notes.items():
-                unused.setdefault(what, [0, where])[0] += count
             bar.update(seen["read"])
-    for what, (count, where) in unused.items():
-        print_main(f"warning: {what} ({count:,} times, first in {where})")
     if not counts["read"]:
         raise ConfigError(f"{source.name}: no records in it")
     if counts["dropped"] == counts["read"]:
         raise ConfigError(
             f"{source.name}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
+        )
+    lost = {name.removeprefix("lost "): count for name, count in counts.items() if name.startswith("lost ")}
+    if lost:
+        print_main(
+            f"warning: the loss misses words of {sum(lost.values()):,} turns, as the chat template does not write or mark "
+            f"them; the first is {next(iter(lost))}"
         )
     ends = {int(name.removeprefix("end ")): count for name, count in counts.items() if name.startswith("end ")}
     facts = {"form": next(form for form in FORMS if counts[form]), "end": max(ends, key=ends.__getitem__, default=None)}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,34 +50,39 @@ class Encoder:
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
-        self.ends = {tokenizer.eos_token_id, self._end_of_a_turn()}
-        self.notes: dict[str, list[Any]] = {}  # what of the data was not used: [how often, where first]
+        self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
+        with contextlib.suppress(Exception):  # a template may refuse these turns
+            turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
+            after = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(HERE)[2]
+            self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
+        self.lost: list[str] = []  # learned turns with words that the chat template does not write; the caller empties it
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
 
-        The last learned turn ends with a special token in the loss, unless `example.continues`. If the template writes
-        none, the end-of-text token is added.
+        A learned turn ends with a special token in the loss, or else with the first word of what follows it. The last one
+        gets the end-of-text token if the template, or a text, has no end token there, unless `example.continues`.
 
         Raises:
             ConfigError: the chat template refuses the conversation.
         """
         if example.messages is None:
-            written = example.completion
-            text = example.prompt + written
+            text = example.prompt + example.completion
             ids, learned = self._tokens(text, [(len(example.prompt), len(text))])
             if ids[: len(self.bos)] != self.bos:  # text that is rendered already may begin with it
                 ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
-            written = str(example.messages[-1].get("content"))
             ids, learned = self._chat(example.messages, example.tools, where)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
+        for end in np.flatnonzero(np.diff(learned, append=False) & learned).tolist():  # the last token of each turn
+            if self.end_of(ids[: end + 1]) is None:  # what the model has to write next, as it ends the turn there
+                after = next((i for i in range(end + 1, len(ids)) if str(self.tokenizer.decode(ids[i])).strip()), end)
+                if ids[after] in self.special or learned[end + 1 :].any():
+                    learned[end + 1 : after + 1] = True
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        end = self.end_of(ids[: last + 1])
-        if end is not None and end not in self.ends and written.rstrip().endswith(str(self.tokenizer.decode([end]))):
-            end = None  # a special token of the text itself, which ends nothing
-        if last >= 0 and not example.continues and end is None:
+        found = self.end_of(ids[: last + 1])
+        if last >= 0 and not example.continues and found not in (self.ends if example.messages is None else self.special):
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         return ids, learned
 
@@ -111,20 +116,25 @@ class Encoder:
             )
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        spans: Sequence[Span | None]
+        messages = [{k: v for k, v in message.items() if k != "weight" and v is not None} for message in messages]
         try:
+            said = [_words(messages[number]) for number in wanted]
             template = self._with_fixed_date(tools)
-            render: Any = partial(self.tokenizer.apply_chat_template, tools=tools, chat_template=template, tokenize=False)  # type: ignore[arg-type]
+            options: Any = {"tools": tools, "chat_template": template}
+            render: Any = partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
             messages = _with_accepted_arguments(messages, render)
-            if self.marks_turns:
-                text, marked = self._render_marks(messages, tools, template)
-                if wanted == turns and len(marked) < len(turns):
-                    self.note("a turn of the assistant that the chat template does not mark is not learned", where)
-                spans = marked if wanted == turns else _only_turns(marked, turns, wanted, where)
+            if self.loss_on == "all":
+                text = str(render(messages))
+                spans: list[Span | None] = [(0, len(text))]
+            elif self.marks_turns:
+                from transformers.utils.chat_template_utils import render_jinja_template
+
+                options |= {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
+                marked: Any = render_jinja_template([messages], **options)
+                text, spans = marked[0][0], [*_only_turns(marked[1][0], turns, wanted, where)]
             else:
                 text = str(render(messages))
-                spans = [_find_turn(render, text, messages, number) for number in ([] if self.loss_on == "all" else wanted)]
+                spans = [_find_turn(render, text, messages, number) for number in wanted]
         except ConfigError:
             raise
         except Exception as error:  # jinja2's errors, and templates' own raise_exception
@@ -134,31 +144,21 @@ class Encoder:
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
-        letters = _letters(text)
-        for number in wanted:
-            self._note_lost_words(messages[number], letters, where)
-        ids, learned = self._tokens(text, [span for span in spans if span is not None])
-        return ids, self._with_ends(ids, learned)
-
-    def _render_marks(self, messages: Messages, tools: Messages | None, template: str) -> tuple[str, list[Span]]:
-        """The rendered text, and the spans that the template marks with {% generation %}."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        options: Any = {**self.tokenizer.special_tokens_map, "chat_template": template, "tools": tools}
-        rendered: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
-        (text,), (spans,) = rendered
-        return text, spans
-
-    def _with_ends(self, ids: Sequence[int], learned: np.ndarray) -> np.ndarray:
-        """`learned`, with the first token after each turn that has no end of its own: only that tells that it ends."""
-        stops: list[int] = (np.flatnonzero(np.diff(learned, append=False) & learned) + 1).tolist()
-        for number, stop in enumerate(stops):
-            after = next((i for i in range(stop, len(ids)) if str(self.tokenizer.decode([ids[i]])).strip()), None)
-            if after is None or self.end_of(ids[:stop]) is not None:
-                continue
-            if number + 1 < len(stops) or ids[after] in self.special:
-                learned[stop : after + 1] = True
-        return learned
+        found = [span for span in spans if span is not None]
+        parts = [_squeezed(text[first:last]) for first, last in found]
+        may_be_empty = len(parts) == len(wanted) or not self.marks_turns  # a turn without marks is no empty answer
+        if len(parts) != len(wanted):  # a template may mark several parts of a turn
+            parts = ["".join(parts)] * len(wanted)
+        for number, words, part in zip(wanted, said, parts, strict=True):
+            lost = [word for word in words if not _is_written(word, part)]
+            if may_be_empty and lost and lost == words and not str(messages[number].get("content", "")).strip():
+                raise ConfigError(
+                    f"{where}: the chat template writes nothing of what the assistant says in message {number + 1}, so an "
+                    f"empty answer would be learned ({lost[0][:40]!r} is missing): choose a model whose chat template "
+                    'writes it, or give the message "weight": 0'
+                )
+            self.lost += [f"{where}, message {number + 1}: {word[:40]!r}" for word in lost[:1]]
+        return self._tokens(text, found)
 
     def _with_fixed_date(self, tools: Messages | None) -> str:
         """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
@@ -172,42 +172,39 @@ class Encoder:
         written = "format" + "".join(f".replace({code!r}, {TODAY.strftime(code)!r})" for code in codes)
         return f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
 
-    def _end_of_a_turn(self) -> int | None:
-        """The special token that the chat template writes after an answer, if there is one."""
-        with contextlib.suppress(Exception):  # a template may refuse this
-            turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
-            after = str(self.tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(HERE)[2]
-            ids = self.tokenizer(after.strip(), add_special_tokens=False)["input_ids"]
-            return ids[0] if ids and ids[0] in self.special else None
-        return None
 
-    def note(self, what: str, where: str) -> None:
-        """Count what of the data is not used."""
-        self.notes.setdefault(what, [0, where])[0] += 1
+def _called(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions that a turn calls, with their arguments."""
+    return [call.get("function") or call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
 
-    def _note_lost_words(self, message: dict[str, Any], text: str, where: str) -> None:
-        """Count the strings of an answer that the rendered `text`, without white space, lacks. Refuse one of calls alone."""
-        calls = [call.get("function") or call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-        strings = {key: [message.get(key)] for key in ("content", "reasoning_content", "thinking", "reasoning")}
-        strings["tool_calls"] = [value for call in calls for value in (call.get("name"), *_leaves(call.get("arguments")))]
-        found, lost = list[str](), list[str]()
-        for key, values in strings.items():
-            for value in (value for value in values if isinstance(value, str) and value.strip()):
-                forms = value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
-                (found if any(_letters(form) in text for form in forms) else lost).append(key)
-        if lost and not found and not message.get("content"):
-            raise ConfigError(
-                f"{where}: the chat template leaves out {lost[0]} of an answer, and nothing is left to learn: choose a "
-                "model whose template writes it"
-            )
-        for key in dict.fromkeys(lost):
-            self.note(f"the chat template leaves out or changes {key} of an answer", where)
+
+def _words(message: dict[str, Any]) -> list[str]:
+    """What an assistant's turn says: its content, its reasoning, and the names and arguments of its calls."""
+
+    def texts(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        return [t for part in value for t in texts(part)] if isinstance(value, list) else [value] * isinstance(value, str)
+
+    values = [message.get(key) for key in ("content", "reasoning_content", "reasoning", "thinking")]
+    values += [call.get(key) for call in _called(message) for key in ("name", "arguments")]
+    return [text for text in texts(values) if text.strip()]
+
+
+def _squeezed(text: str) -> str:
+    """A text without white space, since templates change it."""
+    return "".join(text.split())
+
+
+def _is_written(word: str, squeezed: str) -> bool:
+    """Whether a text has `word` in it, as it is or as JSON."""
+    as_json = (json.dumps(word, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+    return any(_squeezed(form) in squeezed for form in chain([word], as_json))
 
 
 def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> Messages:
     """The messages. Arguments of tool calls become JSON text if the template refuses dicts or prints them as Python."""
-    calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-    arguments = [(call.get("function") or call).get("arguments") for call in calls]
+    arguments = [function.get("arguments") for message in messages for function in _called(message)]
     objects = [value for value in arguments if isinstance(value, dict) and value]
     if not objects:
         return messages
@@ -227,24 +224,18 @@ def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> 
     ]
 
 
-def _letters(text: str) -> str:
-    """A text without white space, which templates change."""
-    return "".join(text.split())
-
-
-def _leaves(value: Any) -> list[Any]:
-    """The values in nested lists and mappings."""
-    if isinstance(value, dict | list):
-        return [leaf for item in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(item)]
-    return [value]
-
-
 def _only_turns(spans: list[Span], turns: list[int], wanted: list[int], where: str) -> list[Span]:
-    """The spans of the `wanted` turns."""
-    if len(spans) != len(turns) and wanted != turns[-1:]:
-        raise ConfigError(f"{where}: the chat template marks {len(spans)} of {len(turns)} turns, so some cannot be left out")
-    pairs = zip(reversed(turns), reversed(spans), strict=False)
-    return [span for number, span in pairs if number in wanted]
+    """The spans that a template marks, reduced to those of the `wanted` turns."""
+    runs: list[Span] = []
+    for first, last in spans:
+        if runs and runs[-1][1] == first:  # a template may mark parts of a turn one by one
+            first = runs.pop()[0]
+        runs.append((first, last))
+    if wanted == turns:
+        return runs
+    if len(runs) != len(turns) and wanted != turns[-1:]:
+        raise ConfigError(f"{where}: the chat template marks {len(runs)} of {len(turns)} turns, so some cannot be left out")
+    return [run for number, run in zip(reversed(turns), reversed(runs), strict=False) if number in wanted][::-1]
 
 
 def _find_turn(render: Callable[..., Any], text: str, messages: Messages, number: int) -> Span | None:
@@ -287,7 +278,7 @@ def _find_by_placeholder(
         return None
     at_the_end = render(until_here).rpartition(HERE)[2]
     closing = "".join(a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(between, at_the_end, strict=False)))
-    if not closing and not between[0].isspace():
+    if not closing and at_the_end.strip() and not between[0].isspace():
         return None  # the last turn ends with another token
     whole = re.sub(r"<[^<>]*$", "", closing)  # drop a partial token, the common prefix of two, unless nothing else is left
     return len(before), end + len((whole if whole.strip() else closing).rstrip())

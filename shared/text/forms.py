@@ -11,7 +11,6 @@ from shared.process.errors import ConfigError
 
 Messages = list[dict[str, Any]]
 
-MARKS = ("weight", "train", "loss")  # keys of a turn; the loss does not count it with 0 or false
 ROLES = ["assistant", "system", "tool", "user"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 FORMS = {  # form: the columns that tell it; the first match counts
@@ -27,7 +26,7 @@ FORMS = {  # form: the columns that tell it; the first match counts
 class Example:
     """A record: either messages for the chat template, or prompt + completion, joined as they are.
 
-    The loss does not count an assistant's turn with one of MARKS.
+    The loss does not count an assistant's turn with "weight": 0.
     """
 
     messages: Messages | None = None
@@ -66,20 +65,16 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         question = _text(record, "instruction", where)
         if record.get("input"):
             question += "\n\n" + _text(record, "input", where)
-        answer = _text(record, "output", where)
-        pairs = [*(record.get("history") or ()), (question, answer)]  # history: the questions and answers before
-        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-            raise ConfigError(f"{where}: 'history' is expected as a list of [question, answer] pairs")
-        messages = system + [
-            {"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)
-        ]
+        messages = system
+        for asked, answer in [*_history(record, where), [question, _text(record, "output", where)]]:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     elif form == "ShareGPT conversations":
         messages = system
         for number, turn in enumerate(_list(record, "conversations", where), 1):
             if (role := str(turn.get("from"))) not in _SHAREGPT_ROLES:
                 raise ConfigError(f"{where}: turn {number} is from {role!r}, not {', '.join(_SHAREGPT_ROLES)}")
-            marks = {key: turn[key] for key in MARKS if key in turn}
-            messages.append({"role": _SHAREGPT_ROLES[role], "content": turn.get("value"), **marks})
+            others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+            messages.append({**others, "role": _SHAREGPT_ROLES[role], "content": turn.get("value")})
     elif form == "prompt and completion":
         prompt = [{**message, "weight": 0} for message in _list(record, "prompt", where)]
         messages = prompt + _list(record, "completion", where)
@@ -97,11 +92,26 @@ def _text(record: dict[str, Any], column: str, where: str) -> str:
     return record[column]
 
 
-def _list(record: dict[str, Any], column: str, where: str) -> Messages:
-    value = record[column]
-    if isinstance(value, str):  # CSV has no lists: people put JSON into a cell
+def _from_cell(value: Any) -> Any:
+    """CSV has no lists: people put JSON into a cell."""
+    if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
-            value = records.parse_json(value)
+            return records.parse_json(value)
+    return value
+
+
+def _history(record: dict[str, Any], where: str) -> list[list[str]]:
+    """Alpaca's earlier turns: pairs of a question and its answer."""
+    pairs = _from_cell(record.get("history")) or []
+    if not isinstance(pairs, list) or not all(isinstance(p, list) and [*map(type, p)] == [str, str] for p in pairs):
+        raise ConfigError(
+            f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename it if it is something else"
+        )
+    return pairs
+
+
+def _list(record: dict[str, Any], column: str, where: str) -> Messages:
+    value = _from_cell(record[column])
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected a list of objects")
     return value
@@ -121,11 +131,10 @@ def _checked(messages: Messages, where: str) -> Messages:
             raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str) and not calls:
             raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
-        for mark in MARKS:
-            if (value := message.pop(mark, 1)) not in (0, 1):
-                raise ConfigError(f"{where}: {mark} of message {number} is {value!r}, not 0 or 1")
-            if not value:
-                message |= {"weight": 0}
+        if message.get("weight", 1) not in (0, 1):
+            raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
+        if message.get("train") is False or message.get("loss") is False:  # other trainers' names for weight 0
+            message["weight"] = 0
         if isinstance(calls, list):
             message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
@@ -145,7 +154,5 @@ def with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
 
 def _parsed(arguments: Any) -> Any:
     """OpenAI's files hold arguments as a JSON string, which most templates would encode once more."""
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(arguments, str) and isinstance(value := records.parse_json(arguments), dict):
-            return value
-    return arguments
+    value = _from_cell(arguments)
+    return value if isinstance(value, dict) else arguments

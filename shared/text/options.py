@@ -53,8 +53,8 @@ class ChatConfig(TextConfig):
     seq_length: int = 1024
     # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length.
     packing: bool = True
-    # Tokens that the loss counts: every assistant turn (or the completion), the last assistant turn only, or all. A turn
-    # with "weight": 0 never counts.
+    # Tokens that the loss counts: every assistant turn (or the completion), the last assistant turn only, or all. The first
+    # two leave out turns with "weight": 0.
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     max_train_samples: int | None = None  # Use the first records only.
 
