@@ -3,13 +3,13 @@
 import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import IGNORED, Batch, Order, Row, permuted
-from shared.text.chat import Conversations
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -43,9 +43,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class Packed:
-    """Rows of several conversations each: `order.Samples` with `position_ids` that restart at each one."""
+    """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart at each one."""
 
-    def __init__(self, samples: Conversations, capacity: int) -> None:
+    def __init__(self, samples: Any, capacity: int) -> None:
         self.samples, self.capacity = samples, capacity
         self.bins = best_fit_decreasing(samples.lengths, capacity)
         self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])

@@ -84,7 +84,7 @@ def deepseek(blocks, dense, **changes):
 
 
 def test_blocks_that_two_cannot_stand_for_are_refused_in_one_line():
-    with pytest.raises(ConfigError, match="DeepseekV3Config: its blocks are not alike"):
+    with pytest.raises(ConfigError, match="DeepseekV3Config: its blocks differ in size"):
         list(memory.plan(memory.Job(deepseek(7, 2), 1, 8), 1))
     with pytest.raises(ConfigError, match="JambaForCausalLM has no list of equal blocks"):
         memory.count(memory.Job(JambaConfig(**SMALL, num_hidden_layers=8, num_experts=2), 1, 8))
