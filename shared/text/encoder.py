@@ -92,7 +92,7 @@ class Encoder:
         So the token " word" counts even if the prompt ends with the space and the completion begins with the word.
         """
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        places = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        places = np.fromiter(chain.from_iterable(encoded["offset_mapping"]), np.int64).reshape(-1, 2)
         inside = np.zeros(len(places), dtype=bool)
         for first, last in spans:
             inside |= (places[:, 1] > first) & (places[:, 0] < last)
@@ -145,7 +145,7 @@ class Encoder:
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
         found = [span for span in spans if span is not None]
-        parts = [_squeezed(text[first:last]) for first, last in found]
+        parts = [text[first:last] for first, last in found]
         may_be_empty = len(parts) == len(wanted) or not self.marks_turns  # a turn without marks is no empty answer
         if len(parts) != len(wanted):  # a template may mark several parts of a turn
             parts = ["".join(parts)] * len(wanted)
@@ -191,15 +191,13 @@ def _words(message: dict[str, Any]) -> list[str]:
     return [text for text in texts(values) if text.strip()]
 
 
-def _squeezed(text: str) -> str:
-    """A text without white space, since templates change it."""
-    return "".join(text.split())
-
-
-def _is_written(word: str, squeezed: str) -> bool:
-    """Whether a text has `word` in it, as it is or as JSON."""
-    as_json = (json.dumps(word, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-    return any(_squeezed(form) in squeezed for form in chain([word], as_json))
+def _is_written(word: str, text: str) -> bool:
+    """Whether a text has `word` in it, as it is or as JSON. White space does not count, since templates change it."""
+    if word in text:
+        return True
+    text = "".join(text.split())
+    forms = [word, *(json.dumps(word, ensure_ascii=ascii)[1:-1] for ascii in (False, True))]
+    return any("".join(form.split()) in text for form in forms)
 
 
 def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> Messages:
