@@ -13,6 +13,7 @@ from shared.models.checks import outside_of_text
 from shared.models.hub import from_hub
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError, first_line
+from shared.process.printing import print_main
 
 
 def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, device: torch.device) -> Any:
@@ -44,17 +45,39 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
     """`base` with trainable adapters in fp32: new ones, or those of --adapter_name_or_path. In training mode.
 
     Raises:
-        ConfigError: the flags name modules that the model does not have, or that cannot take adapters.
+        ConfigError: the flags name modules that the model does not have, or that cannot take adapters, or the given adapter
+            does not fit the model.
     """
-    from peft import PeftModel
-
-    if adapter.adapter_name_or_path:
-        model = from_hub(PeftModel, adapter.adapter_name_or_path, first=base, is_trainable=True)
-    else:
-        model = _new_adapters(base, adapter)
+    given = adapter.adapter_name_or_path
+    model = _given_adapters(base, given) if given else _new_adapters(base, adapter)
     if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
         require_own_embeddings(model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa")
     return trained_in_fp32(model)
+
+
+def _given_adapters(base: Any, name: str) -> Any:
+    from peft import PeftModel
+
+    missing: list[str] = []
+    unused: list[str] = []
+
+    def note(_: nn.Module, keys: Any) -> None:  # PEFT does not pass on what did not fit
+        missing.extend(keys.missing_keys)
+        unused.extend(keys.unexpected_keys)
+
+    hook = base.register_load_state_dict_post_hook(note)
+    model = from_hub(PeftModel, name, first=base, is_trainable=True)
+    hook.remove()
+    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}  # shared ones are there once
+    lost = [key.replace(".default", "") for key in missing if key in trained]
+    wrong = {"missing in its file": lost, "unused in its file": unused}
+    if found := [f"{len(keys)} weights are {what}, such as {keys[0]}" for what, keys in wrong.items() if keys]:
+        raise ConfigError(f"{name}: {'; '.join(found)}: rename them, or take the base that the adapter was made for")
+    lora = model.peft_config["default"]
+    if (before := lora.base_model_name_or_path) and before != base.name_or_path:
+        print_main(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")
+        lora.base_model_name_or_path = base.name_or_path
+    return model
 
 
 def _new_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:

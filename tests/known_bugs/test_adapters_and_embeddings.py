@@ -1,0 +1,55 @@
+"""Adapters are loaded whole and end their turns; every token in use has an embedding that is learned."""
+
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from shared.models.adapters import add_adapters
+from shared.models.options import AdapterConfig
+from shared.process.errors import ConfigError
+from tests.small_models import llama
+
+NOTHING = {"base_model.model.model.layers.0.mlp.up_proj.lora_C.weight": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: {f"_orig_mod.{name}": value for name, value in w.items()},
+            "28 weights are missing in its file, such as .*; 28 weights are unused in its file, such as _orig_mod",
+        ),
+        (
+            lambda w: dict(list(w.items())[1:]),
+            "1 weights are missing in its file, such as base_model.model.model.layers.0.mlp",
+        ),
+        (lambda w: w | NOTHING, "1 weights are unused in its file, such as base_model.model.model.layers.0"),
+    ],
+    ids=["prefix", "missing", "unused"],
+)
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path, change, message):
+    """peft#2118 (2024), transformers#46766 (2026): weights under other names were left aside, new ones trained."""
+    get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(tmp_path)
+    given = AdapterConfig(adapter_name_or_path=str(tmp_path))
+    add_adapters(llama(), given)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(tmp_path))}: {message}"):
+        add_adapters(llama(), given)
+
+
+def test_an_adapter_of_another_base_is_named(tmp_path, capsys):
+    """peft#2699 (2025): an adapter that was made for another base was taken without a word."""
+    base = llama()
+    base.name_or_path = "first"
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(tmp_path)
+    for name in ("first", "second"):
+        base = llama()
+        base.name_or_path = name
+        model = add_adapters(base, AdapterConfig(adapter_name_or_path=str(tmp_path)))
+        assert model.peft_config["default"].base_model_name_or_path == name
+        expected = f"warning: {tmp_path}: made for the base first, goes on with second\n" if name == "second" else ""
+        assert capsys.readouterr().err == expected
