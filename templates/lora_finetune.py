@@ -168,15 +168,18 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
     weights = gather_weights(run.accelerator, model, trainable_only=True)
     if not run.is_main:
         return
+    whole = run.unwrap(model)
+    end_generation_at(whole, data.held_out.meta["end"])  # the end-of-turn token ends generation
     with whole_folder(run.dir / "final") as folder:
-        adapters.save_adapter(folder, run.unwrap(model), weights, initial)
+        adapters.save_adapter(folder, whole, weights, initial)
+        whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        load, front = 'peft.AutoPeftModelForCausalLM.from_pretrained("final")', {"library_name": "peft", "base_model": name}
-        card = run.card(f"LoRA adapter of {Path(name).name}", data.about, load=load, **front)
+        front = {"library_name": "peft", "base_model": name}
+        card = run.card(f"LoRA adapter of {Path(name).name}", data.about, load=adapters.LOAD, **front)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if config.adapter.merge_adapter:
         merged = adapters.merge(name, config.adapter, config.speed, run.accelerator, run.dir / "final")
-        end_generation_at(merged, data.held_out.meta["end"])  # the end-of-turn token ends generation
+        merged.generation_config = whole.generation_config
         with whole_folder(run.dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

@@ -15,6 +15,11 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
+LOAD = """import peft, transformers
+
+model = peft.AutoPeftModelForCausalLM.from_pretrained("final")
+model.generation_config = transformers.GenerationConfig.from_pretrained("final")"""
+
 
 def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, device: torch.device) -> Any:
     """The frozen base model, in the launch config's precision, quantised if asked."""

@@ -1,15 +1,18 @@
 """Adapters are loaded whole and end their turns; every token in use has an embedding that is learned."""
 
 import re
+import shutil
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from shared.models.adapters import add_adapters
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
+from tests.conftest import run_here
 from tests.small_models import llama
 
 NOTHING = {"base_model.model.model.layers.0.mlp.up_proj.lora_C.weight": torch.zeros(1)}
@@ -53,3 +56,24 @@ def test_an_adapter_of_another_base_is_named(tmp_path, capsys):
         assert model.peft_config["default"].base_model_name_or_path == name
         expected = f"warning: {tmp_path}: made for the base first, goes on with second\n" if name == "second" else ""
         assert capsys.readouterr().err == expected
+
+
+def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model, chat_file, capsys):
+    """Qwen3#1064 (2025), LLaMA-Factory#7943 (2025): a base model with an adapter never stopped after its turn."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|pad|>\\n' }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    flags = ("--model_name_or_path", tmp_path / "model", "--train_file", chat_file, "--max_steps", 1, "--seq_length", 96)
+    run_here("lora_finetune", *flags, "--global_batch_size", 4, "--num_generations", 0, "--output_dir", tmp_path / "run")
+    end = tokenizer.convert_tokens_to_ids("<|pad|>")
+    assert f"generation ends at the token {end}, too, which ends the turns" in capsys.readouterr().err
+    load = re.search("```python\n(.*?)```", (tmp_path / "run/final/README.md").read_text(), re.DOTALL)
+    scope: dict = {}
+    exec(load[1].replace('"final"', repr(str(tmp_path / "run/final"))), scope)
+    model = scope["model"]
+    model.get_output_embeddings().register_forward_hook(lambda m, i, o: torch.eye(o.shape[-1])[end].expand_as(o))
+    prompt = torch.tensor([[5, 6, 7]])
+    done = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+    assert done[0, 3:].tolist() == [end]
