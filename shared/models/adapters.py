@@ -9,7 +9,7 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import SpeedConfig
-from shared.models.checks import outside_of_text
+from shared.models.checks import learn_padding_token, outside_of_text
 from shared.models.hub import from_hub
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError, first_line
@@ -53,6 +53,7 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
         ConfigError: the flags name modules that the model does not have, or that cannot take adapters, or the given adapter
             does not fit the model.
     """
+    learn_padding_token(base)
     given = adapter.adapter_name_or_path
     model = _given_adapters(base, given) if given else _new_adapters(base, adapter)
     if adapter.merge_adapter or adapter.init_lora_weights == "pissa":

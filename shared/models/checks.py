@@ -47,6 +47,13 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         )
 
 
+def learn_padding_token(model: nn.Module) -> None:
+    """Let the token that pads have a gradient: it may end texts, too. Padding itself gets none, no target sees it."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+
+
 def outside_of_text(model: Any) -> str | None:
     """A pattern of the names of modules that text does not pass through: the vision tower of a multimodal model."""
     inside = {model.get_decoder(), model.get_output_embeddings()}

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from shared.models.checks import freeze_outside_of_text, require_fit
+from shared.models.checks import freeze_outside_of_text, learn_padding_token, require_fit
 from shared.models.hub import from_architecture, from_hub, override
 from shared.models.options import PRESETS, ModelConfig
 from shared.process.errors import ConfigError
@@ -43,13 +43,15 @@ def build_causal_lm(
         )
         if config.config_name:
             architecture = from_hub(AutoConfig, config.config_name)
-        architecture.vocab_size = len(tokenizer)
-        architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        architecture.pad_token_id = None  # nothing is padded; transformers would freeze this token's embedding
+        text = architecture.get_text_config()  # of a multimodal model: its own part of the config
+        text.vocab_size = len(tokenizer)
+        text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        text.pad_token_id = None  # transformers would begin with zeros as this token's embedding
         override(architecture, config.config_overrides)
         options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
         model = from_architecture(AutoModelForCausalLM, architecture, **options)
-        model.config.pad_token_id = tokenizer.pad_token_id
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)
+    learn_padding_token(model)
     freeze_outside_of_text(model)
     return model

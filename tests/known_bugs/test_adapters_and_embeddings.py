@@ -7,10 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma3Config
 
 from shared.models.adapters import add_adapters
-from shared.models.options import AdapterConfig
+from shared.models.options import AdapterConfig, ModelConfig
+from shared.models.pretraining import build_causal_lm
 from shared.process.errors import ConfigError
 from tests.conftest import run_here
 from tests.small_models import llama
@@ -77,3 +78,37 @@ def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model,
     prompt = torch.tensor([[5, 6, 7]])
     done = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
     assert done[0, 3:].tolist() == [end]
+
+
+@pytest.mark.parametrize("save", [False, True], ids=["pretraining", "modules_to_save"])
+def test_the_end_of_text_token_is_learned_where_it_pads_too(tmp_path, tiny_model, save):
+    """h2o-llmstudio#298 (2023): the embedding of the token that pads got no gradient, though it ends every text."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    end = tokenizer.eos_token_id
+    if save:
+        model = add_adapters(llama(pad_token_id=end, eos_token_id=end), AdapterConfig(modules_to_save=("embed_tokens",)))
+    else:
+        llama(pad_token_id=end, eos_token_id=end, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+        config = ModelConfig(model_name_or_path=str(tmp_path))
+        model = build_causal_lm(config, tokenizer, seq_length=8, attn_implementation="sdpa", tie_word_embeddings=False)
+    model(input_ids=torch.tensor([[end, 5, 6]])).logits.square().sum().backward()
+    (embedding,) = (p for n, p in model.named_parameters() if "embed_tokens" in n and p.requires_grad)
+    assert embedding.grad[end].abs().sum() > 0
+
+
+def test_a_composite_models_text_config_gets_the_tokenizers_settings(tmp_path, tiny_model):
+    """The same bug: the outer config of Gemma 3 got the vocabulary and the padding token, which nothing reads there."""
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+    text = {"num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": 99, "layer_types": None}
+    vision = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    Gemma3Config(text_config=shape | text, vision_config=shape | vision).save_pretrained(tmp_path)
+    config = ModelConfig(config_name=str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = build_causal_lm(config, tokenizer, seq_length=8, attn_implementation="sdpa", tie_word_embeddings=False)
+    embedding, text = model.get_input_embeddings(), model.config.text_config
+    assert (embedding.num_embeddings, embedding.padding_idx) == (len(tokenizer), None)
+    assert (text.vocab_size, text.eos_token_id, text.pad_token_id) == (
+        len(tokenizer),
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
