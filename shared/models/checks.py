@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from shared.models.counts import _numel
@@ -52,6 +54,24 @@ def learn_padding_token(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
+
+
+def warn_of_untrained_tokens(model: Any, tokenizer: Any, ids: np.ndarray) -> None:
+    """Warn of special tokens among `ids` whose embeddings are frozen and all zero, or the same as another's."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weight = getattr(ends[0], "weight", None)
+    if weight is None or any(p.requires_grad for p in ends[0].parameters()):
+        return
+    added = torch.tensor(sorted(i for i in tokenizer.added_tokens_decoder if i < len(weight)), dtype=torch.long)
+    rows = weight[added.to(weight.device)].detach().float().cpu()
+    _, place, count = rows[:, :64].unique(dim=0, return_inverse=True, return_counts=True)  # enough to tell rows apart, fast
+    idle = added[(count[place] > 1) | (rows.abs().amax(1) < 1e-16)]
+    if used := tokenizer.convert_ids_to_tokens(np.intersect1d(idle, ids).tolist()):
+        names = " ".join(name.rpartition(".")[2] for name, module in model.named_modules() if module in ends)
+        print_main(
+            f"warning: the embeddings of {', '.join(used)} were never trained (all zeros, or the same as another's): "
+            f"add --modules_to_save {names}"
+        )
 
 
 def outside_of_text(model: Any) -> str | None:

@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -10,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Gemma3Config
 
 from shared.models.adapters import add_adapters
+from shared.models.checks import warn_of_untrained_tokens
 from shared.models.options import AdapterConfig, ModelConfig
 from shared.models.pretraining import build_causal_lm
 from shared.process.errors import ConfigError
 from tests.conftest import run_here
-from tests.small_models import llama
+from tests.small_models import llama, tokens
 
 NOTHING = {"base_model.model.model.layers.0.mlp.up_proj.lora_C.weight": torch.zeros(1)}
 
@@ -112,3 +114,22 @@ def test_a_composite_models_text_config_gets_the_tokenizers_settings(tmp_path, t
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
     )
+
+
+def test_tokens_that_were_never_trained_are_named(tiny_model, capsys):
+    """unsloth#658 (2024): a base's rows of chat tokens are zero, or all alike, and LoRA leaves them so."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>", "<|c|>", "<|d|>"]})
+    a, b, c, d = tokenizer.convert_tokens_to_ids(["<|a|>", "<|b|>", "<|c|>", "<|d|>"])
+    model = llama(vocab_size=len(tokenizer))
+    rows = model.get_input_embeddings().weight.data
+    rows[a], rows[c] = 0, rows[b]
+    used = np.array([5, 5, a, b, d, 7], np.int32)
+    warn_of_untrained_tokens(add_adapters(model, AdapterConfig()), tokenizer, used)
+    message = "the embeddings of <|a|>, <|b|> were never trained (all zeros, or the same as another's): "
+    assert capsys.readouterr().err == f"warning: {message}add --modules_to_save embed_tokens lm_head\n"
+    for changes, text in (({}, tokens(9).numpy()), ({"modules_to_save": ("embed_tokens",)}, used)):
+        base = llama(vocab_size=len(tokenizer))
+        base.get_input_embeddings().weight.data[a] = 0
+        warn_of_untrained_tokens(add_adapters(base, AdapterConfig(**changes)), tokenizer, text)
+        assert capsys.readouterr().err == ""
