@@ -65,7 +65,7 @@ from shared.data.loader import Loader
 from shared.data.order import EvenSubset, Order, Samples
 from shared.models import adapters, attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
-from shared.models.checks import require_fit
+from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations, end_generation_at, first_lines
 from shared.models.hub import from_hub
@@ -124,13 +124,15 @@ def build_datasets(run: Run, tokenizer: Any) -> Data:
     return Data(loader, Loader(chosen, padded, eval_order, per_device=size, **share), held_out, about)
 
 
-def build_model(run: Run, tokenizer: Any) -> nn.Module:
+def build_model(run: Run, tokenizer: Any, data: Data) -> nn.Module:
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
     config = run.config
     base = adapters.load_base(config.model_name_or_path, config.adapter, config.speed, run.accelerator, run.device)
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
-    return adapters.add_adapters(base, config.adapter)
+    model = adapters.add_adapters(base, config.adapter)
+    warn_of_untrained_tokens(model, tokenizer, data.held_out.ids[:100_000])
+    return model
 
 
 def evaluate(run: Run, model: nn.Module, data: Data, tokenizer: Any) -> None:
@@ -168,15 +170,18 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
     weights = gather_weights(run.accelerator, model, trainable_only=True)
     if not run.is_main:
         return
+    whole = run.unwrap(model)
+    end_generation_at(whole, data.held_out.meta["end"])  # the end-of-turn token ends generation
     with whole_folder(run.dir / "final") as folder:
-        adapters.save_adapter(folder, run.unwrap(model), weights, initial)
+        adapters.save_adapter(folder, whole, weights, initial)
+        whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        load, front = 'peft.AutoPeftModelForCausalLM.from_pretrained("final")', {"library_name": "peft", "base_model": name}
-        card = run.card(f"LoRA adapter of {Path(name).name}", data.about, load=load, **front)
+        front = {"library_name": "peft", "base_model": name}
+        card = run.card(f"LoRA adapter of {Path(name).name}", data.about, load=adapters.LOAD, **front)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if config.adapter.merge_adapter:
         merged = adapters.merge(name, config.adapter, config.speed, run.accelerator, run.dir / "final")
-        end_generation_at(merged, data.held_out.meta["end"])  # the end-of-turn token ends generation
+        merged.generation_config = whole.generation_config
         with whole_folder(run.dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -189,7 +194,7 @@ def main(config: Config) -> None:
     run = Run(config, "lora_finetune")
     tokenizer = from_hub(AutoTokenizer, config.model_name_or_path)
     data = build_datasets(run, tokenizer)
-    model = build_model(run, tokenizer)
+    model = build_model(run, tokenizer, data)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, data.held_out.meta["context"])

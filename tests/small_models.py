@@ -7,8 +7,8 @@ VOCAB = 64
 
 
 def llama(**changes):
-    options = {"num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48} | changes
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=32, num_attention_heads=2, **options))
+    options = {"vocab_size": VOCAB, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48} | changes
+    return LlamaForCausalLM(LlamaConfig(hidden_size=32, num_attention_heads=2, **options))
 
 
 def make(name, attention="sdpa"):

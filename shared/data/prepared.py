@@ -94,6 +94,11 @@ def leading_bos(tokenizer: Any) -> list[int]:
     return [tokenizer.bos_token_id] if ids[:1] == [tokenizer.bos_token_id] and len(ids) > 1 else []
 
 
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than the highest token id: a vocabulary may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
     """For a block that reads what `build_once` left in `folder`: damage is a ConfigError that says what to do."""

@@ -9,10 +9,16 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import SpeedConfig
-from shared.models.checks import outside_of_text
+from shared.models.checks import learn_padding_token, outside_of_text
 from shared.models.hub import from_hub
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError, first_line
+from shared.process.printing import print_main
+
+LOAD = """import peft, transformers
+
+model = peft.AutoPeftModelForCausalLM.from_pretrained("final")
+model.generation_config = transformers.GenerationConfig.from_pretrained("final")"""
 
 
 def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, device: torch.device) -> Any:
@@ -36,8 +42,7 @@ def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator
             bnb_4bit_quant_storage=dtype if sharded else torch.uint8,
         )
     base = from_hub(AutoModelForCausalLM, name, **options)
-    base.get_input_embeddings().padding_idx = None  # that row would have no gradient, and may be the end of texts
-    keep_quantized(base)
+    keep_4bit_layout(base)
     return base
 
 
@@ -45,17 +50,40 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
     """`base` with trainable adapters in fp32: new ones, or those of --adapter_name_or_path. In training mode.
 
     Raises:
-        ConfigError: the flags name modules that the model does not have, or that cannot take adapters.
+        ConfigError: the flags name modules that the model does not have, or that cannot take adapters, or the given adapter
+            does not fit the model.
     """
+    learn_padding_token(base)
+    given = adapter.adapter_name_or_path
+    model = _given_adapters(base, given) if given else _new_adapters(base, adapter)
+    if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
+        refuse_tied_embeddings(model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa")
+    return trained_in_fp32(model)
+
+
+def _given_adapters(base: Any, name: str) -> Any:
     from peft import PeftModel
 
-    if adapter.adapter_name_or_path:
-        model = from_hub(PeftModel, adapter.adapter_name_or_path, first=base, is_trainable=True)
-    else:
-        model = _new_adapters(base, adapter)
-    if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
-        require_own_embeddings(model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa")
-    return trained_in_fp32(model)
+    missing: list[str] = []
+    unused: list[str] = []
+
+    def note(_: nn.Module, keys: Any) -> None:  # PEFT does not pass on what did not fit
+        missing.extend(keys.missing_keys)
+        unused.extend(keys.unexpected_keys)
+
+    hook = base.register_load_state_dict_post_hook(note)
+    model = from_hub(PeftModel, name, first=base, is_trainable=True)  # PEFT's classes take the base first
+    hook.remove()
+    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}  # shared ones are there once
+    lost = [key.replace(".default", "") for key in missing if key in trained]
+    wrong = {"missing in its file": lost, "unused in its file": unused}
+    if found := [f"{len(keys)} weights are {what}, such as {keys[0]}" for what, keys in wrong.items() if keys]:
+        raise ConfigError(f"{name}: {'; '.join(found)}: rename them, or take the base that the adapter was made for")
+    lora = model.peft_config["default"]
+    if (before := lora.base_model_name_or_path) and before != base.name_or_path:
+        print_main(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")
+        lora.base_model_name_or_path = base.name_or_path
+    return model
 
 
 def _new_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
@@ -64,7 +92,7 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
     targets = adapter.lora_target_modules
     last_names = {name.rpartition(".")[2] for name, _ in base.named_modules() if name}
     for flag, names in (("lora_target_modules", targets), ("modules_to_save", adapter.modules_to_save)):
-        for name in names if names != ("all-linear",) else ():  # of several, PEFT leaves out those that it does not find
+        for name in names if names != ("all-linear",) else ():  # PEFT skips unknown names if one matches
             if name.rpartition(".")[2] not in last_names:
                 raise ConfigError(f"--{flag} {name}: the model has no module of that name")
     lora = LoraConfig(
@@ -86,7 +114,7 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
 
 
 def pissa_start(model: nn.Module, adapter: AdapterConfig) -> dict[str, torch.Tensor]:
-    """What `save_adapter` needs of the initial adapters, on the CPU: nothing unless they are PiSSA's. Before training."""
+    """A copy of the initial adapters on the CPU if they are PiSSA's, else {}. Call before training."""
     if adapter.init_lora_weights != "pissa":
         return {}
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -97,19 +125,19 @@ def save_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor], ini
 
     Args:
         model: the PEFT model, not wrapped.
-        weights: of `gather_weights`, those that were trained.
-        initial: of `pissa_start`.
+        weights: the trained ones, as `gather_weights` returns them.
+        initial: the result of `pissa_start`.
     """
     if initial:
         weights = pissa_to_lora(weights, initial)
         lora = model.peft_config["default"]
         lora.r, lora.init_lora_weights = 2 * lora.r, True
-        lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # the scale stays
+        lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # the scale stays: alpha / r, with rsLoRA alpha / sqrt(r)
     model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
 
 
 def merge(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, adapter_folder: Path) -> Any:
-    """The base, dequantised, with the saved adapter added in, on the CPU: the device still holds the model in training."""
+    """The base, loaded again on the CPU and dequantised, with the saved adapter merged in. The GPU still holds the model."""
     from peft import PeftModel
 
     base = load_base(name, adapter, speed, accelerator, torch.device("cpu"))
@@ -134,8 +162,8 @@ def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Ten
     return {name: convert(name, value) for name, value in weights.items()}
 
 
-def require_own_embeddings(model: Any, why: str) -> None:
-    """Refuse adapters on an embedding that input and output share: added to it, they change both.
+def refuse_tied_embeddings(model: Any, why: str) -> None:
+    """Refuse an adapter on a tied embedding: merged, it would change the input and the output matrix.
 
     Args:
         why: the flag that adds them.
@@ -157,22 +185,22 @@ def trained_in_fp32(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    spare_input_casts(model)
-    return model.train()  # from_pretrained leaves dropout off
+    skip_input_casts(model)
+    return model.train()  # from_pretrained returns the model in eval mode
 
 
-def spare_input_casts(model: nn.Module) -> None:
+def skip_input_casts(model: nn.Module) -> None:
     """Let adapters take their inputs as they are. PEFT casts them to fp32, autocast casts them back, both copies are kept.
 
-    The numbers stay the same (with lora_dropout to the rounding of its scale). DoRA and its like are left alone: they
-    compute more with the cast input.
+    The numbers stay the same (with lora_dropout, up to rounding). DoRA and similar variants are left alone: they also use
+    the cast input elsewhere.
     """
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
             module.cast_input_dtype_enabled = False  # type: ignore[assignment]
 
 
-def keep_quantized(model: nn.Module) -> None:
+def keep_4bit_layout(model: nn.Module) -> None:
     """Stop bitsandbytes from rearranging 4-bit weights in an evaluation, as it does on CPUs with AVX512-BF16.
 
     It rounds the scales to bf16 for good: later steps would differ from a run that never evaluated, and FSDP would

@@ -4,8 +4,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
+from shared.data.prepared import vocabulary_size
 from shared.models.counts import _numel, experts_of
 from shared.models.loss import can_balance
 from shared.process.errors import ConfigError
@@ -45,10 +48,35 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
     if context is not None and seq_length > context:
         raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
     embeddings = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > embeddings:
+    if (tokens := vocabulary_size(tokenizer)) > embeddings:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model only {embeddings} embeddings: "
+            f"the tokenizer has {tokens} tokens, the model only {embeddings} embeddings: "
             "they do not belong together, or one of them was extended alone"
+        )
+
+
+def learn_padding_token(model: nn.Module) -> None:
+    """Let the token that pads have a gradient: it may end texts, too. Padding itself gets none, no target sees it."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+
+
+def warn_of_untrained_tokens(model: Any, tokenizer: Any, ids: np.ndarray) -> None:
+    """Warn of special tokens among `ids` whose embeddings are frozen and all zero, or the same as another's."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weight = getattr(ends[0], "weight", None)
+    if weight is None or any(p.requires_grad for p in ends[0].parameters()):
+        return
+    added = torch.tensor(sorted(i for i in tokenizer.added_tokens_decoder if i < len(weight)), dtype=torch.long)
+    rows = weight[added.to(weight.device)].detach().float().cpu()
+    _, place, count = rows[:, :64].unique(dim=0, return_inverse=True, return_counts=True)  # enough to tell rows apart, fast
+    idle = added[(count[place] > 1) | (rows.abs().amax(1) < 1e-16)]
+    if used := tokenizer.convert_ids_to_tokens(np.intersect1d(idle, ids).tolist()):
+        names = " ".join(name.rpartition(".")[2] for name, module in model.named_modules() if module in ends)
+        print_main(
+            f"warning: the embeddings of {', '.join(used)} were never trained (all zeros, or the same as another's): "
+            f"add --modules_to_save {names}"
         )
 
 

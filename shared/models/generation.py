@@ -25,6 +25,7 @@ def end_generation_at(model: Any, end: int | None) -> None:
         print_main(f"warning: the model's generation settings cannot be changed: they do not end a text at token {end}")
         return
     settings.eos_token_id = [*ends, end] if ends else end
+    print_main(f"generation ends at the token {end}, too, which ends the turns (the model's settings named {before})")
 
 
 def first_lines(text: str, most: int = 8) -> str:

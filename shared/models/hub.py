@@ -157,7 +157,8 @@ def override(config: Any, changes: str | None) -> None:
         if not change:
             continue
         key, equals, value = change.partition("=")
-        if not equals or not hasattr(config, key):
+        part = config if hasattr(config, key) else config.get_text_config()
+        if not equals or not hasattr(part, key):
             known = sorted(k for k in vars(config) if not k.startswith("_"))
             raise ConfigError(f"--config_overrides {change}: expected key=value with a key of {', '.join(known)}")
         try:
@@ -165,7 +166,7 @@ def override(config: Any, changes: str | None) -> None:
         except ValueError:
             parsed = value
         try:
-            setattr(config, key, parsed)
+            setattr(part, key, parsed)
         except Exception as error:  # configs check the type themselves, with an error of their own
             raise ConfigError(f"--config_overrides {change}: {first_line(error.__cause__ or error)}") from error
 

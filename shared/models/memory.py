@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shared.models import loss as lm_loss
-from shared.models.adapters import spare_input_casts
+from shared.models.adapters import skip_input_casts
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.process.errors import ConfigError
@@ -100,7 +100,7 @@ def _on_meta(job: Job, depth: int | None = None, gathered: bool = False) -> nn.M
 
             lora = LoraConfig(task_type="CAUSAL_LM", r=job.lora_r, target_modules="all-linear")
             model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-            spare_input_casts(model)
+            skip_input_casts(model)
     return model
 
 

@@ -3,7 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from shared.models.checks import freeze_outside_of_text, require_fit
+from shared.data.prepared import vocabulary_size
+from shared.models.checks import freeze_outside_of_text, learn_padding_token, require_fit
 from shared.models.hub import from_architecture, from_hub, override
 from shared.models.loss import can_balance
 from shared.models.options import PRESETS, ModelConfig
@@ -44,16 +45,17 @@ def build_causal_lm(
         )
         if config.config_name:
             architecture = from_hub(AutoConfig, config.config_name)
-        architecture.vocab_size = len(tokenizer)
-        architecture.bos_token_id, architecture.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        if can_balance(architecture):  # before the overrides, which may turn it off
-            architecture.get_text_config().output_router_logits = True
-        architecture.pad_token_id = None  # nothing is padded; transformers would freeze this token's embedding
+        text = architecture.get_text_config()  # of a multimodal model: its own part of the config
+        text.vocab_size = vocabulary_size(tokenizer)
+        text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        text.pad_token_id = None  # transformers would begin with zeros as this token's embedding
+        if can_balance(text):  # before the overrides, which may turn it off
+            text.output_router_logits = True
         override(architecture, config.config_overrides)
         options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
         model = from_architecture(AutoModelForCausalLM, architecture, **options)
-        model.config.pad_token_id = tokenizer.pad_token_id
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)
-    model.get_input_embeddings().padding_idx = None  # that row would have no gradient, and may be the end of texts
+    learn_padding_token(model)
     freeze_outside_of_text(model)
     return model

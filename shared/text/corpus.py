@@ -231,8 +231,8 @@ def write_tokens(
     """
     from tqdm import tqdm
 
-    highest, percent = max(tokenizer.get_vocab().values()), config.validation_split_percentage  # a vocabulary may have gaps
-    dtype = np.dtype(np.uint16 if highest < 2**16 else np.uint32)
+    percent = config.validation_split_percentage
+    dtype = np.dtype(np.uint16 if prepared.vocabulary_size(tokenizer) <= 2**16 else np.uint32)
     writers = {split: _Writer(folder, split, dtype) for split in ("train", "validation")}
     progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
     for source in filter(None, (train, validation)):

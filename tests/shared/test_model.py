@@ -29,7 +29,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared.models.adapters import pissa_to_lora, require_own_embeddings, trained_in_fp32
+from shared.models.adapters import pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
 from shared.models.blocks import compile_blocks, repeated_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
 from shared.models.checks import outside_of_text, require_fit
@@ -526,9 +526,9 @@ def test_adapters_are_not_added_to_what_input_and_output_share(tied, target):
     adapted = get_peft_model(llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", target_modules=[target]))
     if tied and target != "q_proj":
         with pytest.raises(ConfigError, match=f"--merge_adapter adds the adapter of {target} to a matrix"):
-            require_own_embeddings(adapted, "--merge_adapter")
+            refuse_tied_embeddings(adapted, "--merge_adapter")
     else:
-        require_own_embeddings(adapted, "--merge_adapter")
+        refuse_tied_embeddings(adapted, "--merge_adapter")
 
 
 def test_frozen_weights_are_told_apart(tmp_path):
