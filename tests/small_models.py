@@ -1,5 +1,7 @@
 """Models of a few thousand random weights."""
 
+from types import SimpleNamespace
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -28,3 +30,8 @@ def make(name, attention="sdpa"):
 
 def tokens(*shape, seed=0):
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def words(count: int) -> SimpleNamespace:
+    """What the checks of a model ask of a tokenizer: its ids, here from 0 without gaps."""
+    return SimpleNamespace(get_vocab=lambda: {str(number): number for number in range(count)})

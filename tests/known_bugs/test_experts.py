@@ -14,7 +14,7 @@ from shared.models.pipeline import Pipeline
 from shared.models.pretraining import build_causal_lm
 from shared.process.errors import ConfigError
 from tests.conftest import Run, run_here
-from tests.small_models import VOCAB, tokens
+from tests.small_models import VOCAB, tokens, words
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 MIXTRAL = SIZES | {"num_key_value_heads": 1, "num_local_experts": 4, "router_aux_loss_coef": 0.5, "vocab_size": VOCAB}
@@ -74,7 +74,7 @@ def test_fine_tuning_balances_experts_as_the_config_says_and_says_so(capsys):
     }
     for expected, config in told.items():
         with torch.device("meta"):
-            require_fit(AutoModelForCausalLM.from_config(config), range(VOCAB), 8)
+            require_fit(AutoModelForCausalLM.from_config(config), words(VOCAB), 8)
         assert expected in capsys.readouterr().err
 
 

@@ -31,7 +31,7 @@ from shared.text.forms import Example
 from shared.training import optim, step
 from tests.conftest import load_template, paint
 from tests.run.test_checkpoint import make as checkpointer
-from tests.small_models import VOCAB, llama, tokens
+from tests.small_models import VOCAB, llama, tokens, words
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB}
 FP32_LAUNCH, BF16_LAUNCH = (SimpleNamespace(mixed_precision=p, distributed_type=DistributedType.NO) for p in ("no", "bf16"))
@@ -45,7 +45,7 @@ def saved(folder, dtype=torch.bfloat16, **changes) -> str:
 
 def to_pretrain(name):
     options = {"seq_length": 8, "attn_implementation": "sdpa", "tie_word_embeddings": False}
-    return pretraining.build_causal_lm(ModelConfig(model_name_or_path=name), range(VOCAB), **options)
+    return pretraining.build_causal_lm(ModelConfig(model_name_or_path=name), words(VOCAB), **options)
 
 
 def to_fine_tune(name, launched=FP32_LAUNCH, **options):

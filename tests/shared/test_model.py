@@ -38,7 +38,7 @@ from shared.models.generation import continuations, end_generation_at, first_lin
 from shared.models.hub import from_hub, identity_of_frozen, override
 from shared.models.loss import causal_lm_loss
 from shared.process.errors import ConfigError
-from tests.small_models import VOCAB, llama, make, tokens
+from tests.small_models import VOCAB, llama, make, tokens, words
 
 # Gradient checkpointing ----------------------------------------------------------------------------------------------
 
@@ -344,14 +344,14 @@ def test_override_refuses_what_the_config_does_not_have(change):
 
 def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
     subject = llama(max_position_embeddings=16)
-    require_fit(subject, range(VOCAB), 16)
+    require_fit(subject, words(VOCAB), 16)
     with pytest.raises(ConfigError, match="--seq_length 17 is longer than the model's context of 16 tokens"):
-        require_fit(subject, range(VOCAB), 17)
+        require_fit(subject, words(VOCAB), 17)
 
 
 def test_tokens_without_an_embedding_are_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=f"the tokenizer has {VOCAB + 1} tokens, the model only {VOCAB} embeddings"):
-        require_fit(llama(), range(VOCAB + 1), 8)
+        require_fit(llama(), words(VOCAB + 1), 8)
 
 
 @pytest.mark.parametrize(("auto_class", "name"), [(AutoConfig, "/no/such"), (AutoTokenizer, "no such")])
@@ -502,10 +502,10 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
         first, second = (subject(input_ids=t, use_cache=False).logits[:, :-1] for t in (tokens, other))
     assert torch.equal(first, second) == causal
     if causal:
-        require_fit(subject, range(VOCAB), 8)
+        require_fit(subject, words(VOCAB), 8)
     else:
         with pytest.raises(ConfigError, match="sees the tokens that it is to predict"):
-            require_fit(subject, range(VOCAB), 8)
+            require_fit(subject, words(VOCAB), 8)
 
 
 def test_adapters_are_put_where_text_passes():
