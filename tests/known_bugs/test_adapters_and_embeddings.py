@@ -104,11 +104,12 @@ def test_a_composite_models_text_config_gets_the_tokenizers_settings(tmp_path, t
     text = {"num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": 99, "layer_types": None}
     vision = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     Gemma3Config(text_config=shape | text, vision_config=shape | vision).save_pretrained(tmp_path)
-    config = ModelConfig(config_name=str(tmp_path))
+    config = ModelConfig(config_name=str(tmp_path), config_overrides="intermediate_size=40")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model = build_causal_lm(config, tokenizer, seq_length=8, attn_implementation="sdpa", tie_word_embeddings=False)
     embedding, text = model.get_input_embeddings(), model.config.text_config
     assert (embedding.num_embeddings, embedding.padding_idx) == (len(tokenizer), None)
+    assert text.intermediate_size == 40
     assert (text.vocab_size, text.eos_token_id, text.pad_token_id) == (
         len(tokenizer),
         tokenizer.eos_token_id,
