@@ -157,17 +157,6 @@ def test_compiled_blocks_keep_the_names_of_their_weights():
     assert [*model.state_dict()] == before
 
 
-@pytest.mark.parametrize("way", ["pretrain", "modules_to_save"])
-def test_the_embedding_of_an_end_that_is_also_the_padding_learns(tmp_path, way):
-    """torch.nn.Embedding's documentation: the row `padding_idx` has no gradient; models may set it to their end."""
-    name = saved(tmp_path, torch.float32, eos_token_id=2, pad_token_id=2)
-    model = to_pretrain(name) if way == "pretrain" else to_fine_tune(name, modules_to_save=("embed_tokens",))
-    ids = torch.tensor([[1, 2, 3, 2, 4]])
-    causal_lm_loss(model, {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}).backward()
-    (gradient,) = (p.grad for name, p in model.named_parameters() if "embed_tokens" in name and p.requires_grad)
-    assert gradient[[1, 2, 3]].abs().sum(1).gt(0).all()
-
-
 # Gradients -------------------------------------------------------------------------------------------------------------
 
 
