@@ -131,7 +131,7 @@ class Run:
         """
         config, given = self.config, configs.flatten(self.config)
         self.train, self.total_steps = train, total_steps
-        self.eval_steps = config.evaluation.eval_steps or train.steps_per_epoch or total_steps  # a stream has no known epoch
+        self.eval_steps = config.evaluation.eval_steps or train.steps_per_epoch or total_steps
         model = self.models["model"]
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
         self.saver = Checkpointer(
