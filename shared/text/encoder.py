@@ -50,11 +50,13 @@ class Encoder:
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.writes_text = True
         self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
         with contextlib.suppress(Exception):  # a template may refuse these turns
             turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
-            after = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(HERE)[2]
+            _, found, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(HERE)
             self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
+            self.writes_text = bool(found)
         self.lost: list[str] = []  # learned turns with words that the chat template does not write; the caller empties it
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
@@ -108,6 +110,11 @@ class Encoder:
         return None
 
     def _chat(self, messages: Messages, tools: Messages | None, where: str) -> tuple[list[int], np.ndarray]:
+        if not self.writes_text:
+            raise ConfigError(
+                f"{where}: the chat template leaves out what the assistant says, since it takes lists of parts of text and "
+                "images: use a tokenizer whose chat template takes text"
+            )
         if tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
