@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,20 @@ class Encoder:
                 return None
         return None
 
+    @cached_property
+    def _writes_text(self) -> bool:
+        """Whether the chat template writes what turns say. Templates for lists of parts leave out content that is text."""
+        with contextlib.suppress(Exception):  # a template may refuse these turns
+            turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
+            return HERE in str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+        return True
+
     def _chat(self, messages: Messages, tools: Messages | None, where: str) -> tuple[list[int], np.ndarray]:
+        if not self._writes_text:
+            raise ConfigError(
+                f"{where}: the chat template leaves out what the assistant says, since it takes lists of parts of text and "
+                "images: use a tokenizer whose chat template takes text"
+            )
         if tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):

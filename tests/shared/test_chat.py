@@ -188,7 +188,8 @@ def test_the_last_answer_suffices_where_only_it_is_learned(chatml):
 
 
 def test_turns_that_cannot_be_found_are_refused(chatml):
-    chatml.chat_template = CHATML.replace("m['content']", "m['content'] | length | string + loop.revindex | string")
+    said = "m['content'] | length | string + loop.revindex | string + m['content'][:1]"
+    chatml.chat_template = CHATML.replace("m['content']", said)
     with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
         Encoder(chatml, "assistant")(Example(TURNS), "here")
     ids, mask = Encoder(chatml, "all")(Example(TURNS), "here")
