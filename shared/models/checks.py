@@ -27,7 +27,7 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         raise ConfigError(f"{type(model).__name__} has blocks that only images reach: text alone cannot train them")
     # Encoders can be made decoders, by a setting that GPT-NeoX has, too, and never looks at.
     sees_all = getattr(text, "is_decoder", True) is False and "gpt_neox" not in text.model_type
-    if sees_all or text.model_type in ("xlm", "xlnet"):
+    if sees_all or text.model_type in ("cpmant", "prophetnet", "xlm", "xlnet"):
         raise ConfigError(
             f"{type(model).__name__} sees the tokens that it is to predict (its config says is_decoder: "
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
