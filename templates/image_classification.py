@@ -135,7 +135,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
     if config.config_name:
         architecture = from_hub(AutoConfig, config.config_name)
     if hasattr(architecture, "image_size"):
-        architecture.image_size = image_size
+        architecture.image_size = [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
     override(architecture, config.config_overrides)
     classifier.name_classes(architecture, classes)
     return from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32, **options), classes

@@ -60,6 +60,7 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
 
 def name_classes(config: Any, classes: tuple[str, ...]) -> None:
     """Put the names of the classes, and so their number, into a model's config."""
+    config.num_labels = len(classes)  # PVT's configs have a number of their own
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: number for number, name in config.id2label.items()}
     if hasattr(config, "label_names"):  # timm's own, which would win when the config is saved
