@@ -123,9 +123,8 @@ class Encoder:
             )
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
-        messages = [{k: v for k, v in message.items() if k != "weight" and v is not None} for message in messages]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         try:
-            said = [_words(messages[number]) for number in wanted]
             template = self._with_fixed_date(tools)
             options: Any = {"tools": tools, "chat_template": template}
             render: Any = partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
@@ -152,20 +151,29 @@ class Encoder:
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
         found = [span for span in spans if span is not None]
-        parts = [text[first:last] for first, last in found]
-        may_be_empty = len(parts) == len(wanted) or not self.marks_turns  # a turn without marks is no empty answer
-        if len(parts) != len(wanted):  # a template may mark several parts of a turn
-            parts = ["".join(parts)] * len(wanted)
-        for number, words, part in zip(wanted, said, parts, strict=True):
+        self._look_for({n: messages[n] for n in wanted}, [text[first:last] for first, last in found], where)
+        return self._tokens(text, found)
+
+    def _look_for(self, learned: dict[int, dict[str, Any]], parts: list[str], where: str) -> None:
+        """Note turns with words that are not in the rendered text. Refuse one of which nothing is there.
+
+        Args:
+            learned: the learned turns, by their numbers.
+            parts: the learned parts of the rendered text.
+        """
+        may_be_empty = len(parts) == len(learned) or not self.marks_turns  # a turn without marks is no empty answer
+        if len(parts) != len(learned):  # a template may mark several parts of a turn
+            parts = ["".join(parts)] * len(learned)
+        for (number, message), part in zip(learned.items(), parts, strict=True):
+            words = _words(message)
             lost = [word for word in words if not _is_written(word, part)]
-            if may_be_empty and lost and lost == words and not str(messages[number].get("content", "")).strip():
+            if may_be_empty and lost and lost == words and not str(message.get("content") or "").strip():
                 raise ConfigError(
                     f"{where}: the chat template writes nothing of what the assistant says in message {number + 1}, so an "
                     f"empty answer would be learned ({lost[0][:40]!r} is missing): choose a model whose chat template "
                     'writes it, or give the message "weight": 0'
                 )
             self.lost += [f"{where}, message {number + 1}: {word[:40]!r}" for word in lost[:1]]
-        return self._tokens(text, found)
 
     def _with_fixed_date(self, tools: Messages | None) -> str:
         """The chat template for these `tools`. If it writes today's date, it gets a fixed date.
