@@ -82,7 +82,7 @@ def _given_adapters(base: Any, name: str) -> Any:
     lora = model.peft_config["default"]
     if (before := lora.base_model_name_or_path) and before != base.name_or_path:
         print_main(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")
-        lora.base_model_name_or_path = base.name_or_path
+        lora.base_model_name_or_path, lora.revision = base.name_or_path, None
     return model
 
 

@@ -55,11 +55,10 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         )
 
 
-def learn_padding_token(model: nn.Module) -> None:
+def learn_padding_token(model: Any) -> None:
     """Let the token that pads have a gradient: it may end texts, too. Padding itself gets none, no target sees it."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
+    if isinstance(embedding := model.get_input_embeddings(), nn.Embedding):
+        embedding.padding_idx = None
 
 
 def warn_of_untrained_tokens(model: Any, tokenizer: Any, ids: np.ndarray) -> None:

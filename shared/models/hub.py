@@ -69,6 +69,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
             reason = "it needs code of its own, which is never run here: take an architecture that transformers has"
         else:
             reason = first_line(error)
+            if isinstance(error, KeyError) and first is not None:
+                reason = f"its file lacks {error}: take the base that the adapter was made for"
             reason = " ".join(str(error).split()) if reason.endswith(":") else reason
         raise ConfigError(f"{name}: {reason}") from error
     if not whole:
