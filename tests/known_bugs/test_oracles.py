@@ -34,6 +34,7 @@ from shared.text.encoder import Encoder
 from shared.text.forms import Example
 from shared.text.packing import Packed, collate_packed, collate_padded
 from tests.conftest import load_template, slow
+from tests.small_models import words
 
 CPU, VOCAB = torch.device("cpu"), 64
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
@@ -128,8 +129,8 @@ def enlarge(model: Any) -> None:
             parameter.copy_(noise / math.sqrt(parameter[0].numel()))
 
 
-class Tokens(list[int]):
-    """Stands for a tokenizer and for documents of these lengths."""
+class Documents:
+    """Documents of these lengths."""
 
     lengths = np.array([150, 90, 40, 17, 11, 1])
 
@@ -153,7 +154,7 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small(CONFIG_MAPPING[name], OWN.get(name, {})), dtype=torch.float32).eval()
     try:
-        require_fit(model, Tokens(range(VOCAB)), 200)
+        require_fit(model, words(VOCAB), 200)
     except ConfigError:
         assert name in SEES_MORE
         return
@@ -173,7 +174,7 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     before, after = (model(input_ids=ids, use_cache=False).logits[:, :20] for ids in (tokens, later))
     assert (before - after).abs().max() <= 1e-4 * before.abs().max(), "it sees later tokens"
 
-    documents = Tokens()
+    documents = Documents()
     every = [documents[number] for number in range(len(documents.lengths))]
     alone = sum(float(causal_lm_loss(model, collate_padded([document]))) for document in every)
     if name not in BY_LENGTH:
