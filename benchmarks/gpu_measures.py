@@ -237,6 +237,9 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.tokens
 
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(self.tokens)}
+
 
 def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
