@@ -26,9 +26,8 @@ from shared.models.hub import from_architecture
 from shared.process.errors import ConfigError
 
 CHECKPOINTING = ("none", "2", "full")  # recompute no block, every second, all
-NF4_BYTES = (
-    0.5 + 1 / 64 + 4 / (64 * 256)
-)  # bytes a weight: 4 bits, a scale of 1 byte for 64 weights, 4 bytes for 256 of these
+# Bytes a weight: 4 bits, a scale of 1 byte for 64 weights, and 4 bytes for 256 of these scales.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True)
