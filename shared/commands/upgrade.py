@@ -79,9 +79,8 @@ def plan(folder: Path, new: Path, origin: dict) -> Plan:
         theirs = (new / name).read_bytes() if name in today else None
         if theirs is None:
             if mine is not None:
-                made.notes[name] = "removed from the templates; " + (
-                    "kept, since you edited it" if edited else "deleted here"
-                )
+                fate = "kept, since you edited it" if edited else "deleted here"
+                made.notes[name] = f"removed from the templates; {fate}"
                 made.removes += [] if edited else [name]
         elif mine is None and name in then:
             made.notes[name] = "changed in the templates; stays removed"

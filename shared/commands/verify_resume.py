@@ -73,9 +73,8 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
     flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
     flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data"]
     log = run_dir.with_suffix(".log")
-    env = {
-        name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"
-    }  # `shared run` around this must not see the kill
+    # A `shared run` around this must not see the kill.
+    env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
     with log.open("a") as output:
         process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
