@@ -184,8 +184,9 @@ class Logger:
             if len(self.unread) == UNREAD:
                 self._read()
             return
-        self._read()
-        own = torch.tensor([*self.sums.values(), self.positions], device=self.accelerator.device)
+        grad_norm = self._read(step.grad_norm)
+        alone = self.accelerator.num_processes == 1
+        own = torch.tensor([*self.sums.values(), self.positions], device="cpu" if alone else self.accelerator.device)
         *sums, positions = total(self.accelerator, own).tolist()
         means = {name: value / self.steps if self.steps else math.nan for name, value in zip(self.sums, sums, strict=True)}
         now = time.perf_counter()
@@ -193,7 +194,7 @@ class Logger:
         processed = positions / seconds
         values = means | {
             "learning_rate": step.learning_rate,
-            "grad_norm": step.grad_norm.item(),
+            "grad_norm": grad_norm,
             f"trained_{self.unit}_per_second": self.targets / seconds,
             f"processed_{self.unit}_per_second": processed,
             "data_wait_share": self.waited / seconds,
@@ -220,18 +221,26 @@ class Logger:
         self._read()
         self.state.interval = [self.steps, data_parallel_size(), gather_object([self.sums])]
 
-    def _read(self) -> None:
-        """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels."""
+    def _read(self, norm: torch.Tensor | None = None) -> float:
+        """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels.
+
+        Returns:
+            `norm`, which is fetched with it: the host waits for the device once.
+        """
         if not self.unread:
-            return
-        values = iter(torch.stack([v for sums, _, _ in self.unread for each in sums.values() for v in each]).tolist())
-        good = torch.stack([finite for _, finite, _ in self.unread]).tolist()
+            return math.nan
+        left = torch.stack([v for sums, _, _ in self.unread for each in sums.values() for v in each])
+        flags = torch.stack([finite for _, finite, _ in self.unread])
+        more = left.new_zeros(1) if norm is None else norm[None]
+        *read, last = torch.cat([left, flags.to(left.dtype), more.to(left.dtype)]).tolist()
+        values, good = iter(read), [flag == 1 for flag in read[len(left) :]]
         for (sums, _, targets), is_finite in zip(self.unread, good, strict=True):
             for name, each in sums.items():
                 summed = sum(islice(values, len(each)))
                 self.sums[name] = self.sums.get(name, 0.0) + (summed / max(1, targets) if is_finite else 0.0)
         self.steps += sum(good)
         self.unread.clear()
+        return last
 
     def _warn_of_a_spike(self, loss: float) -> None:
         """A loss far above the recent ones, in units of how much these differ, deserves a look."""
