@@ -66,7 +66,7 @@ def aligned(table: list[tuple[str, ...]]) -> str:
     lines = (
         [f"{first:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[1:], strict=True))] for first, *rest in table
     )
-    return "\n".join("  ".join(line) for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def throughput_report(job: Any, config: PlanConfig) -> str:

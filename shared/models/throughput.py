@@ -12,7 +12,7 @@ cannot see the next block, and a little too bad where it recomputes in the backw
 Left out: gaps between kernels, the L2 cache, falling clocks, data, logging and communication.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -141,9 +141,28 @@ def fuse(operators: list[Operator]) -> Iterator[Operator]:
         yield Operator(group[1], True, 0.0, reads, writes)
 
 
+def record_step(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[list[Operator], ...]:
+    """The operators of a step's first micro-batch, of each later one (adding to gradients), and of its update with AdamW."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # allocates its state
+    optimizer.zero_grad()
+    with Recorder(model) as recorder:
+        ends = [0]
+        for _ in range(2):
+            loss = forward()
+            loss.backward(torch.ones_like(loss))
+            ends.append(len(recorder.operators))
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    return (*(recorder.operators[a:b] for a, b in zip(ends, [*ends[1:], None], strict=True)),)
+
+
 @cache
 def record(job: memory.Job, depth: int, setting: Setting) -> tuple[list[Operator], ...]:
-    """The operators of a step's first micro-batch, of each later one (adding to gradients), and of its update."""
+    """`record_step` of the model with `depth` blocks."""
     with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
         model: Any = memory._build(job, depth, gathered=False)
         head = model.get_output_embeddings()
@@ -152,24 +171,14 @@ def record(job: memory.Job, depth: int, setting: Setting) -> tuple[list[Operator
             if not setting.fused:
                 del head.forward
         set_gradient_checkpointing(model, setting.checkpointing)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused=True)
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # allocates its state
-        optimizer.zero_grad()
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
-        with Recorder(model) as recorder:
-            ends = [0]
-            for _ in range(2):
-                with torch.autocast("cpu", torch.bfloat16, enabled=job.mixed):
-                    loss = lm_loss.causal_lm_loss(model, batch)
-                loss.backward(torch.ones_like(loss))
-                ends.append(len(recorder.operators))
-            nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-    return (*(recorder.operators[a:b] for a, b in zip(ends, [*ends[1:], None], strict=True)),)
+
+        def forward() -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return lm_loss.causal_lm_loss(model, batch)
+
+        return record_step(model, forward)
 
 
 def costs(operators: Iterable[Operator], gpu: GPU, *, fp8: bool = False) -> np.ndarray:
