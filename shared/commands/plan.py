@@ -72,11 +72,13 @@ def aligned(table: list[tuple[str, ...]]) -> str:
 def throughput_report(job: Any, config: PlanConfig) -> str:
     """Where an optimizer step's time goes, eager and compiled, and what other settings would give."""
     from shared.models import memory, throughput
-    from shared.models.counts import GPUS, find_gpu
+    from shared.models.counts import GPUS, experts_of, find_gpu
 
     gpu = find_gpu(config.gpu)
     if gpu is None:
         raise ConfigError(f"--gpu {config.gpu}: known are {', '.join(GPUS)}")
+    if experts_of(job.config)[0]:
+        raise ConfigError(f"--throughput cannot count the experts of {type(job.config).__name__}")
     steps = config.gradient_accumulation_steps
     eager, compiled = (throughput.estimate(job, throughput.Setting(c, micro_batches=steps), gpu) for c in (False, True))
     table: list[tuple[str, ...]] = [("", "TFLOP", "GB", "ms", "GB compiled", "ms compiled", "share", "bound")]
@@ -115,6 +117,7 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
         "FLOPs and bytes are counted from the model's operators.\n"
         f"Data sheet: {gpu.flops / 1e12:g} TFLOP/s in bf16, {gpu.bandwidth / 1e12:g} TB/s.\n"
         f"Assumed shares of it, not measured: {assumed}.\n"
+        f"Assumed of a cast to fp8: it moves {throughput.FP8_TRAFFIC} times its operand's bytes.\n"
         "Left out: gaps between kernels, the L2 cache, falling clocks, data, logging and communication."
     )
 

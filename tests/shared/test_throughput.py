@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MptConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, MptConfig
 
 from shared.commands import plan
 from shared.models import memory, throughput
@@ -161,3 +161,6 @@ def test_the_command_says_that_it_is_an_estimate(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", [*command, "H1OO"])
     with pytest.raises(ConfigError, match="--gpu H1OO: known are GB200, B200"):
         plan.main()
+    experts = MixtralConfig(**SHAPE, num_local_experts=4)
+    with pytest.raises(ConfigError, match="--throughput cannot count the experts of MixtralConfig"):
+        plan.throughput_report(Job(experts, 1, 8), plan.PlanConfig(throughput=True))
