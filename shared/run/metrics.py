@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import resource
 import secrets
 import statistics
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from shared.config.options import LogConfig
 from shared.data import audit
+from shared.models.counts import find_gpu
 from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
@@ -38,29 +38,6 @@ from shared.training.step import Step
 T = TypeVar("T")
 
 UNREAD = 1000  # steps whose losses may lie on the device: more would fill memory where nothing is logged for long
-
-# Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets; found in the device's name, first match.
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "MI300X": 1307e12,
-}
 
 
 def tracker_name(report_to: str) -> str | None:
@@ -405,5 +382,5 @@ def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a known device, else None."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return gpu.flops if gpu else None
