@@ -287,7 +287,7 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 class Launcher:
-    """Client of tests/launcher.py, which is started at the first run; with more `environment` and imports, if they are given."""
+    """Client of tests/launcher.py, which is started at the first run, perhaps with more environment and imports."""
 
     process: subprocess.Popen | None = None
 

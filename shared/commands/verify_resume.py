@@ -175,4 +175,4 @@ def main() -> None:
         print(f"  {part:<22} {'DIFFERS: ' + difference if difference else 'same, bit for bit'}")
     if any(found.values()):
         raise Differs(f"the resumed run differs from the uninterrupted one: {WHY}")
-    print("a killed run continues as if it had not been killed (on GPUs: bit for bit with --deterministic, else to rounding)")
+    print("a killed run continues as if it had not been killed (on GPUs without --deterministic: to rounding)")

@@ -188,7 +188,10 @@ class Checkpointer:
         manifest |= {"held": sharding_shares(self.accelerator, self.model, self.optimizers), "versions": versions()}
         manifest |= {"data": self.data, "base": self.base, "settings": self.settings}
         if self.options.async_save:
-            staged = self.stager.stage(tensors)
+            on_gpu = self.accelerator.device.type == "cuda"
+            staged = self.stager.stage(tensors, non_blocking=on_gpu)
+            if on_gpu:  # once for all copies
+                torch.cuda.current_stream().synchronize()
             self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
         else:
             self._write(folder, tensors, content, manifest)

@@ -228,7 +228,7 @@ class Device(TorchDispatchMode):
         kwargs = kwargs or {}
         if FakeTensor in types:  # shapes alone
             return func(*args, **kwargs)
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
             # A tensor of another kind (DTensor, a quantised one): its own operators come here afterwards.
             return NotImplemented
         flat, spec = tree_flatten((args, kwargs))

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.conftest import slow
-from tests.pretend_cuda.test_templates import PRETRAIN
+from tests.conftest import ROOT, slow
+from tests.pretend_cuda.test_templates import PRETRAIN, comparable
 
 FLAGS = [*PRETRAIN, "--global_batch_size", 8, "--max_steps", 4, "--eval_steps", 4, "--save_steps", 2, "--logging_steps", 2]
 
@@ -57,6 +57,36 @@ def test_a_strategy_learns_the_same_and_sends_only_what_its_devices_hold(
         assert rest == {"copy loader.py", "wait for event guard.py"} or offloaded
         if not offloaded:
             assert not any(what.startswith("host collective") for what in steady)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "precision", "more"),
+    [
+        ("ddp", "bf16", ["--optim", "muon", "--ddp_comm_hook", "bf16"]),
+        ("ddp", "fp16", ["--gradient_checkpointing", "full"]),
+        ("fsdp2", "bf16", ["--async_save", "--ema_decay", 0.9, "--isolate_documents"]),
+        ("ddp", "bf16", ["--streaming", "--tokenizer_name", ROOT / "shared" / "demo" / "tiny-llama"]),
+    ],
+)
+def test_other_paths_train_and_resume(on_cuda, flags, tmp_path, config, precision, more):
+    launch = {"processes": 2, "config": config, "precision": precision}
+    given = [*flags, *more, "--deterministic", "--per_device_train_batch_size", 2]
+    straight = on_cuda("pretrain", tmp_path / "straight", *given, **launch)
+    stop = {"TEMPLATES_FAULT": "update:term@3"}
+    assert on_cuda("pretrain", tmp_path / "run", *given, **launch, env=stop, check=False).returncode != 0
+    resumed = on_cuda("pretrain", tmp_path / "run", *given, **launch)
+    assert "resumed from" in resumed.output and comparable(resumed) == comparable(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "config"), [(1, "single_gpu"), (2, "fsdp2")])
+def test_a_4_bit_base_is_quantised_on_its_device(on_cuda, chat_file, tiny_model, tmp_path, processes, config):
+    flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
+    flags += ["--load_in_4bit", "--max_steps", 3, "--global_batch_size", 4, "--logging_steps", 1]
+    made = on_cuda("lora_finetune", tmp_path / "run", *flags, processes=processes, config=config, precision="bf16")
+    assert "attention of variable lengths, without a mask" in made.output
+    assert all(0 < loss < 20 for loss in made.losses.values()) and (made.folder / "final").exists()
 
 
 @pytest.mark.parametrize("config", ["ddp"])

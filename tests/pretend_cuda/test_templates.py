@@ -12,6 +12,18 @@ SHAPE = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,num_key_value_
 PRETRAIN = ["--vocab_size", 300, "--seq_length", 32, "--config_overrides", SHAPE, "--eval_samples", 4]
 
 
+# What the summary says of the kernels that were chosen, and the kernels of attention that ran.
+CHOSEN = {
+    "pretrain": ("fused with the head", {"flash"}),
+    "lora_finetune": (
+        "attention of variable lengths, without a mask",
+        {"variable lengths", "flash", "efficient with a mask"},
+    ),
+    "image_classification": ("channels last", set()),
+    "pretrain_pipeline": ("PP 2 x DDP 1", {"flash"}),
+}
+
+
 @pytest.fixture(params=["pretrain", "lora_finetune", "image_classification", "pretrain_pipeline"])
 def case(request, text_file, chat_file, tiny_model, image_folder, architectures, tmp_path_factory):
     """(template, flags, processes, launch config, precision)"""
@@ -39,6 +51,10 @@ def test_a_template_trains_stops_and_resumes_bit_for_bit(case, on_cuda, tmp_path
     assert "on cuda, bf16, deterministic" in straight.output
     kind = {1: "1 process", 2: "PP 2 x DDP 1"}[processes]
     assert f"{kind} on cuda" in straight.output and straight.manifest(6)["world_size"] == processes
+
+    words, kernels = CHOSEN[template]
+    assert words in straight.output
+    assert {name.removeprefix("kernel ") for name in straight.counts() if name.startswith("kernel")} == kernels
 
     # A step that neither logs nor saves: batches come from pinned memory beside the computation, and the host waits only
     # for the verdict on the step before.
