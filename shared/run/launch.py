@@ -135,7 +135,7 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
 
 
 def strategy(accelerator: Accelerator) -> str:
-    """How this run is spread, for people: `1 process on cuda`, `FSDP x 8 on cuda, bf16`."""
+    """How this run is spread, for people: `1 process on cpu, fp32`, `FSDP2 x 8 on cuda: NVIDIA H200 (9.0), bf16`."""
     kind, count = accelerator.distributed_type, accelerator.num_processes
     sizes = getattr(accelerator, "parallelism_config", None)
     if kind == DistributedType.NO:
@@ -157,7 +157,10 @@ def strategy(accelerator: Accelerator) -> str:
     if torch.get_float32_matmul_precision() != "highest":
         precision += " (TF32 in matrix products)"
     repeats = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
-    return f"{spread} on {accelerator.device.type}, {precision}{repeats}"
+    device = accelerator.device.type
+    if device == "cuda":
+        device += f": {torch.cuda.get_device_name()} ({'.'.join(map(str, torch.cuda.get_device_capability()))})"
+    return f"{spread} on {device}, {precision}{repeats}"
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
