@@ -200,17 +200,12 @@ def language_loop(
     return loop, said | ({"note": "; ".join(notes)} if notes else {})
 
 
-def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any = None) -> Callable[[], None]:
-    """A training step without anything of this project or of Accelerate.
-
-    Args:
-        model: the very one of the templates' step, unless that is sharded: two would not fit.
-        moments_of: its optimizer, whose state is used, too, for the same reason.
-    """
+def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any) -> Callable[[], None]:
+    """A training step without anything of this project or of Accelerate. Model and moments are the templates' step's own:
+    two of each would not fit."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    if moments_of is not None:
-        optimizer.state = moments_of.state
+    optimizer.state = moments_of.state
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     labels, forward = batch["labels"], type(model).forward  # not the instance's, which Accelerate has wrapped
 
@@ -241,7 +236,7 @@ class Tokenizer:
         return {str(number): number for number in range(self.tokens)}
 
 
-def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
+def token_batch(size: str, rows: int, length: int, *, documents: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
     from shared.data.loader import cu_seqlens_of
 
@@ -259,8 +254,6 @@ def token_batch(size: str, rows: int, length: int, *, documents: bool = False, f
                 positions[at:end] -= at
                 labels[end - 1] = -100  # the next token is another document's
                 at = end
-    if flat:
-        batch = {key: value.reshape(1, -1) for key, value in batch.items()}
     if documents:
         batch["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(batch["position_ids"].numpy()))
         batch["targets"] = (batch["labels"] != -100).flatten().nonzero().flatten()
@@ -288,15 +281,7 @@ def language_model(size: str, length: int, *, compiled: bool = False, checkpoint
 
 
 def pretraining(
-    size: str,
-    length: int,
-    rows: int,
-    *,
-    documents: bool = False,
-    flat: bool = False,
-    fused: bool = True,
-    masked: bool = False,
-    **settings: Any,
+    size: str, length: int, rows: int, *, documents: bool = False, masked: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
     from shared.models.counts import flops_per_token
@@ -305,18 +290,12 @@ def pretraining(
         raise Skipped("flex attention has no backward on a CPU")
     length, rows = (64, 2) if toy else (length, rows)
     accelerator = start_accelerator()
-    model = language_model(size, rows * length if flat else length, **settings)
-    batch = token_batch(size, rows, length, documents=documents, flat=flat)
+    model = language_model(size, length, **settings)
+    batch = token_batch(size, rows, length, documents=documents)
     flops = flops_per_token(model, seen(batch, length))
-    sharded = "FSDP_VERSION" in os.environ
-    plain = language_model(size, length, **settings) if sharded else model
     compiled = settings.get("compiled", False)
-    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked, compiled=compiled)
-    if sharded:
-        said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
-    if documents:
-        return said | pace(loop.step, rows * length, flops)
-    bare = bare_step(plain, batch, None if sharded else loop.optimizers[0])
+    loop, said = language_loop(accelerator, model, size, [batch], masked=masked, compiled=compiled)
+    bare = None if documents else bare_step(model, batch, loop.optimizers[0])
     return said | pace(loop.step, rows * length, flops, bare)
 
 
@@ -592,23 +571,50 @@ def packed_attention() -> dict[str, Any]:
     return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 
 
-def resuming() -> dict[str, Any]:
-    """`verify-resume` on the pretraining template, in attention whose backward always adds up in the same order."""
+def launch_command(name: str) -> list[str]:
+    """`accelerate launch` a template with its embedded default."""
+    on_cpu = device().type == "cpu"
+    config = "cpu" if on_cpu else "single_gpu"
+    if name == "pretrain_pipeline":
+        if not on_cpu and torch.cuda.device_count() < 2:
+            raise Skipped("a pipeline needs two GPUs")
+        config = "ddp"
+    flags = ["--config_file", f"{ROOT}/accelerate_configs/{config}.yaml", *(["--mixed_precision", "no"] if on_cpu else [])]
+    return [sys.executable, "-m", "accelerate.commands.launch", *flags, f"{ROOT}/templates/{name}.py"]
+
+
+def logged_losses(run_dir: Path) -> dict[int, float]:
+    rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def trains(*, name: str) -> dict[str, Any]:
+    """Whether a template, launched as users do, ends by itself with finite losses and writes final/."""
+    folder, steps = Path(tempfile.mkdtemp()), 2 if toy else 20
+    flags = ["--max_steps", str(steps), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(folder)]
+    command, log, start = [*launch_command(name), *flags], folder.with_suffix(".log"), time.perf_counter()
+    with log.open("w") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
+    taken, said = time.perf_counter() - start, log.read_text(errors="replace")
+    print(said)
+    if code:  # the launcher's traceback comes after the template's own last words
+        own = [text for text in said.rpartition("Traceback (most")[0].splitlines() if text.strip()] or [f"exit code {code}"]
+        raise RuntimeError(next((text for text in own if text.startswith("error: ")), " / ".join(own[-3:])))
+    losses = list(logged_losses(folder).values())
+    passed = len(losses) == steps and all(map(math.isfinite, losses)) and any((folder / "final").iterdir())
+    note = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps; {taken:.0f} s from start to end"
+    return {"passed": passed, "note": note}
+
+
+def resumes(*, name: str, deterministic: bool) -> dict[str, Any]:
+    """`verify-resume` on a template, `--deterministic` or not: without it, how far the losses of both runs are apart."""
+    from shared.commands.verify_resume import verify
+
     folder = Path(tempfile.mkdtemp())
-    texts = [json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "shared").glob("*.py"))]
-    (folder / "text.jsonl").write_text("".join(texts))
-    config = ROOT / "accelerate_configs" / ("cpu.yaml" if device().type == "cpu" else "single_gpu.yaml")
-    flags = {"train_file": folder / "text.jsonl", "vocab_size": 512, "eval_samples": 8, "attn_implementation": "eager"}
-    flags |= {"model_preset": "3M", "seq_length": 64} if toy else {"model_preset": "30M", "seq_length": 256}
-    command = [sys.executable, "-m", "shared", "verify-resume", "--steps", "12" if toy else "24", "--"]
-    command += [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += [str(ROOT / "templates/pretrain.py"), *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"TEMPLATES_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    print(done.stdout, done.stderr)
-    unlike = [" ".join(text.split()) for text in done.stdout.splitlines() if " differ " in text]
-    if done.returncode and not unlike:
-        said = done.stderr.strip().splitlines() or ["no output"]
-        raise RuntimeError(next((text for text in said if text.startswith("error: ")), said[-1]))
-    return {"passed": not done.returncode, "note": "; ".join(unlike) or "killed and resumed: the same, bit for bit"}
+    command = [*launch_command(name), *(["--deterministic"] if deterministic else [])]
+    found = verify(command, folder, steps=12 if toy else 30)
+    unlike = [f"{part} differ {how}" for part, how in found.items() if how]
+    one, other = (logged_losses(folder / run) for run in ("straight", "killed"))
+    apart = max(abs(one[step] - other.get(step, math.nan)) for step in one)
+    note = f"losses at most {apart:.1e} apart; {'; '.join(unlike)}" if unlike else "the same, bit for bit"
+    return {"note": f"killed and resumed: {note}"} | ({"passed": not unlike} if deterministic else {})
