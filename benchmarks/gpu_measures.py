@@ -592,14 +592,14 @@ def trains(*, name: str) -> dict[str, Any]:
     """Whether a template, launched as users do, ends by itself with finite losses and writes final/."""
     folder, steps = Path(tempfile.mkdtemp()), 2 if toy else 20
     flags = ["--max_steps", str(steps), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(folder)]
-    command, log, start = [*launch_command(name), *flags], folder.with_suffix(".log"), time.perf_counter()
-    with log.open("w") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
-    taken, said = time.perf_counter() - start, log.read_text(errors="replace")
-    print(said)
-    if code:  # the launcher's traceback comes after the template's own last words
-        own = [text for text in said.rpartition("Traceback (most")[0].splitlines() if text.strip()] or [f"exit code {code}"]
-        raise RuntimeError(next((text for text in own if text.startswith("error: ")), " / ".join(own[-3:])))
+    log, start = Path(tempfile.gettempdir(), "log"), time.perf_counter()  # where this process's output goes, too
+    code = subprocess.run([*launch_command(name), *flags], stderr=subprocess.STDOUT).returncode
+    taken = time.perf_counter() - start
+    if code:  # the launcher's traceback comes after the template's own last words, and ends with how the template ended
+        said, _, launcher = log.read_text(errors="replace").rstrip().rpartition("Traceback (most")
+        own = [text.strip() for text in said.splitlines() if text.strip()]
+        last = " / ".join([*own[-2:], launcher.rpartition("]' ")[2]])
+        raise RuntimeError(next((text for text in own if text.startswith("error: ")), last))
     losses = list(logged_losses(folder).values())
     passed = len(losses) == steps and all(map(math.isfinite, losses)) and any((folder / "final").iterdir())
     note = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps; {taken:.0f} s from start to end"
@@ -612,7 +612,7 @@ def resumes(*, name: str, deterministic: bool) -> dict[str, Any]:
 
     folder = Path(tempfile.mkdtemp())
     command = [*launch_command(name), *(["--deterministic"] if deterministic else [])]
-    found = verify(command, folder, steps=12 if toy else 30)
+    found = verify(command, folder, 12 if toy else 30, verbose=True)
     unlike = [f"{part} differ {how}" for part, how in found.items() if how]
     one, other = (logged_losses(folder / run) for run in ("straight", "killed"))
     apart = max(abs(one[step] - other.get(step, math.nan)) for step in one)
