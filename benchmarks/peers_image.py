@@ -1,10 +1,10 @@
 """templates/image_classification.py beside Trainer, a torchvision loop and a timm-style one; loaders and model alone.
 
     python benchmarks/peers_image.py                                 # writes benchmarks/peers_image.json
-    python benchmarks/peers_image.py --rounds 5 --steps 160 --channels_last --output results.json
+    python benchmarks/peers_image.py --rounds 5 --steps 160 --output results.json
     python benchmarks/peers_image.py --only loaders --image_size 224 --images 1000 --steps 160
     python benchmarks/peers_image.py --model_folder resnet-50/ --image_size 224 --batch_size 256 --images 8000 \\
-        --workers 14 --mixed_precision bf16 --channels_last          # on a GPU; the folder holds a config.json
+        --workers 14 --mixed_precision bf16          # on a GPU; the folder holds a config.json
 
 - template: templates/image_classification.py, started with `accelerate launch`.
 - plain: a loop that uses nothing of shared/: ImageFolder, transforms v2, DataLoader, autocast, clip, fused AdamW.
@@ -66,7 +66,9 @@ def build_model(options: argparse.Namespace) -> Any:
 
 
 def memory_format(options: argparse.Namespace) -> torch.memory_format:
-    return torch.channels_last if options.channels_last else torch.contiguous_format
+    """As the template chooses it for convolutions."""
+    on_gpu = DEVICE.type == "cuda" and options.mixed_precision == "bf16"
+    return torch.channels_last if on_gpu else torch.contiguous_format
 
 
 def endless(loader: Iterable) -> Iterator[Any]:
@@ -141,8 +143,7 @@ def timm_loop(options: argparse.Namespace) -> list[Row]:
     clock = Clock(options.steps)
     before = time.time()
     for step, (images, targets) in enumerate(islice(endless(loader), options.steps), 1):
-        if options.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=memory_format(options))
         data_seconds.update(time.time() - before)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=options.mixed_precision == "bf16"):
             loss = F.cross_entropy(run_model(images).logits, targets)
@@ -203,7 +204,7 @@ def template_flags(options: argparse.Namespace) -> list[str]:
         "eval_steps": options.steps + 1,
         "save_steps": options.steps + 1,
     }
-    return rounds.flags(values | {"channels_last": options.channels_last, "torch_compile": options.torch_compile})
+    return rounds.flags(values | {"torch_compile": options.torch_compile})
 
 
 def run_template(options: argparse.Namespace, environment: dict, number: int) -> list[Row]:
@@ -264,7 +265,6 @@ def main() -> None:
     parser.add_argument("--workers", type=rounds.at_least(1), default=2, help="processes that read images")
     parser.add_argument("--mixed_precision", choices=list(rounds.PRECISIONS), default="no")
     parser.add_argument("--torch_compile", action="store_true")
-    parser.add_argument("--channels_last", action="store_true")
     parser.add_argument("--only", choices=["loops", "loaders"], help="leave the others out")
     work = {"plain": plain_loop, "model alone": plain_loop, "timm": timm_loop, "Trainer": trainer_loop}
     options = rounds.parse(parser, work | dict.fromkeys(LOADERS, loader_alone))
@@ -295,7 +295,7 @@ def main() -> None:
     columns = {"images/s": ("images_per_second", ".4g"), "ratio to plain, or its loader": ("ratio", ".3f")}
     columns["ratio to the model alone"] = ("of_model", ".3f")
     what = [options.model_folder.name, f"{options.image_size} pixels", rounds.PRECISIONS[options.mixed_precision]]
-    what += [name for name in ("channels_last", "torch_compile") if getattr(options, name)]
+    what += [name for name in ("torch_compile",) if getattr(options, name)]
     notes = [
         f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps of {options.batch_size} images. "
         f"{', '.join(what)}, {options.workers} workers. Ratios are paired by round."

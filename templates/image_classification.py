@@ -30,7 +30,7 @@ class Config:
     """Train an image classifier."""
 
     # Options that may change on resume: they do not change what the model learns.
-    FREE: ClassVar = frozenset({"channels_last", "export_onnx"})
+    FREE: ClassVar = frozenset({"export_onnx"})
 
     model_name_or_path: str | None = None  # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     config_name: str | None = None  # Architecture with random weights; if not given, a ResNet of 0.3M parameters
@@ -39,7 +39,6 @@ class Config:
     sync_batchnorm: bool = False  # Let BatchNorm see the images of all ranks, not those of each
     image_size: int | None = None  # Height and width in pixels; if not given, the model's own, else 224
     crop_pct: float | None = None  # Share of the image that evaluation crops; if not given, the model's own, else 0.875
-    channels_last: bool = False  # Keep images and filters in NHWC order: faster in bf16 on GPUs and in fp32 on CPUs
     export_onnx: bool = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
@@ -144,8 +143,6 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
 def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: Any) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for one image)."""
     config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
-    if sharded and config.channels_last:
-        raise ConfigError("--channels_last does not work with FSDP, which shards contiguous weights only")
     device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
     model.to(device).to(memory_format=memory_format)
     with run.accelerator.autocast():
@@ -207,9 +204,9 @@ def main(config: Config) -> None:
     config = run.config
     data = images.prepare(config.data)
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
-    to_model = ToModel(processor, run.device, channels_last=config.channels_last)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
+    to_model = ToModel(processor, run.device, channels_last=classifier.channels_last(model, run.accelerator))
     data = data.numbered_as(classes)
     model, flops = prepare_model(run, model, size, to_model.memory_format)
     train, validation = build_loaders(run, data, processor, model)
@@ -225,7 +222,7 @@ def main(config: Config) -> None:
     run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch, default=demo_steps))
     run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
     about_model = f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
-    about = {"data": data.about, "model": about_model, "images": f"{size} x {size} pixels", "BatchNorm": advice}
+    about = {"data": data.about, "model": about_model, "images": f"{size} x {size} pixels, {to_model.order}", "BatchNorm": advice}
     run.start(samples="images", flops=flops, **about)
 
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:

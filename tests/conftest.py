@@ -287,16 +287,20 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 class Launcher:
-    """Client of tests/launcher.py, which is started at the first run."""
+    """Client of tests/launcher.py, which is started at the first run; with more `environment` and imports, if they are given."""
 
     process: subprocess.Popen | None = None
+
+    def __init__(self, environment: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
+        self.environment, self.preloaded = environment or {}, preloaded
 
     def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
         """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
         if self.process is None:
             self.address = os.path.join(tempfile.mkdtemp(), "launcher")
             script = ROOT / "tests" / "launcher.py"
-            self.process = subprocess.Popen([sys.executable, str(script), self.address], stdout=subprocess.PIPE, text=True)
+            start = [sys.executable, str(script), self.address, *self.preloaded]
+            self.process = subprocess.Popen(start, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment)
             assert self.process.stdout is not None
             assert "ready\n" in self.process.stdout  # after what libraries say when they are imported
         with tempfile.TemporaryFile() as output, socket.socket(socket.AF_UNIX) as connection:

@@ -169,7 +169,7 @@ def serve(path):
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             __import__(name)
     serve(sys.argv[1])

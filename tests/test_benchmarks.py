@@ -116,6 +116,18 @@ def test_growth(run_benchmark):
     assert left_out <= {f"{work} | 4,000" for work in works[:4]}  # those that grow
 
 
+def test_operators(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    output = tmp_path / "figures.json"
+    flags = ["--model_preset", "3M", "--rows", "1", "--seq_length", "32", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["operators.py", *flags])
+    importlib.import_module("operators").main()
+    said = capsys.readouterr()
+    assert "nanochat is left out" in said.err and "| TFLOP of a micro-batch, counted |" in said.out
+    ours = json.loads(output.read_text())["rows"]["ours"]
+    assert ours["compiled"]["other"] < ours["eager"]["other"] and ours["compiled"]["flops"] == ours["eager"]["flops"]
+
+
 def test_every_script_is_in_the_readme():
     readme = (ROOT / "benchmarks" / "README.md").read_text()
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}

@@ -1,14 +1,15 @@
 """Predict the peak memory of one GPU under each launch config, on any machine and without weights.
 
 python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8 --gpu_memory 80
+python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_train_batch_size 4 --throughput --gpu H100
 """
 
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shared import demo
 from shared.config import parse as configs
@@ -37,16 +38,88 @@ class PlanConfig:
     """Rank of LoRA adapters on all linear layers, rows being packed; 0: all weights are trained."""
     load_in_4bit: bool = False
     """Quantise the frozen base to 4 bits (with lora_r)."""
+    throughput: bool = False
+    """Instead estimate where the time of an optimizer step goes on one GPU, on paper."""
+    gpu: str = "H100"
+    """The GPU of that estimate: part of its name."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches of a step in that estimate."""
 
     def __post_init__(self) -> None:
-        configs.require(self, "at least 1", "seq_length", "per_device_train_batch_size", "gpus")
+        configs.require(
+            self, "at least 1", "seq_length", "per_device_train_batch_size", "gpus", "gradient_accumulation_steps"
+        )
         if self.gpu_memory <= 0:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
         if self.load_in_4bit and not self.lora_r:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
+        if self.throughput and (self.load_in_4bit or self.mixed_precision == "no"):
+            raise ConfigError("--throughput estimates bf16: drop --load_in_4bit and --mixed_precision no")
 
 
 RESERVED = 0.08  # of a GPU, for the CUDA context, NCCL's buffers and fragmentation
+
+
+def aligned(table: list[tuple[str, ...]]) -> str:
+    """A table as text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = (
+        [f"{first:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[1:], strict=True))] for first, *rest in table
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def throughput_report(job: Any, config: PlanConfig) -> str:
+    """Where an optimizer step's time goes, eager and compiled, and what other settings would give."""
+    from shared.models import memory, throughput
+    from shared.models.counts import GPUS, experts_of, find_gpu
+
+    gpu = find_gpu(config.gpu)
+    if gpu is None:
+        raise ConfigError(f"--gpu {config.gpu}: known are {', '.join(GPUS)}")
+    if experts_of(job.config)[0]:
+        raise ConfigError(f"--throughput cannot count the experts of {type(job.config).__name__}")
+    steps = config.gradient_accumulation_steps
+    eager, compiled = (throughput.estimate(job, throughput.Setting(c, micro_batches=steps), gpu) for c in (False, True))
+    table: list[tuple[str, ...]] = [("", "TFLOP", "GB", "ms", "GB compiled", "ms compiled", "share", "bound")]
+    all_of_it = compiled.sum(0)[4]
+    for name, plain, fused in zip(
+        (*throughput.PARTS, "all"), [*eager, eager.sum(0)], [*compiled, compiled.sum(0)], strict=True
+    ):
+        flops, moved, by_flops, by_bytes, seconds, _ = fused
+        numbers = flops / 1e12, plain[1] / 1e9, 1e3 * plain[4], moved / 1e9, 1e3 * seconds
+        bound = "" if name == "all" else "compute" if by_flops > by_bytes else "bandwidth"
+        table.append((name, *(f"{number:.1f}" for number in numbers), f"{seconds / all_of_it:.0%}", bound))
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    settings = [throughput.Setting(c, k, micro_batches=steps) for c in (False, True) for k in memory.CHECKPOINTING]
+    settings += [
+        throughput.Setting(True, fused=False, micro_batches=steps),
+        throughput.Setting(True, micro_batches=8 * steps),
+    ]
+    settings += [throughput.Setting(True, fp8=True, micro_batches=steps)] if gpu.fp8 else []
+    for larger in (job, replace(job, batch=2 * job.batch)):
+        peak = next(memory.plan(larger, 1))[2]
+        for chosen in settings:
+            seconds = throughput.estimate(larger, chosen, gpu).sum(0)[4]
+            rate = larger.batch * job.length * chosen.micro_batches / seconds
+            used = throughput.mfu(larger, rate, gpu)
+            words = f"{chosen.micro_batches} x {larger.batch} x {job.length}, {'compiled' if chosen.compiled else 'eager'}"
+            words += ", fp8" * chosen.fp8 + ", whole logits" * (not chosen.fused)
+            words += f", checkpointing {chosen.checkpointing}" * (chosen.checkpointing != "none")
+            memory_gb = f"{peak.total(chosen.checkpointing) / 1e9:.0f}" if chosen.fused else "more"
+            rows.append((used, (words, f"{1e3 * seconds:.0f}", f"{rate:,.0f}", f"{used:.1%}", memory_gb)))
+    ranking = [("settings", "ms", "tokens/s", "MFU", "memory, GB"), *(row for _, row in sorted(rows, reverse=True))]
+    assumed = ", ".join(f"{name} {share:.0%}" for name, share in throughput.SHARES.items())
+    return (
+        f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in bf16 on one {config.gpu}.\n"
+        f"An estimate on paper: nothing is measured.\n\n{aligned(table)}\n\n{aligned(ranking)}\n\n"
+        "MFU is counted as a run logs it. Memory is what eager needs (see the plan without --throughput).\n"
+        "FLOPs and bytes are counted from the model's operators.\n"
+        f"Data sheet: {gpu.flops / 1e12:g} TFLOP/s in bf16, {gpu.bandwidth / 1e12:g} TB/s.\n"
+        f"Assumed shares of it, not measured: {assumed}.\n"
+        f"Assumed of a cast to fp8: it moves {throughput.FP8_TRAFFIC} times its operand's bytes.\n"
+        "Left out: gaps between kernels, the L2 cache, falling clocks, data, logging and communication."
+    )
 
 
 def main() -> None:
@@ -74,9 +147,13 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         numbers = memory.count(job)
         try:
-            rows = list(memory.plan(job, config.gpus))
+            report = throughput_report(job, config) if config.throughput else ""
+            rows = [] if report else list(memory.plan(job, config.gpus))
         except (AssertionError, RuntimeError) as error:  # a forward that looks at the values of its tensors
             raise ConfigError(f"{type(architecture).__name__} cannot be measured: {first_line(error)}") from None
+    if report:
+        print(report)
+        return
     print(
         f"{type(architecture).__name__.removesuffix('Config')}, {numbers.all / 1e9:.3f} B parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
@@ -93,9 +170,7 @@ def main() -> None:
         marks = [f"{t:.1f}{' ' if t <= usable else '!'}" for t in totals]
         table.append((name, str(gpus), *(f"{c / 1e9:.1f}" for c in cells), *marks))
         fitting += [(name, c, gpus, t) for c, t in zip(memory.CHECKPOINTING, totals, strict=True) if t <= usable]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    for first, *rest in table:
-        print("  ".join([f"{first:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[1:], strict=True))]))
+    print(aligned(table))
     print(
         f"\nactivations and peak: without gradient checkpointing, of every 2nd block, of all. ! is over {usable:.1f} GB "
         f"({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and fragmentation)."

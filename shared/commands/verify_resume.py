@@ -4,7 +4,8 @@ python -m shared verify-resume -- accelerate launch train.py --train_file chats.
 
 Runs your command for a few steps. Then runs it in another folder, kills all its processes (SIGKILL) half-way, and runs it
 again. Both runs must have the same samples in each step, losses, learning rates, evaluations, weights and optimizer state,
-bit for bit. Prints which of them differ, and ends with exit code 3 if one does.
+bit for bit: they get --deterministic, without which GPUs add in a varying order. Prints which of them differ, and ends with
+exit code 3 if one does.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from shared.run.checkpoint_files import checkpoints, read_tensors
 
 # Flags that this command sets itself, and the budgets that its --max_steps replaces.
 OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps", "save_total_limit", "logging_steps"}
-OURS |= {"report_to", "audit_data", "resume_from_checkpoint"}
+OURS |= {"report_to", "audit_data", "resume_from_checkpoint", "deterministic"}
 WHY = (
     "a step may depend only on its number, the seed (launch.seed_step) and what the checkpoint holds: the model, the "
     "optimizers and state.notes"
@@ -71,7 +72,7 @@ def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int 
         ConfigError: it fails by itself, or ends before it could be killed.
     """
     flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
-    flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data"]
+    flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data", "--deterministic"]
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
@@ -174,4 +175,4 @@ def main() -> None:
         print(f"  {part:<22} {'DIFFERS: ' + difference if difference else 'same, bit for bit'}")
     if any(found.values()):
         raise Differs(f"the resumed run differs from the uninterrupted one: {WHY}")
-    print("a killed run continues as if it had not been killed")
+    print("a killed run continues as if it had not been killed (on GPUs: bit for bit with --deterministic, else to rounding)")

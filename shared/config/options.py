@@ -117,13 +117,15 @@ class SpeedConfig:
     """Memory and speed."""
 
     FREE: ClassVar = frozenset(
-        {"gradient_checkpointing", "torch_compile", "ddp_comm_hook", "ddp_timeout", "attn_implementation"}
+        {"gradient_checkpointing", "torch_compile", "deterministic", "ddp_comm_hook", "ddp_timeout", "attn_implementation"}
     )
 
     gradient_checkpointing: str = "none"  # none, full, or N: recompute activations of every N-th block in the backward pass
     # torch.compile each block, and the loss (image models whole); needs a C compiler. Pays off from some minutes of
     # training on, or from the second start, which reuses what the first compiled.
     torch_compile: bool = False
+    # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some of which are slower
+    deterministic: bool = False
     # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
     ddp_timeout: float = 1800.0  # Seconds that a process waits for the others before it ends the run

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, first_line
 from shared.process.ranks import is_main_rank, rank
 
@@ -55,6 +56,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         try:
             temporary.mkdir(parents=True)
+            faults.point("prepare")
             build(temporary)
             temporary.rename(folder)
         except OSError as error:

@@ -80,6 +80,7 @@ class ToModel:
         self.mean = 255 * torch.tensor(processor.image_mean, device=device)[:, None, None]
         self.std = 255 * torch.tensor(processor.image_std, device=device)[:, None, None]
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.order = "channels last" if channels_last else "channels first"
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         return (images.float() - self.mean).div_(self.std).contiguous(memory_format=self.memory_format)

@@ -89,13 +89,23 @@ def _mask(*args: Any, dtype: torch.dtype = torch.float32, **named: Any) -> torch
     from transformers.masking_utils import sdpa_mask
 
     if _rows is None or not _rows[0]:
-        return sdpa_mask(*args, dtype=dtype, **named)
+        return _without_cudnn(sdpa_mask(*args, dtype=dtype, **named))
     dtype, cu_seqlens = _computed_in(torch.device(named["device"]), dtype), _rows[1]
     if _kernel is not None and cu_seqlens is not None and dtype.itemsize == 2 and _is_plain(**named):
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # another number of documents must not recompile the blocks
         return cu_seqlens
-    allowed = sdpa_mask(*args, dtype=dtype, **named)
+    allowed = _without_cudnn(sdpa_mask(*args, dtype=dtype, **named))
     return None if allowed is None else torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+
+
+def _without_cudnn(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Turn cuDNN's attention off for good once there is a mask.
+
+    Its backward may give NaN then, for row lengths like 64 and 192 (github.com/pytorch/pytorch/issues/196678).
+    """
+    if mask is not None:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return mask
 
 
 def _is_plain(*, q_length: int, config: Any, local_size: int | None = None, use_vmap: bool = False, **named: Any) -> bool:
@@ -165,10 +175,10 @@ def find_kernel(device: torch.device) -> Any:
 
 
 def _use(kernel: Any) -> None:
-    """Use `kernel`, or masks if None. With a kernel, cuDNN is off: each number of documents would cost it a new plan."""
+    """Use `kernel`, or masks if None. Both without cuDNN: each number of documents would cost it a new plan."""
     global _kernel
     _kernel = kernel
-    torch.backends.cuda.enable_cudnn_sdp(kernel is None)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:

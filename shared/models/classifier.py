@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification
 
@@ -15,6 +16,16 @@ from shared.models.blocks import heads
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
+
+
+def channels_last(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Whether images and filters should be in NHWC order: convolutions in 16 bits on a GPU run several times faster so.
+
+    Not under FSDP, which shards contiguous weights alone, nor for the one convolution that cuts an image into patches.
+    """
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    in_16_bits = accelerator.device.type == "cuda" and accelerator.mixed_precision in ("bf16", "fp16")
+    return in_16_bits and convolutions > 1 and accelerator.distributed_type != DistributedType.FSDP
 
 
 def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tuple[nn.Module, tuple[str, ...]]:

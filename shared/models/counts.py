@@ -1,12 +1,54 @@
-"""Parameters and floating-point operations of a model."""
+"""Parameters and floating-point operations of a model, and what GPUs can do."""
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shared.process.errors import ConfigError, first_line
+
+
+class GPU(NamedTuple):
+    """A device, by its vendor's data sheet."""
+
+    flops: float  # a second, dense, bf16 with sums in fp32 (fp16 where there is no bf16)
+    bandwidth: float  # bytes a second
+    memory: float  # bytes
+    fp8: float  # times `flops`; 0: it has none
+
+
+# Found in the device's name, first match.
+GPUS = {
+    "GB200": GPU(2500e12, 8e12, 186e9, 2),
+    "B200": GPU(2250e12, 8e12, 180e9, 2),
+    "GH200": GPU(989.4e12, 4e12, 96e9, 2),
+    "H200 NVL": GPU(835.5e12, 4.8e12, 141e9, 2),
+    "H200": GPU(989.4e12, 4.8e12, 141e9, 2),
+    "H100 PCIe": GPU(756e12, 2e12, 80e9, 2),
+    "H100 NVL": GPU(835.5e12, 3.9e12, 94e9, 2),
+    "H100": GPU(989.4e12, 3.35e12, 80e9, 2),
+    "A100-SXM4-40GB": GPU(312e12, 1.555e12, 40e9, 0),
+    "A100-PCIE-40GB": GPU(312e12, 1.555e12, 40e9, 0),
+    "A100 80GB PCIe": GPU(312e12, 1.935e12, 80e9, 0),
+    "A100": GPU(312e12, 2.039e12, 80e9, 0),
+    "L40S": GPU(362e12, 0.864e12, 48e9, 2),
+    "L40": GPU(181e12, 0.864e12, 48e9, 2),
+    "L4": GPU(121e12, 0.3e12, 24e9, 2),
+    "A10G": GPU(70e12, 0.6e12, 24e9, 0),
+    "A10": GPU(125e12, 0.6e12, 24e9, 0),
+    "RTX 4090": GPU(165.2e12, 1.008e12, 24e9, 2),
+    "RTX 3090": GPU(71e12, 0.936e12, 24e9, 0),
+    "V100": GPU(125e12, 0.9e12, 32e9, 0),
+    "T4": GPU(65e12, 0.32e12, 16e9, 0),
+    "MI300X": GPU(1307.4e12, 5.3e12, 192e9, 2),
+}
+
+
+def find_gpu(name: str) -> GPU | None:
+    """What is known of a device with this name, as `torch.cuda.get_device_name` prints it or shorter."""
+    return next((gpu for key, gpu in GPUS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def _numel(parameter: nn.Parameter) -> int:
@@ -59,8 +101,8 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
 
     6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x layers x width x length for
-    attention (PaLM, arXiv 2204.02311, appendix B). The input embedding is a look-up and counts nothing; the head counts for
-    each token, also where only the targets' logits are computed. Of experts those count that a token is sent to; None where
+    attention (PaLM, arXiv 2204.02311, appendix B). Embeddings are look-ups and count nothing; the head counts for each
+    token, also where only the targets' logits are computed. Of experts those count that a token is sent to; None where
     the config does not say how many of how many.
 
     Args:
@@ -70,7 +112,9 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     experts, active = experts_of(text)
     embedding = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     head = model.get_output_embeddings()  # type: ignore[operator]
-    tied = head is not None and head.weight is embedding
+    looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    if head is not None and head.weight is embedding:
+        looked_up.discard(embedding)
     total = 0.0
     for name, parameter in model.named_parameters():
         share = 1.0
@@ -78,7 +122,7 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
             if not isinstance(experts, int) or not isinstance(active, int):
                 return None
             share = active / experts
-        if parameter is not embedding or tied:
+        if parameter not in looked_up:
             total += (6 if parameter.requires_grad else 4) * share * _numel(parameter)
     width = text.hidden_size
     if getattr(text, "qk_head_dim", None):  # latent attention: keys are wider than values

@@ -8,6 +8,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast, extract_model_from_parallel
 from torch import nn
 
+from shared.models.attention import row_layout
 from shared.models.checks import _context
 from shared.process.printing import print_main
 
@@ -61,7 +62,7 @@ def continuations(
         for _ in range(max_new_tokens):
             seen = ids[-context:]
             row = [*seen, *[0] * (min(-len(seen) % 64, context - len(seen)))]
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), row_layout():
                 logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits
             logits = logits[0, len(seen) - 1].float().cpu()
             choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0] if sample else logits.argmax()

@@ -105,22 +105,26 @@ def _on_meta(job: Job, depth: int | None = None, gathered: bool = False) -> nn.M
 
 def _build(job: Job, depth: int, gathered: bool) -> nn.Module:
     """The model with `depth` blocks, of tensors of the fake mode that this is called in."""
-    trained_dtype = torch.bfloat16 if job.mixed and gathered else torch.float32
     model: Any = _on_meta(job, depth, gathered)
     head = model.get_output_embeddings()
     if lm_loss.is_plain(head):
         lm_loss.attach(head)
+    return to_fake(model, torch.bfloat16 if job.mixed and gathered else torch.float32).train()
+
+
+def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:
+    """Give a model on the meta device tensors of the fake mode that this is called in; trained ones of another dtype."""
     made: dict[Any, Any] = {}  # tied weights stay tied
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                kind = trained_dtype if p.requires_grad else p.dtype
+                kind = (trained_dtype if p.requires_grad else None) or p.dtype
                 fake = made.setdefault(p, nn.Parameter(torch.empty(p.shape, dtype=kind), requires_grad=p.requires_grad))
                 module._parameters[name] = fake
         for name, b in module._buffers.items():
             if b is not None:
                 module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
-    return model.train()
+    return model
 
 
 def count(job: Job) -> Counts:

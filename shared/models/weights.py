@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shared.parallel import zero
+from shared.parallel.gradients import reshard
 from shared.process.errors import ConfigError
 
 
@@ -21,13 +21,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-
-
-def reshard(model: nn.Module) -> None:
-    """Drop the weights that FSDP2 has gathered, perhaps in 16 bits, for a forward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def gather_weights(

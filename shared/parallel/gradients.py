@@ -37,6 +37,13 @@ def end_step(model: nn.Module) -> None:
             module.reshard()
 
 
+def reshard(model: nn.Module) -> None:
+    """Drop the weights that FSDP2 has gathered, perhaps in 16 bits, for a forward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor]) -> torch.Tensor:
     """L2 norm of all gradients as one vector, however they are sharded: scalar, the same on all ranks.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.parallel import zero
+from shared.parallel.gradients import reshard
 from shared.parallel.tensor import _one_mesh_a_group, _replace_parameters, tensor_parallel, tensor_parallel_mesh
 from shared.process import ranks
 from shared.process.errors import ConfigError
@@ -69,7 +70,8 @@ def prepare(
         _replace_parameters(optimizers, names, dict(model.named_parameters()))
     if mesh is not None and accelerator.distributed_type != DistributedType.FSDP:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has no sharded weights.
-        prepared = [accelerator.prepare_model(model, evaluation_mode=True)]
+        # It leaves models with DTensors where they are: the embeddings and norms, which are whole, are still on the CPU.
+        prepared = [accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)]
         prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
     else:
         layout = accelerator.parallelism_config
@@ -123,6 +125,7 @@ def sharding_shares(accelerator: Accelerator, model: nn.Module, optimizers: Iter
             mine, everything = mine + local.numel(), everything + getattr(p, "ds_numel", p.numel())
         return mine / everything
 
+    reshard(model)  # a forward has left weights of the root gathered
     shares = {"weights": pieces(accelerator.unwrap_model(model).parameters())}
     if zero.is_used(accelerator):
         return shares | {"optimizer state": 1 / accelerator.num_processes}  # from stage 1 on

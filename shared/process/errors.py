@@ -59,9 +59,9 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device's memory does not suffice: cuBLAS and cuDNN say so in plain RuntimeErrors."""
+    """Whether the device's memory does not suffice: cuBLAS, cuDNN and NCCL say so in plain RuntimeErrors."""
     import torch  # not by those who only parse a command line
 
-    words = r"(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|CUDA error: out of memory"
+    words = r"(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|(CUDA error|Cuda failure).*out of memory"
     known = isinstance(error, torch.OutOfMemoryError)
     return known or (isinstance(error, RuntimeError) and bool(re.search(words, str(error))))

@@ -26,8 +26,9 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
-from shared.models.weights import WeightCopy, average_buffers, persistent_buffers, reshard
+from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
 from shared.parallel import zero
+from shared.parallel.gradients import reshard
 from shared.parallel.sharding import sharding_shares
 from shared.process import faults
 from shared.process.collectives import on_main

@@ -1,5 +1,6 @@
 """How a run ends: one line for people, an exit code that names the cause, and exit.json in the run's folder."""
 
+import atexit
 import contextlib
 import errno
 import json
@@ -83,24 +84,33 @@ def run(main: Callable[[C], None], config: C) -> None:
     vain. `accelerate launch` itself turns every failure into 1; the true code is in exit.json, too, which is missing
     where the run was killed.
     """
-    with clean_exit():
-        try:
-            main(config)
-        except Finished as done:
-            print_main(str(done))
-        except BaseException as error:
-            end = _as_clean_exit(error, config)
-            _report(end or error)
-            if end is None or end is error:
-                raise
-            raise end from error
-    _report(None)
+    code = 0
+    try:
+        with clean_exit():
+            try:
+                main(config)
+            except Finished as done:
+                print_main(str(done))
+            except BaseException as error:
+                end = _as_clean_exit(error, config)
+                _report(end or error)
+                if end is None or end is error:
+                    raise
+                raise end from error
+        _report(None)
+    except BaseException as error:
+        if ranks.world_size() == 1:
+            raise
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()  # trackers send what they have
     if ranks.world_size() > 1:
-        # All ranks are done and every file is written. The interpreter's own teardown can abort in a thread that a
-        # process group left behind, which would make a finished run look failed.
+        # Every file is written. The interpreter's own teardown can abort or hang in a thread that a process group left
+        # behind, which would hide how the run ended.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:

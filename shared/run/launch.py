@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -32,7 +33,7 @@ from shared.process.signals import end_with_the_launcher
 from shared.run import exits
 
 
-def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> Accelerator:
+def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, deterministic: bool = False) -> Accelerator:
     """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this, first of all.
 
     Accumulation, clipping and learning-rate schedules are the template's own; the launch config decides on
@@ -42,6 +43,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         seed: of all generators.
         log_with: tracker, by Accelerate's name.
         timeout: seconds that a rank waits for the others in a collective before it ends with an error.
+        deterministic: use kernels alone that give the same bits each time.
 
     Raises:
         ConfigError: the launch would train something else than it seems to: processes that each believe they are
@@ -63,8 +65,17 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
     _use_all_cores(world_size)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # which transformers hands on
+        torch.use_deterministic_algorithms(True)  # before NCCL starts, which then takes a fixed order, too
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads unwritten memory
     wait = datetime.timedelta(seconds=timeout)
     rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
+    group: dict[str, Any] = {"timeout": wait}
+    on_gpus = "LOCAL_RANK" in os.environ and not on_cpu and torch.cuda.is_available()
+    if on_gpus and not ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
+        group["backend"] = "cuda:nccl,cpu:gloo"  # objects go through gloo: NCCL would take memory of the GPUs for them
     accelerator = Accelerator(
         log_with=log_with,
         # Trackers that write files insist on a folder; `metrics.Logger` names the run's.
@@ -72,7 +83,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=wait),
+            InitProcessGroupKwargs(**group),
             *([_fp8_recipe()] if os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8" else []),
         ],
     )
@@ -97,10 +108,11 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800) -> A
         # mixed precision, and TF32 cannot tell the position 2049 from 2048.
         if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
             torch.set_float32_matmul_precision("high")
-        if accelerator.mixed_precision == "no" and torch.cuda.is_bf16_supported():
+        better = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"  # not on a T4, say
+        if accelerator.mixed_precision in {"no", "bf16"} - {better}:
             print_main(
-                "warning: training in fp32 on a GPU that has bf16, which is several times faster: "
-                "add `--mixed_precision bf16` after `accelerate launch`"
+                f"warning: this GPU computes in {better} several times faster: "
+                f"add `--mixed_precision {better}` after `accelerate launch`"
             )
     if on_cpu and (world_size > 1 or rehearsal):
         print_main(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
@@ -142,7 +154,10 @@ def strategy(accelerator: Accelerator) -> str:
     else:
         spread = f"{'FSDP2' if kind == DistributedType.FSDP else 'DDP'} x {count}"
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    return f"{spread} on {accelerator.device.type}, {precision}"
+    if torch.get_float32_matmul_precision() != "highest":
+        precision += " (TF32 in matrix products)"
+    repeats = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
+    return f"{spread} on {accelerator.device.type}, {precision}{repeats}"
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -198,11 +213,11 @@ def _nvidia_gpus() -> list[Path]:
 
 
 def _use_all_cores(world_size: int) -> None:
-    """Share this machine's cores among its processes where the model is computed on them.
+    """Share this machine's cores among its processes: they compute models, offloaded optimizers, decompositions of matrices.
 
     `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores but one idle.
     """
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and not _has_accelerator_device():
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, ranks.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
 
 

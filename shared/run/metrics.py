@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import resource
 import secrets
 import statistics
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from shared.config.options import LogConfig
 from shared.data import audit
+from shared.models.counts import find_gpu
 from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
@@ -38,29 +38,6 @@ from shared.training.step import Step
 T = TypeVar("T")
 
 UNREAD = 1000  # steps whose losses may lie on the device: more would fill memory where nothing is logged for long
-
-# Dense bf16 peak of one device, FLOP/s, from the vendors' data sheets; found in the device's name, first match.
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "MI300X": 1307e12,
-}
 
 
 def tracker_name(report_to: str) -> str | None:
@@ -184,8 +161,9 @@ class Logger:
             if len(self.unread) == UNREAD:
                 self._read()
             return
-        self._read()
-        own = torch.tensor([*self.sums.values(), self.positions], device=self.accelerator.device)
+        grad_norm = self._read(step.grad_norm)
+        alone = self.accelerator.num_processes == 1
+        own = torch.tensor([*self.sums.values(), self.positions], device="cpu" if alone else self.accelerator.device)
         *sums, positions = total(self.accelerator, own).tolist()
         means = {name: value / self.steps if self.steps else math.nan for name, value in zip(self.sums, sums, strict=True)}
         now = time.perf_counter()
@@ -193,7 +171,7 @@ class Logger:
         processed = positions / seconds
         values = means | {
             "learning_rate": step.learning_rate,
-            "grad_norm": step.grad_norm.item(),
+            "grad_norm": grad_norm,
             f"trained_{self.unit}_per_second": self.targets / seconds,
             f"processed_{self.unit}_per_second": processed,
             "data_wait_share": self.waited / seconds,
@@ -220,18 +198,26 @@ class Logger:
         self._read()
         self.state.interval = [self.steps, data_parallel_size(), gather_object([self.sums])]
 
-    def _read(self) -> None:
-        """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels."""
+    def _read(self, norm: torch.Tensor | None = None) -> float:
+        """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels.
+
+        Returns:
+            `norm`, which is fetched with it: the host waits for the device once.
+        """
         if not self.unread:
-            return
-        values = iter(torch.stack([v for sums, _, _ in self.unread for each in sums.values() for v in each]).tolist())
-        good = torch.stack([finite for _, finite, _ in self.unread]).tolist()
+            return math.nan
+        left = torch.stack([v for sums, _, _ in self.unread for each in sums.values() for v in each])
+        flags = torch.stack([finite for _, finite, _ in self.unread])
+        more = left.new_zeros(1) if norm is None else norm[None]
+        *read, last = torch.cat([left, flags.to(left.dtype), more.to(left.dtype)]).tolist()
+        values, good = iter(read), [flag == 1 for flag in read[len(left) :]]
         for (sums, _, targets), is_finite in zip(self.unread, good, strict=True):
             for name, each in sums.items():
                 summed = sum(islice(values, len(each)))
                 self.sums[name] = self.sums.get(name, 0.0) + (summed / max(1, targets) if is_finite else 0.0)
         self.steps += sum(good)
         self.unread.clear()
+        return last
 
     def _warn_of_a_spike(self, loss: float) -> None:
         """A loss far above the recent ones, in units of how much these differ, deserves a look."""
@@ -396,5 +382,5 @@ def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a known device, else None."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return gpu.flops if gpu else None

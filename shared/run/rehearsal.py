@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.data.order import Batch
@@ -44,11 +46,10 @@ class Rehearsal:
         """Halve the rows of a micro-batch until memory suffices; the loader uses the number from then on.
 
         They divide the loader's rows and are a multiple of `multiple`. The optimizer's state and gradients are in place
-        meanwhile. The global batch stays, so training learns the same. Ranks that share a model's weights need equally
-        much free memory, or one would wait for another that gave up.
+        meanwhile. The global batch stays, so training learns the same.
 
         Raises:
-            OutOfMemoryError: a single row does not fit.
+            OutOfMemoryError: a single row does not fit; or FSDP's ranks do not have the same free memory.
             ConfigError: under DeepSpeed, whose engine cannot take a step back.
         """
         self._refuse_deepspeed("--find_batch_size")
@@ -144,5 +145,8 @@ class Rehearsal:
             gc.collect()
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
-        everywhere = torch.tensor(float(enough), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(everywhere, "mean") == 1)
+        fits = gather_object([enough])
+        if any(fits) and not all(fits) and any(isinstance(model, FSDPModule) for model in self.models):
+            # The others' gathers still wait for the rank that gave up: nothing can be tried again.
+            raise torch.OutOfMemoryError(f"{rows} rows at once fit on some ranks, but not on rank {fits.index(False)}")
+        return all(fits)

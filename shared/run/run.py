@@ -62,7 +62,10 @@ class Run:
     def __init__(self, config: Any, name: str, *, unit: str = "tokens") -> None:
         self.config, self.name, self.unit = config, name, unit
         tracker = metrics.tracker_name(config.log.report_to)
-        self.accelerator = launch.start(config.batch.seed, log_with=tracker, timeout=config.speed.ddp_timeout)
+        speed = config.speed
+        self.accelerator = launch.start(
+            config.batch.seed, log_with=tracker, timeout=speed.ddp_timeout, deterministic=speed.deterministic
+        )
         self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
         self.dir = Path()
         if not getattr(config.data, "preprocess_only", False):  # preprocessing makes no run folder

@@ -8,6 +8,7 @@ import torch
 
 from shared.config.options import LogConfig
 from shared.data.order import IGNORED
+from shared.models.counts import find_gpu
 from shared.run import metrics
 from shared.run.state import TrainState
 from shared.training.step import Step
@@ -18,7 +19,7 @@ QUIET = LogConfig(report_to="none", logging_steps=2)
 def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(metrics, "peak_flops", lambda _: 100.0)
+    monkeypatch.setattr(metrics, "peak_flops", lambda _: find_gpu("NVIDIA H100 80GB HBM3").flops)
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
     two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None)
     state = TrainState()
@@ -49,4 +50,4 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
         assert row["trained_tokens_per_second"] == pytest.approx(16 / 6)
         assert row["processed_tokens_per_second"] == pytest.approx(24 / 6)
         assert row["data_wait_share"] == pytest.approx(2 / 6)
-        assert row["mfu"] == pytest.approx(3.0 * 4 / 2 / 100)
+        assert row["mfu"] == pytest.approx(3.0 * 4 / 2 / 989.4e12)  # FLOPs a token, tokens a second and device, peak

@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-import torch
-
-from shared.run import metrics, profiling
+from shared.run import profiling
 from tests.conftest import run
 
 
@@ -26,19 +23,3 @@ def test_a_run_that_is_shorter_than_the_profile_says_so(text_file, tiny_model, t
     done = run("pretrain", tmp_path / "run", *flags, "--global_batch_size", 4, "--eval_samples", 2, "--profile")
     assert "no profile: it is of the 3 steps after the first 6 of a start, which made 4" in done.output
     assert not (tmp_path / "run" / profiling.TRACE).exists()
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L40", 181),
-        ("NVIDIA RTX A1000", None),
-    ],
-)
-def test_peaks_are_those_of_the_device_and_of_no_other(monkeypatch, device, peak):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    assert metrics.peak_flops(torch.device("cuda")) == (peak and peak * 1e12)

@@ -226,7 +226,7 @@ def test_onnx_gives_the_same_logits(architectures, base, tmp_path):
 @pytest.mark.parametrize(
     "extra",
     [
-        ("--channels_last", "--dataloader_num_workers", "2"),
+        ("--dataloader_num_workers", "2"),
         slow(("--torch_compile",)),
         slow(("--gradient_checkpointing", "full", "--config_name", "vit")),
     ],

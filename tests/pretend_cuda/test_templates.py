@@ -1,0 +1,78 @@
+"""Each template on a pretend GPU: it trains, evaluates, saves, is stopped, resumes; and what its steps cost the host."""
+
+import pytest
+import torch
+
+from shared.run.checkpoint_files import read_tensors
+from tests.conftest import save_classifier
+
+COMMON = ["--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 3]
+COMMON += ["--eval_steps", 6, "--logging_steps", 2]
+SHAPE = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2,intermediate_size=64"
+PRETRAIN = ["--vocab_size", 300, "--seq_length", 32, "--config_overrides", SHAPE, "--eval_samples", 4]
+
+
+@pytest.fixture(params=["pretrain", "lora_finetune", "image_classification", "pretrain_pipeline"])
+def case(request, text_file, chat_file, tiny_model, image_folder, architectures, tmp_path_factory):
+    """(template, flags, processes, launch config, precision)"""
+    template, alone = request.param, (1, "single_gpu", "bf16")
+    if template == "pretrain":
+        return template, [*PRETRAIN, "--train_file", text_file, *COMMON], *alone
+    if template == "pretrain_pipeline":
+        return template, [*PRETRAIN, "--train_file", text_file, *COMMON], 2, "ddp", "bf16"
+    if template == "lora_finetune":
+        flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
+        return template, [*flags, *COMMON], *alone
+    flags = [
+        "--train_dir",
+        image_folder,
+        "--model_name_or_path",
+        save_classifier(architectures / "resnet", tmp_path_factory.mktemp("resnet")),
+    ]
+    return template, [*flags, "--image_size", 16, "--dataloader_num_workers", 1, *COMMON], *alone
+
+
+def test_a_template_trains_stops_and_resumes_bit_for_bit(case, on_cuda, tmp_path):
+    template, flags, processes, config, precision = case
+    launch = {"processes": processes, "config": config, "precision": precision}
+    straight = on_cuda(template, tmp_path / "straight", *flags, "--deterministic", **launch)
+    assert "on cuda, bf16, deterministic" in straight.output
+    kind = {1: "1 process", 2: "PP 2 x DDP 1"}[processes]
+    assert f"{kind} on cuda" in straight.output and straight.manifest(6)["world_size"] == processes
+
+    # A step that neither logs nor saves: batches come from pinned memory beside the computation, and the host waits only
+    # for the verdict on the step before.
+    (allowed,) = {what for what in straight.at(5) if what.startswith("copy ")}
+    assert allowed.startswith("copy loader.py")
+    waits = {what.split(":")[0]: number for what, number in straight.at(5).items() if what != allowed}
+    assert waits == {"wait for event guard.py": 1}
+    # One that logs reads once more (and once from the other ranks); one that saves waits once for the copy of all tensors.
+    logged = {what: n for what, n in straight.at(4).items() if "read" in what}
+    assert sum(logged.values()) == (1 if processes == 1 else 2) and all("metrics.py" in what for what in logged)
+    saved = {what: n for what, n in straight.at(3).items() if "wait for stream" in what}
+    assert [*saved.values()] == [1] and "checkpoint.py" in next(iter(saved))
+
+    memory = straight.last("peak_memory_gb")
+    assert 0 < memory < 1, "the allocator's peak, not the process's"
+    stopped = on_cuda(
+        template,
+        tmp_path / "stopped",
+        *flags,
+        "--deterministic",
+        check=False,
+        **launch,
+        env={"TEMPLATES_FAULT": "update:term@4"},
+    )
+    assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.output
+    assert not (tmp_path / "stopped" / "final").exists()
+    resumed = on_cuda(template, tmp_path / "stopped", *flags, "--deterministic", **launch)
+    assert "resumed from" in resumed.output
+    assert comparable(resumed) == comparable(straight)
+    ours, theirs = (read_tensors(r.folder / "checkpoint-000006") for r in (resumed, straight))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any((straight.folder / "final").glob("*.safetensors"))
+
+
+def comparable(result):
+    timed = ("per_second", "memory", "data_wait", "mfu")
+    return [{key: value for key, value in row.items() if not any(word in key for word in timed)} for row in result.rows]
