@@ -611,8 +611,7 @@ def resumes(*, name: str, deterministic: bool) -> dict[str, Any]:
     from shared.commands.verify_resume import verify
 
     folder = Path(tempfile.mkdtemp())
-    command = [*launch_command(name), *(["--deterministic"] if deterministic else [])]
-    found = verify(command, folder, 12 if toy else 30, verbose=True)
+    found = verify(launch_command(name), folder, 12 if toy else 30, verbose=True, deterministic=deterministic)
     unlike = [f"{part} differ {how}" for part, how in found.items() if how]
     one, other = (logged_losses(folder / run) for run in ("straight", "killed"))
     apart = max(abs(one[step] - other.get(step, math.nan)) for step in one)
