@@ -1,12 +1,15 @@
 """What one GPU does: its limits, the templates' steps beside them and beside a bare loop, and whether the sums are right.
 
-    python benchmarks/gpu.py                              # under 9 minutes on an H100; writes benchmarks/gpu.json
-    python benchmarks/gpu.py --only "LoRA|packed"         # rows whose names match, further ones, too; other figures stay
+    python benchmarks/gpu.py                              # at most 9 minutes; writes benchmarks/gpu.json
+    python benchmarks/gpu.py                              # goes on where the first call stopped; --list: which call has what
+    python benchmarks/gpu.py --before gpu.json --output "$OUT/gpu.json"   # the same where the output starts empty
+    python benchmarks/gpu.py --only "LoRA|packed"         # measures these rows again; other figures stay
     python benchmarks/gpu.py --toy --output toy.json      # a rehearsal at toy size on any machine: no figure means anything
 
-Each row is measured in a process of its own with a time limit, so that one that fails leaves the others; the file is
-written after every row. The process of the next row starts, and does its imports, while a row sets itself up. Rows whose
-time is not taken (losses, resuming) run side by side. What does not fit into --limit is said to be not measured.
+Each row is measured in a process of its own with a time limit, so that one that fails leaves the others; it is printed and
+written when it is done. The processes of the next rows start, and do their imports, while a row is measured. Rows whose
+time is not taken (losses, resuming) run side by side. A row that does not fit into --limit is left to the next call. That
+call keeps the figures of the same machine and versions. It tries a row that failed again, after all others.
 
 How each is measured is in gpu_measures.py. Speed is in tokens or images a second; MFU counts operations as the templates
 do (`shared.models.counts`: nothing for recomputation, attention within documents as if it were not causal), over
@@ -17,9 +20,11 @@ compared with those of the row "losses, plain".
 import argparse
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import shutil
@@ -30,14 +35,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+START = time.monotonic()  # importing torch for the first time can take a minute of the call
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # also where the project is not installed
@@ -45,7 +51,9 @@ import gpu_measures as measures  # noqa: E402
 from about import about, cores, line  # noqa: E402
 
 H100_TFLOPS = 989.0  # dense bf16, data sheet
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "torchvision", "torchao", "bitsandbytes", "flash_attn")
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "torchvision", "torchao", "bitsandbytes")
+SIDE_BY_SIDE = 8  # rows whose time is not taken
+PATIENCE = 30  # seconds that a row may take more than twice what is expected
 PRELOADED = (  # by each process before it is told its row
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     *("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft"),
@@ -71,17 +79,30 @@ class Row:
 
 
 SHARED = ("yaml", "accelerate", "transformers")  # what the package shared/ imports
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-FSDP2 = ONE_RANK | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+LAUNCHED = (*SHARED, "tyro", "psutil")  # what a template is launched with
+IMAGES = ("torchvision", "sklearn")
+FSDP2 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+FSDP2 |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 FSDP2 |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}
 LABEL = {"125M": "125M", "1B": "1.2B", "8B": "8B"}
 
 
+def _trains(template: str, *needs: str) -> Row:
+    needs, rehearsed = (*LAUNCHED, *needs), template == "image_classification"  # tests launch the others, too
+    options = {"name": template}
+    return Row(f"{template} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed)
+
+
+def _resumes(template: str, deterministic: bool, *needs: str) -> Row:
+    options, needs = {"name": template, "deterministic": deterministic}, (*LAUNCHED, *needs)
+    name = f"{template} resumes {'bit for bit' if deterministic else 'without --deterministic'}"
+    return Row(name, measures.resumes, 120, options, needs, timed=False, rehearsed=False)
+
+
 def _pretrain(size: str, shape: str, more: str, expected: int, environment: dict | None = None, **options: Any) -> Row:
     rows, length = (int(n) for n in shape.split(" x "))
     needs = (*SHARED, *(["torchao"] if environment is FP8 else []))
-    needs += ("flash_attn",) if options.get("attention") == "flash_attention_2" else ()
     options |= {"size": size, "rows": rows, "length": length}
     return Row(f"{LABEL[size]}, {shape}{more}", measures.pretraining, expected, options, needs, environment or {})
 
@@ -95,82 +116,73 @@ def _lora(size: str, rows: int, more: str, expected: int, **options: Any) -> Row
 
 def _images(kind: str, rows: int, more: str, expected: int, **options: Any) -> Row:
     options |= {"kind": kind, "batch_size": rows}
-    return Row(f"{kind}, {rows} images{more}", measures.image_step, expected, options, (*SHARED, "torchvision", "sklearn"))
+    return Row(f"{kind}, {rows} images{more}", measures.image_step, expected, options, (*SHARED, *IMAGES))
 
 
 def _losses(more: str, tolerance: float | None, environment: dict | None = None, **options: Any) -> Row:
     needs = (*SHARED, *(["torchao"] if environment is FP8 else []))
-    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | (environment or {})  # cuBLAS, too, adds up in one order
-    return Row(f"losses, {more}", measures.losses, 60, options | {"tolerance": tolerance}, needs, variables, timed=False)
+    options |= {"tolerance": tolerance}
+    return Row(f"losses, {more}", measures.losses, 60, options, needs, environment or {}, timed=False)
 
 
 def _waiting(of: str, *needs: str) -> Row:
     return Row(f"no step waits for the GPU, {of}", measures.waiting, 60, {"of": of}, (*SHARED, *needs), timed=False)
 
 
-ROWS = [  # the most telling first: the last ones may find no time
+ROWS = [  # the most telling first: the first call answers whether all trains and resumes, and how fast
     Row("matrix product, bf16", measures.matrix_product, 4, {"fp8": False}),
-    Row("matrix product, fp8", measures.matrix_product, 4, {"fp8": True}),
     Row("memory bandwidth", measures.bandwidth, 4),
-    _pretrain("1B", "4 x 2048", ", compiled", 18, compiled=True),
-    _pretrain("1B", "8 x 2048", ", compiled", 22, compiled=True),
-    _pretrain("1B", "4 x 2048", "", 10),
+    _trains("pretrain"),
+    _trains("lora_finetune", "peft"),
+    _trains("image_classification", *IMAGES),
+    _trains("pretrain_pipeline"),
+    _resumes("pretrain", True),
+    _resumes("lora_finetune", True, "peft"),
+    _resumes("pretrain", False),
     _pretrain("125M", "16 x 2048", ", compiled", 15, compiled=True),
-    _pretrain("125M", "16 x 2048", "", 8),
+    _pretrain("125M", "16 x 2048", "", 10),
+    _pretrain("1B", "4 x 2048", ", compiled", 18, compiled=True),
+    _pretrain("1B", "4 x 2048", "", 10),
+    _pretrain("1B", "8 x 2048", ", compiled", 22, compiled=True),
+    _lora("8B", 2, "", 12),
+    _lora("8B", 4, ", gradient checkpointing", 15, checkpointing="full"),
+    _images("ResNet-50", 256, ", channels last", 10, channels_last=True),
+    _images("ViT-B/16", 128, "", 10),
+    _images("ViT-S/16", 256, ", compiled", 45, compiled=True),
     _losses("plain", None),
     _losses("plain once more", 0.0),
     _losses("whole logits", 0.02, fused=False),
     _losses("kernels that add up in any order", 0.02, deterministic=False),
     _losses("compiled", 0.02, compiled=True),
     _losses("gradient checkpointing", 1e-3, checkpointing="full"),
-    _losses("fp8, compiled", 0.05, FP8, compiled=True),
-    _losses("DDP of one process", 1e-3, ONE_RANK),
     _losses("FSDP2 of one process", 0.02, FSDP2),
-    _waiting("images", "torchvision", "sklearn"),
+    _losses("fp8, compiled", 0.05, FP8, compiled=True),
+    _waiting("images", *IMAGES),
     _waiting("tokens"),
     _waiting("packed tokens"),
     Row("angles of positions", measures.positions, 20, {}, SHARED, timed=False),
     Row("attention of variable lengths", measures.packed_attention, 20, {}, SHARED, timed=False),
-    Row("resuming after a kill", measures.resuming, 80, {}, (*SHARED, "tyro", "psutil"), timed=False, rehearsed=False),
+    Row("matrix product, fp8", measures.matrix_product, 4, {"fp8": True}),
     _pretrain("1B", "4 x 2048", ", fp8, compiled", 25, FP8, compiled=True),
-    _lora("8B", 2, "", 12),
+    _pretrain("125M", "4 x 8192", "", 10),
+    _pretrain("125M", "4 x 8192", ", packed", 10, documents=True),
+    _pretrain("125M", "4 x 8192", ", packed by a mask", 10, documents=True, masked=True),
+    _pretrain("125M", "4 x 8192", ", packed, compiled", 15, documents=True, compiled=True),
+    _pretrain("125M", "4 x 8192", ", packed, flex attention", 25, documents=True, attention="flex_attention"),
+    Row("checkpoint of 1.2B, in the background", measures.save_stall, 60, {"in_background": True}, SHARED),
+    Row("checkpoint of 1.2B", measures.save_stall, 45, {"in_background": False}, SHARED),
+    _images("ResNet-50", 256, ", channels last, compiled", 60, channels_last=True, compiled=True),
+    Row("image input", measures.image_input, 20, {}, (*SHARED, *IMAGES)),
+    _lora("8B", 2, ", compiled", 30, compiled=True),
     _lora("8B", 2, ", packed by a mask", 12, masked=True),
     _lora("8B", 2, ", whole logits", 12, fused=False),
-    _lora("8B", 4, ", gradient checkpointing", 15, checkpointing="full"),
     _lora("8B", 4, ", gradient checkpointing", 15, checkpointing="full", quantised=True),
     _lora("8B", 1, ", gradient checkpointing", 12, checkpointing="full", quantised=True),
     _lora("1B", 4, "", 10),
-    _images("ResNet-50", 256, ", channels last", 10, channels_last=True),
-    _images("ResNet-50", 256, ", channels last, compiled", 60, channels_last=True, compiled=True),
-    _images("ViT-S/16", 256, ", compiled", 45, compiled=True),
-    Row("checkpoint of 1.2B, in the background", measures.save_stall, 60, {"in_background": True}, SHARED),
-    _images("ViT-B/16", 128, "", 10),
-    _pretrain("125M", "4 x 8192", "", 8),
-    _pretrain("125M", "4 x 8192", ", packed", 10, documents=True),
-    _pretrain("125M", "4 x 8192", ", packed by a mask", 10, documents=True, masked=True),
-    _pretrain("125M", "4 x 8192", ", packed, flash attention", 10, documents=True, flat=True, attention="flash_attention_2"),
     _pretrain("1B", "4 x 2048", ", checkpointing every 2nd block, compiled", 16, compiled=True, checkpointing="2"),
-    _pretrain("1B", "1 x 8192", ", compiled", 18, compiled=True),
-    Row("image input", measures.image_input, 20, {}, (*SHARED, "torchvision", "sklearn")),
-]
-FURTHER = [  # measured where --only asks for them, in another call: one has no time for them
-    Row("checkpoint of 1.2B", measures.save_stall, 45, {"in_background": False}, SHARED),
-    _pretrain("1B", "4 x 2048", ", whole logits, compiled", 12, compiled=True, fused=False),
-    _pretrain("125M", "16 x 2048", ", FSDP2 of one process", 10, FSDP2),
-    _lora("8B", 2, ", compiled", 30, compiled=True),
-    _lora("8B", 4, ", gradient checkpointing, whole logits", 15, checkpointing="full", fused=False),
-    _lora("8B", 1, ", gradient checkpointing, whole logits", 12, checkpointing="full", quantised=True, fused=False),
-    _lora("1B", 4, ", whole logits", 10, fused=False),
-    _lora("1B", 4, ", gradient checkpointing", 10, checkpointing="full"),
-    _images("ViT-S/16", 256, "", 10),
-    _images("ViT-B/16", 128, ", compiled", 25, compiled=True),
     _pretrain("1B", "4 x 2048", ", checkpointing every block, compiled", 16, compiled=True, checkpointing="full"),
-    _pretrain("1B", "1 x 8192", "", 10),
-    _pretrain("125M", "4 x 8192", ", compiled", 15, compiled=True),
-    _pretrain("125M", "4 x 8192", ", packed, compiled", 15, documents=True, compiled=True),
-    _pretrain("125M", "4 x 8192", ", packed, flex attention", 25, documents=True, attention="flex_attention"),
+    _pretrain("1B", "1 x 8192", ", compiled", 18, compiled=True),
 ]
-ALL = ROWS + FURTHER
 
 
 # Processes -------------------------------------------------------------------------------------------------------------
@@ -195,7 +207,7 @@ def serve(connection: Any, folder: str, parent: int) -> None:
         if os.getppid() != parent:
             os._exit(0)
     name, measures.toy = connection.recv()
-    row = next(row for row in ALL if row.name == name)
+    row = next(row for row in ROWS if row.name == name)
     os.environ |= {"ACCELERATE_MIXED_PRECISION": "bf16", **row.environment}
     if "RANK" in row.environment:
         with socket.socket() as probe:
@@ -215,9 +227,6 @@ def serve(connection: Any, folder: str, parent: int) -> None:
         traceback.print_exc()
         said = next((text.strip() for text in str(error).splitlines() if text.strip()), "")
         outcome = {"failed": f"{type(error).__name__}: {said}"[:300]}
-    with contextlib.suppress(Exception):  # a device that an error has left unusable, a package without metadata
-        facts = about(package for package in PACKAGES if importlib.util.find_spec(package))
-        outcome["about"] = facts | ({"CUDA": torch.version.cuda} if torch.cuda.is_available() else {})
     Path(folder, "outcome.tmp").write_text(json.dumps(outcome))
     Path(folder, "outcome.tmp").rename(Path(folder, "outcome.json"))
     sys.stdout.flush()
@@ -232,7 +241,7 @@ class Worker:
         self.connection, its_end = context.Pipe()
         self.process = context.Process(target=serve, args=(its_end, str(self.folder), os.getpid()))
         self.process.start()
-        self.started, self.ended = 0.0, False
+        self.started, self.latest, self.ended = 0.0, 0.0, False
 
     def begin(self, row: Row) -> None:
         with contextlib.suppress(OSError, EOFError):  # it has died, which `outcome` will see
@@ -240,17 +249,23 @@ class Worker:
                 self.connection.recv()
             self.connection.send((row.name, measures.toy))
         self.started = time.monotonic()
+        self.latest = self.started + (10 * PATIENCE if measures.toy else PATIENCE + 2 * row.seconds)
 
-    def outcome(self, limit: float) -> dict[str, Any]:
-        """What the row gave, or why it gave nothing, at most `limit` seconds after its beginning."""
-        self.process.join(max(0.0, self.started + limit - time.monotonic()))
-        code, file, log = self.process.exitcode, self.folder / "outcome.json", self.folder / "log"
-        found = {"failed": f"took more than {limit:.0f} s" if code is None else f"ended with exit code {code}"}
-        found = json.loads(file.read_text()) if file.exists() else found
+    def outcome(self, deadline: float) -> dict[str, Any]:
+        """What the row gave, or why it gave nothing. At the deadline of the call a row may only have begun too late."""
+        self.process.join(max(0.0, min(self.latest, deadline) - time.monotonic()))
+        now, file, log, code = time.monotonic(), self.folder / "outcome.json", self.folder / "log", self.process.exitcode
+        taken = now - self.started
+        if file.exists():
+            found = json.loads(file.read_text())
+        elif code is None and now >= deadline:
+            found = {"not measured": "out of time"}
+        else:
+            found = {"failed": f"took more than {taken:.0f} s" if code is None else f"ended with exit code {code}"}
         if "failed" in found and log.exists():
             found["log"] = log.read_text(errors="replace")[-4000:]
         self.end()
-        return found | {"seconds": round(time.monotonic() - self.started, 1)}
+        return found | {"seconds": round(taken, 1)}
 
     def end(self) -> None:
         """Kill the process and what it has started, and remove its files."""
@@ -260,13 +275,27 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # in case it was too young to lead a group
-        self.process.join()
+        self.process.join(20)  # a driver may hold it for good
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def run(rows: list[Row], limit: float, record: Callable[[Row, dict[str, Any]], None]) -> None:
-    """Measure the rows in their order within `limit` seconds, and record each outcome as it comes."""
-    deadline, waiting = time.monotonic() + limit, []
+def groups(rows: list[Row], most: int) -> Iterator[list[Row]]:
+    """The rows in their order; those whose time is not taken together, but not more than `most`."""
+    rows = list(rows)
+    while rows:
+        group = [rows.pop(0)]
+        while rows and len(group) < most and not (group[0].timed or rows[0].timed):
+            group.append(rows.pop(0))
+        yield group
+
+
+def expected(group: list[Row]) -> int:
+    return max(row.seconds for row in group)
+
+
+def run(rows: list[Row], deadline: float, record: Callable[[Row, dict[str, Any]], None]) -> None:
+    """Measure the rows in their order, and record each outcome as it comes; at the deadline what runs is ended."""
+    waiting = []
     for row in rows:
         if missing := [package for package in row.needs if importlib.util.find_spec(package) is None]:
             record(row, {"skipped": f"needs {', '.join(missing)}"})
@@ -279,28 +308,34 @@ def run(rows: list[Row], limit: float, record: Callable[[Row, dict[str, Any]], N
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
+        os.environ.setdefault("TEMPLATES_CACHE", f"{folder}/prepared")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         spares: list[Worker] = []
-        running: list[tuple[Row, Worker]] = []
+        running: dict[Any, tuple[Row, Worker]] = {}  # by what is ready when the process ends
         try:
-            while waiting:
-                group = [waiting.pop(0)]
-                while waiting and len(group) < cores() and not (group[0].timed or waiting[0].timed):
-                    group.append(waiting.pop(0))
-                if max(1 if measures.toy else row.seconds for row in group) > deadline - time.monotonic():
+            for group in groups(waiting, SIDE_BY_SIDE if on_gpu else cores()):
+                if (1 if measures.toy else expected(group)) > deadline - time.monotonic():
                     for row in group:
                         record(row, {"not measured": "out of time"})
                     continue
                 while len(spares) < len(group):
                     spares.append(Worker(context, folder))
-                running = [(row, spares.pop(0)) for row in group]
-                for row, worker in running:
+                for row in group:
+                    worker = spares.pop(0)
+                    running[worker.process.sentinel] = row, worker
                     worker.begin(row)
-                spares.append(Worker(context, folder))
-                for row, worker in running:
-                    patience = 300 if measures.toy else 30 + 2 * row.seconds
-                    record(row, worker.outcome(min(patience, deadline - worker.started)))
+                while len(spares) < 2:
+                    spares.append(Worker(context, folder))
+                while running:
+                    ends = {sentinel: min(deadline, worker.latest) for sentinel, (_, worker) in running.items()}
+                    first = min(ends, key=lambda sentinel: ends[sentinel])
+                    ended = multiprocessing.connection.wait(list(ends), max(0.0, ends[first] - time.monotonic()))
+                    for sentinel in ended or [first]:
+                        row, worker = running.pop(sentinel)
+                        record(row, worker.outcome(deadline))
         finally:
-            for worker in [*spares, *(worker for _, worker in running)]:
+            for worker in [*spares, *(worker for _, worker in running.values())]:
                 worker.end()
 
 
@@ -352,41 +387,58 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """The Markdown table of all rows, measured or not."""
     head = ["what", "a second", "step, ms", "MFU", "of measured", "peak, GB", "beside a bare loop", "note"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in ALL:
-        outcome = results.get(row.name, {"not measured": "not asked for"})
+    for row in ROWS:
+        outcome = results.get(row.name, {"not measured": "not asked for yet"})
         lines.append(" | ".join([f"| {row.name}", *(cell.replace("|", "/") for cell in cells(outcome, results))]) + " |")
+    return "\n".join(lines)
+
+
+def schedule(limit: float) -> str:
+    """The rows, the call of so many seconds that measures each at the latest, and the seconds of that call up to it."""
+    lines, call, total = [], 1, 0
+    for group in groups(ROWS, SIDE_BY_SIDE):
+        total += expected(group)
+        if total > limit:
+            call, total = call + 1, expected(group)
+        lines += [f"call {call}, {row.seconds:3} s, in all {total:3} s  {row.name}" for row in group]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="regular expression, searched for in the rows' names")
-    parser.add_argument("--limit", type=float, default=520, help="seconds; rows that do not fit are not measured")
+    parser.add_argument("--limit", type=float, default=520, help="seconds of this call; other rows are left to the next")
     parser.add_argument("--toy", action="store_true", help="tiny models, to see that all works, also without a GPU")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")
-    parser.add_argument("--list", action="store_true", help="print the rows with the seconds each is expected to take")
+    parser.add_argument("--before", type=Path, help="figures of earlier calls; if not given, those in --output")
+    parser.add_argument("--list", action="store_true", help="print the rows, the seconds expected of each, and its call")
     options = parser.parse_args()
     measures.toy = options.toy
     if options.list:
-        print("\n".join(f"{row.seconds:4} s  {row.name}" for row in ALL))
+        print(schedule(options.limit))
         return
     if not options.toy and not torch.cuda.is_available():
         parser.error("there is no GPU here: --toy rehearses without one")
-    rows = [row for row in ROWS if not options.toy] or [row for row in ALL if row.rehearsed]
+    installed = importlib.metadata.packages_distributions()
+    facts = about(package for package in PACKAGES if package in installed) | {"CUDA": torch.version.cuda}
+    content: dict[str, Any] = {"about": facts, "toy": options.toy, "rows": {}}
+    before = options.before or options.output
+    if before.exists():
+        earlier = json.loads(before.read_text())
+        if earlier["toy"] == options.toy and (earlier["about"] | {"date": None}) == (facts | {"date": None}):
+            content["rows"] = earlier["rows"]
+        else:
+            print(f"{before} is of another machine or other versions: all is measured again", file=sys.stderr)
     if options.only:
-        rows = [row for row in ALL if re.search(options.only, row.name)]
-    if not rows:
-        parser.error(f"--only {options.only}: in no row's name; --list prints all")
-    before = json.loads(options.output.read_text()) if options.only and options.output.exists() else {}
-    content: dict[str, Any] = {"about": None, "toy": options.toy, "rows": {}}
+        rows = [row for row in ROWS if re.search(options.only, row.name)]
+        if not rows:
+            parser.error(f"--only {options.only}: in no row's name; --list prints all")
+    else:
+        known = {row.name: content["rows"].get(row.name, {}) for row in ROWS}
+        rows = [row for row in ROWS if "figures" not in known[row.name] and (row.rehearsed or not options.toy)]
+        rows.sort(key=lambda row: "failed" in known[row.name])  # these again, after those that were not tried yet
 
     def record(row: Row, outcome: dict[str, Any]) -> None:
-        facts = outcome.pop("about", None)
-        if facts and content["about"] is None:
-            content["about"] = facts
-            here, there = ({k: v for k, v in (f or {}).items() if k != "date"} for f in (facts, before.get("about")))
-            if here == there and before["toy"] == options.toy:  # not the figures of another machine beside these
-                content["rows"] = before["rows"] | content["rows"]
         content["rows"][row.name] = outcome
         temporary = options.output.with_suffix(".tmp")
         temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -396,12 +448,10 @@ def main() -> None:
 
     options.output.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and their files are cleared away
-    start = time.monotonic()
-    run(rows, options.limit, record)
+    run(rows, START + options.limit, record)
     print(f"{table(content['rows'])}\n\nTokens or images a second: medians of 4 blocks; ratios with their ranges.")
-    print(f"Taken in {time.monotonic() - start:.0f} s." + (" At toy size: no figure means anything." if options.toy else ""))
-    if content["about"]:
-        print(line(content["about"]))
+    print(f"Taken in {time.monotonic() - START:.0f} s." + (" At toy size: no figure means anything." if options.toy else ""))
+    print(line(facts))
 
 
 if __name__ == "__main__":

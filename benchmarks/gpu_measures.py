@@ -7,7 +7,7 @@
   backward, clip, one fused AdamW. The two alternate, block by block; a ratio pairs neighbouring blocks, and above 1 the
   templates' step is the faster one. A block lasts about half a second; the device is waited for before and after it.
   transformers looks up at each step of it whether rows are packed, which the host waits for.
-- Losses are those of ten steps of one small model in PyTorch's deterministic mode, and once without it.
+- Losses are those of ten steps of one small model with what --deterministic sets, and once without it.
 """
 
 import importlib
@@ -127,10 +127,10 @@ def template(name: str) -> Any:
     return importlib.import_module(f"templates.{name}")
 
 
-def start_accelerator() -> Any:
+def start_accelerator(*, deterministic: bool = False) -> Any:
     from shared.run import launch
 
-    return launch.start(0)
+    return launch.start(0, deterministic=deterministic)
 
 
 class Loop:
@@ -200,17 +200,12 @@ def language_loop(
     return loop, said | ({"note": "; ".join(notes)} if notes else {})
 
 
-def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any = None) -> Callable[[], None]:
-    """A training step without anything of this project or of Accelerate.
-
-    Args:
-        model: the very one of the templates' step, unless that is sharded: two would not fit.
-        moments_of: its optimizer, whose state is used, too, for the same reason.
-    """
+def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any) -> Callable[[], None]:
+    """A training step without anything of this project or of Accelerate. Model and moments are the templates' step's own:
+    two of each would not fit."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    if moments_of is not None:
-        optimizer.state = moments_of.state
+    optimizer.state = moments_of.state
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     labels, forward = batch["labels"], type(model).forward  # not the instance's, which Accelerate has wrapped
 
@@ -241,7 +236,7 @@ class Tokenizer:
         return {str(number): number for number in range(self.tokens)}
 
 
-def token_batch(size: str, rows: int, length: int, *, documents: bool = False, flat: bool = False, seed: int = 0) -> dict:
+def token_batch(size: str, rows: int, length: int, *, documents: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
     from shared.data.loader import cu_seqlens_of
 
@@ -259,8 +254,6 @@ def token_batch(size: str, rows: int, length: int, *, documents: bool = False, f
                 positions[at:end] -= at
                 labels[end - 1] = -100  # the next token is another document's
                 at = end
-    if flat:
-        batch = {key: value.reshape(1, -1) for key, value in batch.items()}
     if documents:
         batch["cu_seqlens"] = torch.from_numpy(cu_seqlens_of(batch["position_ids"].numpy()))
         batch["targets"] = (batch["labels"] != -100).flatten().nonzero().flatten()
@@ -288,15 +281,7 @@ def language_model(size: str, length: int, *, compiled: bool = False, checkpoint
 
 
 def pretraining(
-    size: str,
-    length: int,
-    rows: int,
-    *,
-    documents: bool = False,
-    flat: bool = False,
-    fused: bool = True,
-    masked: bool = False,
-    **settings: Any,
+    size: str, length: int, rows: int, *, documents: bool = False, masked: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
     from shared.models.counts import flops_per_token
@@ -305,18 +290,12 @@ def pretraining(
         raise Skipped("flex attention has no backward on a CPU")
     length, rows = (64, 2) if toy else (length, rows)
     accelerator = start_accelerator()
-    model = language_model(size, rows * length if flat else length, **settings)
-    batch = token_batch(size, rows, length, documents=documents, flat=flat)
+    model = language_model(size, length, **settings)
+    batch = token_batch(size, rows, length, documents=documents)
     flops = flops_per_token(model, seen(batch, length))
-    sharded = "FSDP_VERSION" in os.environ
-    plain = language_model(size, length, **settings) if sharded else model
     compiled = settings.get("compiled", False)
-    loop, said = language_loop(accelerator, model, size, [batch], fused=fused, masked=masked, compiled=compiled)
-    if sharded:
-        said["note"] = "; ".join(filter(None, [said.get("note"), "the bare loop's own model lies in memory, too"]))
-    if documents:
-        return said | pace(loop.step, rows * length, flops)
-    bare = bare_step(plain, batch, None if sharded else loop.optimizers[0])
+    loop, said = language_loop(accelerator, model, size, [batch], masked=masked, compiled=compiled)
+    bare = None if documents else bare_step(model, batch, loop.optimizers[0])
     return said | pace(loop.step, rows * length, flops, bare)
 
 
@@ -552,8 +531,7 @@ def losses(
     tolerance: float | None = None, *, fused: bool = True, deterministic: bool = True, **settings: Any
 ) -> dict[str, Any]:
     """Losses of ten optimizer steps of the 125M model; without `deterministic` by the kernels that training uses."""
-    torch.use_deterministic_algorithms(deterministic)  # attention's backward stays as it is where that only warns
-    accelerator = start_accelerator()
+    accelerator = start_accelerator(deterministic=deterministic)
     length, rows = (32, 2) if toy else (1024, 4)
     model = language_model("125M", length, **settings)
     batches = [token_batch("125M", rows, length, seed=seed) for seed in range(10)]
@@ -583,6 +561,7 @@ def packed_attention() -> dict[str, Any]:
     kernel = attention.find_kernel(device())
     if kernel is None:
         raise Skipped(f"attention of variable lengths has no kernel on a {device().type.upper()}")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in training
     heads = [(12, 12, 64), (32, 8, 64), (32, 8, 128), (16, 8, 256)]
     wrong = []
     for many, of_keys, size in heads:
@@ -592,23 +571,49 @@ def packed_attention() -> dict[str, Any]:
     return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 
 
-def resuming() -> dict[str, Any]:
-    """`verify-resume` on the pretraining template, in attention whose backward always adds up in the same order."""
+def launch_command(name: str) -> list[str]:
+    """`accelerate launch` a template with its embedded default."""
+    on_cpu = device().type == "cpu"
+    config = "cpu" if on_cpu else "single_gpu"
+    if name == "pretrain_pipeline":
+        if not on_cpu and torch.cuda.device_count() < 2:
+            raise Skipped("a pipeline needs two GPUs")
+        config = "ddp"
+    flags = ["--config_file", f"{ROOT}/accelerate_configs/{config}.yaml", *(["--mixed_precision", "no"] if on_cpu else [])]
+    return [sys.executable, "-m", "accelerate.commands.launch", *flags, f"{ROOT}/templates/{name}.py"]
+
+
+def logged_losses(run_dir: Path) -> dict[int, float]:
+    rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def trains(*, name: str) -> dict[str, Any]:
+    """Whether a template, launched as users do, ends by itself with finite losses and writes final/."""
+    folder, steps = Path(tempfile.mkdtemp()), 2 if toy else 20
+    flags = ["--max_steps", str(steps), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(folder)]
+    log, start = Path(tempfile.gettempdir(), "log"), time.perf_counter()  # where this process's output goes, too
+    code = subprocess.run([*launch_command(name), *flags], stderr=subprocess.STDOUT).returncode
+    taken = time.perf_counter() - start
+    if code:  # the launcher's traceback comes after the template's own last words, and ends with how the template ended
+        said, _, launcher = log.read_text(errors="replace").rstrip().rpartition("Traceback (most")
+        own = [text.strip() for text in said.splitlines() if text.strip()]
+        last = " / ".join([*own[-2:], launcher.rpartition("]' ")[2]])
+        raise RuntimeError(next((text for text in own if text.startswith("error: ")), last))
+    losses = list(logged_losses(folder).values())
+    passed = len(losses) == steps and all(map(math.isfinite, losses)) and any((folder / "final").iterdir())
+    note = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps; {taken:.0f} s from start to end"
+    return {"passed": passed, "note": note}
+
+
+def resumes(*, name: str, deterministic: bool) -> dict[str, Any]:
+    """`verify-resume` on a template, `--deterministic` or not: without it, how far the losses of both runs are apart."""
+    from shared.commands.verify_resume import verify
+
     folder = Path(tempfile.mkdtemp())
-    texts = [json.dumps({"text": path.read_text()}) + "\n" for path in sorted((ROOT / "shared").glob("*.py"))]
-    (folder / "text.jsonl").write_text("".join(texts))
-    config = ROOT / "accelerate_configs" / ("cpu.yaml" if device().type == "cpu" else "single_gpu.yaml")
-    flags = {"train_file": folder / "text.jsonl", "vocab_size": 512, "eval_samples": 8, "attn_implementation": "eager"}
-    flags |= {"model_preset": "3M", "seq_length": 64} if toy else {"model_preset": "30M", "seq_length": 256}
-    command = [sys.executable, "-m", "shared", "verify-resume", "--steps", "12" if toy else "24", "--"]
-    command += [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += [str(ROOT / "templates/pretrain.py"), *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"TEMPLATES_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    print(done.stdout, done.stderr)
-    unlike = [" ".join(text.split()) for text in done.stdout.splitlines() if " differ " in text]
-    if done.returncode and not unlike:
-        said = done.stderr.strip().splitlines() or ["no output"]
-        raise RuntimeError(next((text for text in said if text.startswith("error: ")), said[-1]))
-    return {"passed": not done.returncode, "note": "; ".join(unlike) or "killed and resumed: the same, bit for bit"}
+    found = verify(launch_command(name), folder, 12 if toy else 30, verbose=True, deterministic=deterministic)
+    unlike = [f"{part} differ {how}" for part, how in found.items() if how]
+    one, other = (logged_losses(folder / run) for run in ("straight", "killed"))
+    apart = max(abs(one[step] - other.get(step, math.nan)) for step in one)
+    note = f"losses at most {apart:.1e} apart; {'; '.join(unlike)}" if unlike else "the same, bit for bit"
+    return {"note": f"killed and resumed: {note}"} | ({"passed": not unlike} if deterministic else {})

@@ -65,14 +65,16 @@ def without_ours(command: Sequence[str], folder: Path) -> list[str]:
     return kept
 
 
-def train(command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int | None = None) -> None:
+def train(
+    command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int | None = None, deterministic: bool = True
+) -> None:
     """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`.
 
     Raises:
         ConfigError: it fails by itself, or ends before it could be killed.
     """
     flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
-    flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data", "--deterministic"]
+    flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data", *(["--deterministic"] if deterministic else [])]
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
@@ -129,7 +131,9 @@ def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     return "" if one else "nothing was recorded"
 
 
-def verify(command: Sequence[str], folder: Path, steps: int, *, verbose: bool = False) -> dict[str, str]:
+def verify(
+    command: Sequence[str], folder: Path, steps: int, *, verbose: bool = False, deterministic: bool = True
+) -> dict[str, str]:
     """Train without interruption, train with a kill and resume, and compare both in the empty `folder`: see `compare`.
 
     Raises:
@@ -146,7 +150,7 @@ def verify(command: Sequence[str], folder: Path, steps: int, *, verbose: bool = 
     ):
         if verbose:
             print(f"{text} ...", file=sys.stderr, flush=True)
-        train(command, run_dir, steps=steps, kill_after=kill_after)
+        train(command, run_dir, steps=steps, kill_after=kill_after, deterministic=deterministic)
         if kill_after is not None and not checkpoints(run_dir):
             raise ConfigError("no checkpoint was written before the kill: give more --steps")
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
