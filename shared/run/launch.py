@@ -69,7 +69,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # which transformers hands on
         torch.use_deterministic_algorithms(True)  # before NCCL starts, which then takes a fixed order, too
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads unwritten memory
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
     wait = datetime.timedelta(seconds=timeout)
     rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
     group: dict[str, Any] = {"timeout": wait}
