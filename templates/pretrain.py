@@ -115,6 +115,7 @@ def build_datasets(run: Run) -> Data:
         train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **splitting, **reading)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
+        about += records.not_used(train.unused)
         fingerprint, bytes_per_token = train.identity(), None
     else:
         folder = corpus.prepare(options, tokenizer)

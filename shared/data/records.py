@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,6 +99,16 @@ def kind(value: Any) -> str:
         return "null" if value is None else "empty"
     name = type(value).__name__
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def unused(record: dict[str, Any], used: Collection[str]) -> list[str]:
+    """The columns of a record that hold something and are not among the `used` ones."""
+    return [key for key, value in record.items() if key not in (*used, CONTINUES) and value not in (None, "", [], {})]
+
+
+def not_used(names: Collection[str]) -> str:
+    """The end of a line about data with these unused columns."""
+    return f"; not used: {', '.join(sorted(names))}" if names else ""
 
 
 def read_records(files: Sequence[Path]) -> Records:

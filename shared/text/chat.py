@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 from shared.text.encoder import Encoder
-from shared.text.forms import FORMS, read_example, recognise
+from shared.text.forms import FORMS, read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 CHUNK_RECORDS = 128  # records that a process gets at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
+WARNINGS = {  # what is counted: what is said about it, with the first place
+    "lost": "turns have words that the chat template does not write or mark",
+    "marked": "records mark a place for what is not text, and the mark is read as text",
+}
 Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)
 
 
@@ -56,6 +61,7 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
             template=str(tokenizer.chat_template),
             special=[tokenizer.bos_token_id, tokenizer.eos_token_id],
             settings=[config.seq_length, config.loss_on, config.max_train_samples, config.validation_split_percentage],
+            allowed=config.allow_unused_columns,
         )
     )
 
@@ -117,16 +123,20 @@ class _ToSamples:
     of its record), and counts.
     """
 
-    def __init__(self, encoder: Encoder, seq_length: int) -> None:
-        self.encoder, self.seq_length = encoder, seq_length
+    def __init__(self, encoder: Encoder, config: ChatConfig) -> None:
+        self.encoder, self.seq_length, self.allowed = encoder, config.seq_length, config.allow_unused_columns
 
     def __call__(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, Counter[str]]:
         form, rows = chunk
         counts = Counter({"read": len(rows), form: len(rows)})
         tokens, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
-        most = self.seq_length + 1
+        most, template, marked = self.seq_length + 1, str(self.encoder.tokenizer.chat_template), []
         for where, record in rows:
-            ids, learned = self.encoder(read_example(record, form, where), where)
+            refuse_other_meanings(record, form, where, self.allowed)
+            example = read_example(record, form, where)
+            counts.update(f"unused {name}" for name in unused(record, form, example, template))
+            marked += [f"{where}: {mark}" for mark in re.findall("<(?:image|video|audio)>", repr(example))[:1]]
+            ids, learned = self.encoder(example, where)
             if learned.any() and (end := self.encoder.end_of(ids[: np.flatnonzero(learned)[-1] + 1])) is not None:
                 counts[f"end {end}"] += 1
             last = len(ids) - 1 if form == "plain text" else 1
@@ -141,8 +151,8 @@ class _ToSamples:
                     kept += 1
             counts["cut"] += form != "plain text" and len(ids) > most
             counts["dropped"] += not kept
-        for place in self.encoder.lost[:1]:
-            counts[f"lost {place}"] = len(self.encoder.lost)
+        found = {"lost": self.encoder.lost, "marked": marked}
+        counts.update({f"{what} {places[0]}": len(places) for what, places in found.items() if places})
         self.encoder.lost.clear()
         return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
@@ -161,7 +171,7 @@ def _write_samples(source: Source, place: Path, config: ChatConfig, encoder: Enc
     from tqdm import tqdm
 
     sizes, counts = [], Counter[str]()
-    work, chunks = _ToSamples(encoder, config.seq_length), _chunks(source, config.max_train_samples)
+    work, chunks = _ToSamples(encoder, config), _chunks(source, config.max_train_samples)
     results = parallel_map(work, chunks, config.preprocessing_num_workers)
     bar = tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None)
     with open(f"{place}-ids.bin", "wb") as ids, open(f"{place}-learned.bin", "wb") as learned, bar:
@@ -178,15 +188,17 @@ def _write_samples(source: Source, place: Path, config: ChatConfig, encoder: Enc
             f"{source.name}: none of its {counts['read']} samples has a token to learn within "
             f"--seq_length {config.seq_length}"
         )
-    lost = {name.removeprefix("lost "): count for name, count in counts.items() if name.startswith("lost ")}
-    if lost:
-        print_main(
-            f"warning: the loss misses words of {sum(lost.values()):,} turns, as the chat template does not write or mark "
-            f"them; the first is {next(iter(lost))}"
-        )
-    ends = {int(name.removeprefix("end ")): count for name, count in counts.items() if name.startswith("end ")}
-    facts = {"form": next(form for form in FORMS if counts[form]), "end": max(ends, key=ends.__getitem__, default=None)}
-    return np.concatenate(sizes), {**facts, **{name: counts[name] for name in ("read", "cut", "dropped")}}
+
+    def counted(what: str) -> dict[str, int]:
+        return {name.removeprefix(what): count for name, count in counts.items() if name.startswith(what)}
+
+    for what, said in WARNINGS.items():
+        if places := counted(f"{what} "):
+            print_main(f"warning: {sum(places.values()):,} {said}; the first is {next(iter(places))}")
+    ends = {int(end): count for end, count in counted("end ").items()}
+    facts: dict[str, Any] = {name: counts[name] for name in ("read", "cut", "dropped")} | {"unused": [*counted("unused ")]}
+    facts |= {"form": next(form for form in FORMS if counts[form]), "end": max(ends, key=ends.__getitem__, default=None)}
+    return np.concatenate(sizes), facts
 
 
 def _copy_samples(source: Path, sizes: np.ndarray, chosen: np.ndarray, place: Path, digest: Any) -> None:
@@ -255,7 +267,7 @@ def describe(samples: Conversations, config: ChatConfig) -> str:
         f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
         f"tokens, {meta['dropped']:,} dropped with nothing to learn; {len(samples):,} to train on, "
         f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), the loss counts {samples.learned.mean():.0%} "
-        f"of them; to validate on: {meta['validation']}"
+        f"of them; to validate on: {meta['validation']}{records.not_used(meta['unused'])}"
     )
 
 

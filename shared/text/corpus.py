@@ -43,13 +43,19 @@ class Piece(NamedTuple):
     is_last: bool
 
 
-def pieces(source: Source, column: str) -> Iterator[Piece]:
-    """Each document in pieces, in order, without empty ones. Raises ConfigError for a record without text."""
+def pieces(source: Source, column: str, unused: set[str] | None = None) -> Iterator[Piece]:
+    """Each document in pieces, in order, without empty ones. Adds the names of other columns to `unused`.
+
+    Raises:
+        ConfigError: a record without text.
+    """
     document, is_first = 0, True
     for where, record in source.read():
         if column not in record:
             columns = ", ".join(map(str, record)) or "none"
             raise ConfigError(f"{where}: no column {column!r} (has: {columns}); name it with --text_column")
+        if unused is not None:
+            unused.update(records.unused(record, (column,)))
         text = record[column]
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
@@ -234,9 +240,10 @@ def write_tokens(
     percent = config.validation_split_percentage
     dtype = np.dtype(np.uint16 if prepared.vocabulary_size(tokenizer) <= 2**16 else np.uint32)
     writers = {split: _Writer(folder, split, dtype) for split in ("train", "validation")}
+    unused: set[str] = set()
     progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
     for source in filter(None, (train, validation)):
-        chunks = chunked(pieces(source, config.text_column))
+        chunks = chunked(pieces(source, config.text_column, unused))
         results = parallel_map(Tokenise(tokenizer), chunks, config.preprocessing_num_workers)
         for tokens, lengths, sizes, documents, last in results:
             if validation is None:
@@ -255,7 +262,7 @@ def write_tokens(
         held.file.close()
         writers["train"].append(np.memmap(held.file.name, dtype, "r"), np.concatenate(held.ends), held.bytes)
         writers["validation"] = _Writer(folder, "validation", dtype)
-    meta: dict[str, Any] = {"dtype": dtype.name, "source": train.name}
+    meta: dict[str, Any] = {"dtype": dtype.name, "source": train.name, "unused": sorted(unused)}
     meta |= {"validation_source": validation and validation.name}  # None: a part of the training source
     meta |= {split: writer.finish() for split, writer in writers.items()}
     if not any(writer.tokens for writer in writers.values()):
@@ -336,7 +343,7 @@ class Tokens:
 def open_splits(
     folder: Path, seq_length: int, validation_percent: float, *, isolate: bool = False
 ) -> tuple[Tokens, Tokens, str]:
-    """(train, validation, a description of the split) of prepared tokens. `isolate`: see `Tokens`.
+    """(train, validation, a description of the split and of unused columns) of prepared tokens. `isolate`: see `Tokens`.
 
     If `write_tokens` held out less than a sequence, the last `validation_percent` of the tokens are the validation split,
     unless files to validate on were given.
@@ -361,7 +368,7 @@ def open_splits(
                 f"{its_source}: the {name} split has {split.num_tokens} tokens, fewer than one sequence "
                 f"(--seq_length {seq_length})"
             )
-    return train, validation, stated
+    return train, validation, stated + records.not_used(train.meta["unused"])
 
 
 def collate(rows: list[Row]) -> Batch:

@@ -57,7 +57,7 @@ class Encoder:
             _, found, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(HERE)
             self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
             self.writes_text = bool(found)
-        self.lost: list[str] = []  # learned turns with words that the chat template does not write; the caller empties it
+        self.lost: list[str] = []  # learned turns, and tools' answers, that are not written whole; the caller empties it
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
@@ -152,6 +152,8 @@ class Encoder:
             )
         found = [span for span in spans if span is not None]
         self._look_for({n: messages[n] for n in wanted}, [text[first:last] for first, last in found], where)
+        shown = [(number, str(turn.get("content"))) for number, turn in enumerate(messages, 1) if turn["role"] == "tool"]
+        self.lost += [f"{where}, message {number}: {said[:40]!r}" for number, said in shown if not _is_written(said, text)]
         return self._tokens(text, found)
 
     def _look_for(self, learned: dict[int, dict[str, Any]], parts: list[str], where: str) -> None:
@@ -190,7 +192,7 @@ class Encoder:
 
 def _called(message: dict[str, Any]) -> list[dict[str, Any]]:
     """The functions that a turn calls, with their arguments."""
-    return [call.get("function") or call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    return [call["function"] for call in message.get("tool_calls") or []]
 
 
 def _words(message: dict[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
 """The forms of conversations that people have, read into one `Example`."""
 
 import contextlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,18 @@ from shared.process.errors import ConfigError
 Messages = list[dict[str, Any]]
 
 ROLES = ["assistant", "system", "tool", "user"]
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
-FORMS = {  # form: the columns that tell it; the first match counts
-    "chat messages": ("messages",),
-    "ShareGPT conversations": ("conversations",),
-    "prompt and completion": ("prompt", "completion"),
-    "Alpaca instructions": ("instruction", "output"),
-    "plain text": ("text",),
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # form: the columns that tell it, and others of its messages
+    "chat messages": (("messages",), ("tools",)),  # the first match counts
+    "ShareGPT conversations": (("conversations",), ("system", "tools")),
+    "prompt and completion": (("prompt", "completion"), ("tools",)),
+    "Alpaca instructions": (("instruction", "output"), ("input", "history", "system", "tools")),
+    "plain text": (("text",), ()),
 }
+_MESSAGE_KEYS = ("role", "content", "weight", "train", "loss", "tool_calls", "reasoning_content", "reasoning", "thinking")
+_MEANINGS = {"chosen": "preference data", "rejected": "preference data"}  # by columns that change what an answer means
+_MEANINGS |= {f"{name}{s}": f"data with {name}s" for name in ("image", "video", "audio", "label") for s in ("", "s")}
+_MEANINGS |= {"kto_tag": "data with labels", "score": "data with scores", "rank": "data with ranks"}
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,30 @@ class Example:
 
 def recognise(record: dict[str, Any], where: str) -> str:
     """The form of a record, a key of FORMS. Raises ConfigError if its columns match none."""
-    for form, columns in FORMS.items():
+    for form, (columns, _) in FORMS.items():
         if all(column in record for column in columns):
             return form
-    known = "; ".join(f"{form}: {' + '.join(columns)}" for form, columns in FORMS.items())
+    refuse_other_meanings(record, "", where)
+    known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
     raise ConfigError(f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})")
+
+
+def refuse_other_meanings(record: dict[str, Any], form: str, where: str, allowed: Collection[str] = ()) -> None:
+    """Raise ConfigError if columns of a record change what an answer means, except for the `allowed` ones."""
+    if found := {name: _MEANINGS[name] for name in records.unused(record, allowed) if name in _MEANINGS}:
+        of_images = not form and "image" in found and found.keys() <= {"image", "label"}
+        taker = "templates/image_classification.py takes it" if of_images else "no template here takes it"
+        alone = f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}" if form else ""
+        what = " and ".join(dict.fromkeys(found.values()))
+        raise ConfigError(f"{where}: this is {what} (columns: {', '.join(found)}), {taker}{alone}")
+
+
+def unused(record: dict[str, Any], form: str, example: Example, template: str) -> list[str]:
+    """Columns of a record, and keys of its messages, that neither this module nor the chat template reads."""
+    (columns, others), messages = FORMS[form], example.messages or ()
+    keys = {key for message in messages for key in message if key not in _MESSAGE_KEYS}
+    unread = [f"{key} (of messages)" for key in keys if not re.search(rf"[.'\"]{re.escape(key)}\b", template)]
+    return records.unused(record, columns + (others if messages else ())) + unread
 
 
 def read_example(record: dict[str, Any], form: str, where: str) -> Example:
@@ -51,7 +75,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     Raises:
         ConfigError: a missing, null or mistyped field, an unknown role, or no turn of the assistant.
     """
-    for column in FORMS[form]:
+    for column in FORMS[form][0]:
         if column not in record:
             raise ConfigError(f"{where}: {column!r} is missing, but the first record has it ({form}): use one form")
     if form == "plain text":
@@ -60,30 +84,31 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         return Example(prompt=_text(record, "prompt", where), completion=_text(record, "completion", where))
 
     has_system = record.get("system") and form in ("Alpaca instructions", "ShareGPT conversations")
-    system: Messages = [{"role": "system", "content": _text(record, "system", where)}] if has_system else []
+    messages: Messages = [{"role": "system", "content": _text(record, "system", where)}] if has_system else []
     if form == "Alpaca instructions":
         question = _text(record, "instruction", where)
         if record.get("input"):
             question += "\n\n" + _text(record, "input", where)
-        messages = system
         for asked, answer in [*_history(record, where), [question, _text(record, "output", where)]]:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     elif form == "ShareGPT conversations":
-        messages = system
         for number, turn in enumerate(_list(record, "conversations", where), 1):
-            if (role := str(turn.get("from"))) not in _SHAREGPT_ROLES:
-                raise ConfigError(f"{where}: turn {number} is from {role!r}, not {', '.join(_SHAREGPT_ROLES)}")
-            others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-            messages.append({**others, "role": _SHAREGPT_ROLES[role], "content": turn.get("value")})
+            if (role := str(turn.get("from"))) not in (known := (*_SHAREGPT_ROLES, *ROLES)):
+                raise ConfigError(f"{where}: turn {number} is from {role!r}, not {', '.join(known)}")
+            message = {key: value for key, value in turn.items() if key not in ("from", "value")}
+            message |= {"role": _SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
+            if role == "function_call":
+                calls = _from_cell(message["content"])
+                given = {role: [calls] if isinstance(calls, dict) else calls}
+                message |= {"content": "", "tool_calls": _list(given, role, f"{where}: turn {number}")}
+            messages.append(message)
     elif form == "prompt and completion":
         prompt = [{**message, "weight": 0} for message in _list(record, "prompt", where)]
         messages = prompt + _list(record, "completion", where)
     else:
         messages = _list(record, "messages", where)
-    tools = record.get("tools")
-    if not tools or (isinstance(tools, str) and tools.strip() in ("", "null")):
-        return Example(_checked(messages, where))
-    return Example(_checked(messages, where), _list(record, "tools", where) or None)
+    tools = _list({"tools": _from_cell(record.get("tools")) or []}, "tools", where)
+    return Example(_checked(messages, where), [_function(tool) for tool in tools] or None)
 
 
 def _text(record: dict[str, Any], column: str, where: str) -> str:
@@ -123,19 +148,23 @@ def _checked(messages: Messages, where: str) -> Messages:
     for number, given in enumerate(messages, 1):
         message = {key: value for key, value in given.items() if value is not None or key == "content"}
         parts, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-            message["content"] = "".join(part["text"] for part in parts)
+        if isinstance(parts, list) and None not in (texts := [_text_of(part) for part in parts]):
+            message["content"] = "".join(map(str, texts))
         if message.get("role") == "developer":
             message["role"] = "system"
         if message.get("role") not in ROLES:
             raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str) and not calls:
-            raise ConfigError(f"{where}: content of message {number} is {kind(message.get('content'))}, expected text")
-        if message.get("weight", 1) not in (0, 1):
-            raise ConfigError(f"{where}: weight of message {number} is {message['weight']!r}, not 0 or 1")
-        if message.get("train") is False or message.get("loss") is False:  # other trainers' names for weight 0
+            raise ConfigError(f"{where}: content of message {number} is {kind(parts)}, expected text or parts of type text")
+        weights = [message.pop(key, 1) for key in ("weight", "loss_weight")]
+        if wrong := [weight for weight in weights if weight not in (0, 1)]:
+            raise ConfigError(f"{where}: weight of message {number} is {wrong[0]!r}, not 0 or 1")
+        if 0 in weights or message.get("train") is False or message.get("loss") is False:  # names of several trainers
             message["weight"] = 0
-        if isinstance(calls, list):
+        if calls:
+            calls = [_function(call) for call in _list(message, "tool_calls", f"{where}: message {number}")]
+            if not all(isinstance(call.get("function"), dict) and call["function"].get("name") for call in calls):
+                raise ConfigError(f"{where}: message {number} calls a tool without its name")
             message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
     if not any(message["role"] == "assistant" for message in read):
@@ -143,13 +172,21 @@ def _checked(messages: Messages, where: str) -> Messages:
     return read
 
 
-def with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
-    """A tool call with converted arguments."""
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": with_arguments(call["function"], convert)}
-    return {**call, "arguments": convert(call["arguments"])} if "arguments" in call else call
+def _text_of(part: Any) -> str | None:
+    """The text of a part of a message's content. None if it is something else, such as an image."""
+    is_text = isinstance(part, dict) and str(part.get("type") or "text").endswith("text")
+    return next((part[key] for key in ("text", "value", "content") if is_text and isinstance(part.get(key), str)), None)
+
+
+def _function(entry: dict[str, Any]) -> dict[str, Any]:
+    """A tool, or a call of one, as chat templates take it: many files leave out what is around the function."""
+    return {"type": "function", "function": entry} if "name" in entry and "function" not in entry else entry
+
+
+def with_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """A tool call with converted arguments, if it has any."""
+    given = {key: convert(value) for key, value in call["function"].items() if key == "arguments"}
+    return {**call, "function": {**call["function"], **given}}
 
 
 def _parsed(arguments: Any) -> Any:

@@ -49,6 +49,8 @@ class CorpusConfig(TextConfig):
 class ChatConfig(TextConfig):
     """Conversations, or prompts with completions, or text."""
 
+    FREE: ClassVar = TextConfig.FREE | {"allow_unused_columns"}
+
     # Tokens of one row at most; longer samples are cut, and counted; plain text makes as many samples as it takes.
     seq_length: int = 1024
     # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length.
@@ -57,6 +59,8 @@ class ChatConfig(TextConfig):
     # two leave out turns with "weight": 0.
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     max_train_samples: int | None = None  # Use the first records only.
+    # Columns to ignore although they change what an answer means: images, label, chosen, ...; else they are refused.
+    allow_unused_columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

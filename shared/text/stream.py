@@ -47,13 +47,15 @@ class Stream:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._to_device = ToDevice(device)
         self.column, self.validation_percent = column, validation_percent
+        self.unused: set[str] = set()  # columns of the records read so far
 
     steps_per_epoch: int | None = None
 
     def sequences(self, *, validation: bool) -> Iterator[np.ndarray]:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""
         held = np.zeros(0, np.int64)
-        for tokens, lengths, _, documents, _ in map(Tokenise(self.tokenizer), chunked(pieces(self.source, self.column))):
+        chunks = chunked(pieces(self.source, self.column, self.unused))
+        for tokens, lengths, _, documents, _ in map(Tokenise(self.tokenizer), chunks):
             chosen = is_validation(documents, self.validation_percent) == validation
             held = np.concatenate([held, tokens[np.repeat(chosen, lengths)].astype(np.int64)])
             count = (len(held) - 1) // self.seq_length

@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
@@ -44,6 +46,52 @@ def test_a_call_that_the_template_does_not_write_is_no_empty_answer(learns):
     with pytest.raises(ConfigError, match="empty answer"):
         learns({"messages": [USER, CALL, MORE, LAST]}, loss_on="all")
     assert learns({"messages": [USER, {**CALL, "weight": 0}, MORE, LAST]}) == ["it saw many<|im_end|>"]
+
+
+CALLS = "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] + (c['function']['arguments'] | tojson) }}{% endfor %}"
+CALLS = "{{ tools | tojson if tools }}" + HEADED.replace("BODY", "{{ m['content'] }}" + CALLS + "{{ '<|im_end|>\n' }}")
+LOOK = {"name": "look", "arguments": {"city": "Rome"}}
+TOOL = {"name": "look", "description": "sees", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("value", [LOOK, [LOOK, LOOK], LOOK | {"arguments": '{"city": "Rome"}'}, {"function": LOOK}])
+def test_calls_and_results_of_sharegpt_records_are_those_of_messages(learns, value):
+    """glaive_toolcall of LLaMA-Factory: calls, and the tools, are JSON in strings, without what is around a function."""
+    calls = [{"type": "function", "function": LOOK}] * (2 if isinstance(value, list) else 1)
+    talk = [("human", "a line"), ("function_call", json.dumps(value)), ("observation", "it saw"), ("gpt", "says what")]
+    record = {"conversations": [{"from": who, "value": said} for who, said in talk], "tools": json.dumps([TOOL])}
+    messages = [USER, {**CALL, "tool_calls": calls}, {"role": "tool", "content": "it saw"}, ANSWER]
+    alike = {"messages": messages, "tools": [{"type": "function", "function": TOOL}]}
+    read, expected = (read_example(given, recognise(given, "here"), "here") for given in (record, alike))
+    assert (read.messages[0], read.messages[2:], read.tools) == (USER, messages[2:], expected.tools)
+    written = 'look{"city": "Rome"}' * len(calls) + "<|im_end|>"
+    assert learns(record, CALLS) == learns(alike, CALLS) == [written, "says what<|im_end|>"]
+    assert learns.encoder.lost == []
+    without = {**record, "tools": "[]"}
+    with pytest.raises(ConfigError, match="nothing of what the assistant says in message 2"):
+        learns(without, CALLS.replace("m['tool_calls'] or []", "[]"))
+
+
+def test_results_of_tools_that_the_template_does_not_write_are_counted(learns):
+    """Phi-3's template passes over the role, and the answer was learned without what it rests on."""
+    messages = [USER, ANSWER, {"role": "tool", "content": "sunny"}, LAST]
+    dropping = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
+    assert len(learns({"messages": messages}, dropping)) == 2
+    assert learns.encoder.lost == ["here, message 3: 'sunny'"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("look", "turn 1: 'function_call' is a str, expected a list of objects"),
+        ('["look"]', "turn 1: 'function_call' is a list, expected a list of objects"),
+        ('{"city": "Rome"}', "message 1 calls a tool without its name"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_refused(learns, value, said):
+    """An empty call would be learned."""
+    with pytest.raises(ConfigError, match=f"^here: {said}"):
+        learns({"conversations": [{"from": "function_call", "value": value}]}, CALLS)
 
 
 STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] +")  # as DeepSeek-R1's template does
@@ -93,7 +141,7 @@ def test_the_history_of_alpaca_records_is_read_as_earlier_turns(learns):
 
 def test_turns_that_are_not_to_be_trained_on_are_not_in_each_form(learns):
     """axolotl#1703 (2024): a turn's own switch was ignored in one of the forms."""
-    for mark in ({"weight": 0}, {"train": False}, {"loss": False}):
+    for mark in ({"weight": 0}, {"loss_weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"loss": False}):
         talk = [("human", "a line", {}), ("gpt", "says what", mark), ("human", "comes next", {}), ("gpt", "it saw many", {})]
         for record in (
             {"messages": [USER, {**ANSWER, **mark}, MORE, LAST]},
@@ -101,7 +149,100 @@ def test_turns_that_are_not_to_be_trained_on_are_not_in_each_form(learns):
             {"conversations": [{"from": who, "value": value, **marks} for who, value, marks in talk]},
         ):
             assert learns(record) == ["it saw many<|im_end|>"]
-    assert len(learns({"messages": [USER, {**ANSWER, "train": True, "loss": 0.7}]})) == 1
+    assert len(learns({"messages": [USER, {**ANSWER, "train": True, "loss": 0.7, "loss_weight": 1, "weight": True}]})) == 1
+    for key in ("weight", "loss_weight"):
+        with pytest.raises(ConfigError, match=r"^here: weight of message 2 is 0\.5, not 0 or 1"):
+            learns({"messages": [USER, {**ANSWER, key: 0.5}]})
+
+
+def test_parts_of_a_message_are_read_as_its_text_or_refused(learns):
+    """Trainers have `text`, `value` or `content` in a part. What is no text was left out elsewhere (a common report)."""
+    for key in ("text", "value", "content"):
+        parts = [{"type": "text", key: "says "}, {key: "what"}]
+        assert learns({"messages": [USER, {**ANSWER, "content": parts}]}) == ["says what<|im_end|>"]
+        for other in ({"type": "image"}, {"type": "tool_result", key: "what"}, "what"):
+            with pytest.raises(ConfigError, match=r"^here: content of message 2 is a list, expected text or parts of type"):
+                learns({"messages": [USER, {**ANSWER, "content": [*parts, other]}]})
+
+
+@pytest.fixture(params=["lines", "table", "datasets"])
+def prepared(request, tiny_model, tmp_path, monkeypatch):
+    """A function of rows and options, in each kind of file: the line about them."""
+
+    def about(rows, **options):
+        monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(chat, "CHUNK_RECORDS", 2)
+        (tmp_path / "data").mkdir(exist_ok=True)
+        if request.param == "table":
+            columns = {key: None for row in rows for key in row}
+            pq.write_table(pa.Table.from_pylist([columns | row for row in rows]), path := tmp_path / "data/train.parquet")
+        else:
+            (path := tmp_path / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"dataset_name": str(path.parent)} if request.param == "datasets" else {"train_file": (str(path),)}
+        config = ChatConfig(**source, seq_length=96, **options)
+        folder = chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
+        return chat.describe(chat.Conversations(folder, "train"), config)
+
+    return about
+
+
+def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
+    """trl#6361 (2026), for whole columns. One that is empty everywhere is none."""
+    rows = [
+        {"id": number, "tags": [], "messages": [USER, ANSWER], "images": None, "source": "a" * number} for number in (0, 1)
+    ]
+    assert prepared(rows * 2).endswith("; not used: id, source")
+    rows[1] |= {"id": None, "messages": [USER, {**ANSWER, "at": "noon", "thinking": None}]}
+    rows[0] |= {"id": None, "source": None}
+    assert prepared(rows * 3).endswith("; not used: at (of messages), source")
+    assert ", from 1 of 4 records" in (said := prepared([{"messages": [USER, ANSWER]}] * 4)) and "not used" not in said
+    assert prepared([{"prompt": "a", "completion": "b", "tools": "[1]"}] * 3).endswith("; not used: tools")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "what"),
+    [
+        ({"label": False}, r"data with labels \(columns: label\), no template here takes it"),
+        ({"label": 0, "score": 0.5}, r"data with labels and data with scores \(columns: label, score\), no template"),
+        ({"images": ["1.png"]}, r"data with images \(columns: images\), no template here takes it"),
+        ({"chosen": "a", "rejected": "b"}, r"preference data \(columns: chosen, rejected\), no template here takes it"),
+    ],
+)
+def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name(prepared, columns, what):
+    """Answers that people have marked as bad were learned as good ones (a common report)."""
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], **columns}] * 3
+    names = tuple(columns)
+    for _ in range(2):  # the second time, allowed data have been prepared
+        with pytest.raises(
+            ConfigError, match=rf"(row [12]|:2): this is {what}.*add --allow_unused_columns {' '.join(names)}$"
+        ):
+            prepared(rows)
+        assert prepared(rows, allow_unused_columns=names).endswith(f"; not used: {', '.join(sorted(names))}")
+
+
+def test_data_of_other_kinds_are_named():
+    """They are no chats with something missing."""
+    for record, said in (
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "this is preference data .*, no template here takes it$"),
+        (
+            {"image": "a.png", "label": 1},
+            "this is data with images and data with labels .*image_classification.py takes it$",
+        ),
+        ({"images": ["a.png"], "question": "b"}, "this is data with images .*, no template here takes it$"),
+        ({"question": "b"}, "columns question are of no known form"),
+    ):
+        with pytest.raises(ConfigError, match=f"^here: {said}"):
+            recognise(record, "here")
+
+
+def test_marks_of_images_are_said_once_with_their_first_place(prepared, capsys):
+    """Data for models that see, without their images, taught the words of the marks (a common report)."""
+    seen = {"role": "user", "content": "<image>\na line, <image>"}
+    prepared([{"messages": [seen if number in (2, 5) else USER, ANSWER]} for number in range(7)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: 2 records mark a place for what is not text") and line.endswith(": <image>")
+    assert "row 2: " in line or "row 3: " in line or ":3: " in line
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
@@ -127,6 +129,22 @@ def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
     text = tokenizer.decode(whole[-validation.num_tokens :], skip_special_tokens=True)
     assert "モデル" in text and validation.bytes_per_token == pytest.approx(len(text.encode()) / validation.num_tokens)
     assert abs(validation.bytes_per_token / (facts["bytes"] / facts["tokens"]) - 1) > 0.2
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_columns_that_are_not_read_are_said(tokenizer, tmp_path, monkeypatch, suffix):
+    rows = [{"text": f"the model reads line {number} " * 9, "label": number % 2, "url": None} for number in range(40)]
+    rows[7]["source"] = "a"
+    path = tmp_path / f"text.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([{"source": None, **row} for row in rows]), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    assert corpus.open_splits(folder, 16, 5)[2].endswith(" documents; not used: label, source")
+    streamed = make_stream(path, tokenizer, 0, 1)
+    streamed.held_out(1)
+    assert records.not_used(streamed.unused) == "; not used: label, source"
 
 
 def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
