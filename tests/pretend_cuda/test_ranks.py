@@ -32,8 +32,12 @@ SENDS = {
 @pytest.mark.parametrize(
     ("config", "processes", "kind"),
     [
-        *[("ddp", 2, "DDP x 2"), ("fsdp2", 2, "FSDP2 x 2"), ("tensor_parallel", 2, "TP 2"), ("hsdp", 4, "HSDP 2 x 2")],
-        *[slow("fsdp2_offload", 2, "FSDP2 x 2"), slow("fsdp2_tensor_parallel", 4, "FSDP2 2 x TP 2")],
+        *[("ddp", 2, "DDP x 2"), ("fsdp2", 2, "FSDP2 x 2"), ("tensor_parallel", 2, "TP 2")],
+        *[
+            slow("hsdp", 4, "HSDP 2 x 2"),
+            slow("fsdp2_offload", 2, "FSDP2 x 2"),
+            slow("fsdp2_tensor_parallel", 4, "FSDP2 2 x TP 2"),
+        ],
     ],
 )
 def test_a_strategy_learns_the_same_and_sends_only_what_its_devices_hold(
@@ -99,7 +103,7 @@ def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(on_cuda, flag
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", slow("fsdp2")])
 def test_out_of_memory_on_one_rank_ends_all_with_one_line(on_cuda, flags, tmp_path, config):
     short = {"PRETEND_OUT_OF_MEMORY": "1 aten.mm 150"}
     given = [*flags, "--per_device_train_batch_size", 4]
