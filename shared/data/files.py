@@ -1,13 +1,60 @@
 """Files that a flag names."""
 
+import bz2
 import glob
+import gzip
+import importlib
+import io
+import lzma
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from shared.process.errors import ConfigError
+from shared.process.errors import ConfigError, first_line
 
 ARCHIVES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".xz", ".zip", ".zst")
+FREE, RATIO, RECORD = 2**25, 500, 2**28  # a compressed file gives at most FREE + RATIO x its bytes, a record RECORD bytes
+COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+COMPRESSED[".zst"] = lambda file: importlib.import_module("pyarrow").CompressedInputStream(file, "zstd")  # slow to import
+
+
+def name_inside(path: Path) -> Path:
+    """a.jsonl for a.jsonl.gz; `path` itself if it is not compressed."""
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+
+
+class DataFile(io.RawIOBase):
+    """The bytes of a file, unpacked if it is compressed. Set `record` to 0 and `line` to its line when a record begins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.unpacked, self.record, self.line = path, 0, 0, 1
+        self.file: Any = path.open("rb", buffering=0)
+        self.stream = COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
+
+    def text(self, newline: str | None = None) -> io.TextIOWrapper:
+        return io.TextIOWrapper(io.BufferedReader(self, 2**17), encoding="utf-8-sig", newline=newline)
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        if self.stream is None:
+            return self.file.readinto(buffer)
+        try:
+            size = self.stream.readinto(buffer)
+        except Exception as error:  # each library raises types of its own
+            raise ConfigError(f"{self.path}: cannot be unpacked, damaged or incomplete ({first_line(error)})") from None
+        self.unpacked, self.record = self.unpacked + size, self.record + size
+        if self.unpacked > FREE + RATIO * self.file.tell():
+            raise ConfigError(f"{self.path}: unpacks to more than {RATIO} times its size; if you trust it, unpack it first")
+        if self.record > RECORD:
+            raise ConfigError(f"{self.path}:{self.line}: more than {RECORD >> 20} MiB in one record; unpack the file first")
+        return size
 
 
 def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
@@ -32,14 +79,15 @@ def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
     for file in found:
         if not file.exists():
             raise ConfigError(f"--{flag} {file}: a link to nothing")
-        refuse_archive(file, flag=flag)
+        if flag == "dataset_name" or file == (inner := name_inside(file)) or inner.suffix.lower() in (*ARCHIVES, ".parquet"):
+            refuse_archive(file, flag=flag)
     if all(p.stat().st_size == 0 for p in found):
         raise ConfigError(f"{found[0]}: the file is empty")
     return found
 
 
 def refuse_archive(path: Path, *, flag: str) -> None:
-    """Raise a ConfigError for an archive or a compressed file: nothing is unpacked here."""
+    """Raise a ConfigError for an archive or a compressed file."""
     if path.suffix.lower() in ARCHIVES and path.is_file():
         raise ConfigError(f"--{flag} {path}: an archive or compressed file: unpack it first, and name what was in it")
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.data.files import find_files
+from shared.data.files import DataFile, find_files, name_inside
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import print_main, redact
 
@@ -115,13 +115,13 @@ def read_records(files: Sequence[Path]) -> Records:
     """Yield (place, record) for each record, in order.
 
     JSON lines, one JSON list, CSV, TSV and Parquet hold records. Any other file is one text: {"text": content}, or
-    several records of at most PIECE characters, all but the last with the key CONTINUES.
+    several records of at most PIECE characters, all but the last with the key CONTINUES. a.csv.gz is CSV, unpacked here.
 
     Raises:
         ConfigError: a file that cannot be read or parsed, with its place.
     """
     for path in files:
-        suffix = path.suffix.lower()
+        suffix = name_inside(path).suffix.lower()
         try:
             if suffix in JSON_LINES:
                 yield from _read_jsonl(path)
@@ -159,14 +159,16 @@ _CUT = re.compile(r"(?s:.*\n|.*\s|.+)")
 
 
 def _read_text(path: Path) -> Records:
-    with path.open(encoding="utf-8-sig") as file:
-        for piece, continues in split_text(iter(partial(file.read, PIECE), "")):
+    with DataFile(path) as file:
+        for piece, continues in split_text(iter(partial(file.text().read, PIECE), "")):
+            file.record = 0
             yield str(path), {"text": piece, CONTINUES: True} if continues else {"text": piece}
 
 
 def _line_of_bad_bytes(path: Path) -> int:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+    with DataFile(path) as file, file.text() as text:
+        for number, line in enumerate(text.buffer, 1):  # type: ignore[arg-type, var-annotated]
+            file.record = 0
             try:
                 line.decode()
             except UnicodeDecodeError:
@@ -193,8 +195,9 @@ def _json_of(path: Path, text: str, line: int = 1) -> Any:
 
 
 def _read_jsonl(path: Path) -> Records:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
+    with DataFile(path) as file:
+        for number, line in enumerate(file.text(), 1):
+            file.record, file.line = 0, number + 1
             if line.strip():
                 record = _json_of(path, line.rstrip(), number)
                 if not isinstance(record, dict):
@@ -203,12 +206,12 @@ def _read_jsonl(path: Path) -> Records:
 
 
 def _read_json(path: Path) -> Records:
-    with path.open(encoding="utf-8-sig") as lines:
-        first = next((line for line in lines if line.strip()), "")
+    with DataFile(path) as file:
+        first = next((line for line in file.text() if line.strip()), "")
     if not first.lstrip().startswith("["):  # many people call JSON lines .json
         yield from _read_jsonl(path)
         return
-    for number, record in enumerate(_json_of(path, path.read_text(encoding="utf-8-sig")), 1):
+    for number, record in enumerate(_json_of(path, DataFile(path).text().read()), 1):
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: record {number} is {kind(record)}, expected an object")
         yield f"{path}: record {number}", record
@@ -216,21 +219,20 @@ def _read_json(path: Path) -> Records:
 
 def _read_csv(path: Path, delimiter: str) -> Records:
     csv.field_size_limit(2**31 - 1)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
+    with DataFile(path) as file, file.text(newline="") as lines:
         reader = csv.DictReader(lines, strict=True, delimiter=delimiter)  # not strict: an open quote takes all that follows
-        read = 0  # an error is in the record that begins after this line
         try:
             columns = list(reader.fieldnames or ())
             if len(set(columns)) < len(columns):  # csv would keep the last one without a word
                 raise ConfigError(f"{path}:1: a column is there twice ({', '.join(columns)})")
-            read = reader.line_num
+            file.line = reader.line_num + 1
             for record in reader:
                 if None in record or None in record.values():
                     raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
                 yield f"{path}:{reader.line_num}", dict(record)
-                read = reader.line_num
+                file.record, file.line = 0, reader.line_num + 1
         except csv.Error as error:
-            raise ConfigError(f"{path}:{read + 1}: not valid {path.suffix[1:].upper()} ({error})") from None
+            raise ConfigError(f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})") from None
 
 
 def _read_parquet(path: Path) -> Records:
