@@ -288,27 +288,23 @@ class Device(TorchDispatchMode):
 
 def copy(func, args, kwargs):
     """Between devices, or of another type."""
-    source, in_place = args[-1] if func is aten.copy_.default and len(args) == 2 else args[0], func is aten.copy_.default
-    if in_place:
-        source = args[1]
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        note(source, args[0].device, non_blocking)
-        alias(args[0]).copy_(alias(source)) if args[0].is_cuda and source.is_cuda else None
-        if args[0].is_cuda and not source.is_cuda:
-            alias(args[0]).copy_(source)
-        elif not args[0].is_cuda:
-            args[0].copy_(alias(source))
-        return args[0]
-    target = torch.device(kwargs.get("device") or source.device)
-    non_blocking = kwargs.get("non_blocking", False)
+    if func is aten.copy_.default:
+        into, source, *more = args
+        note(source, into.device, more[0] if more else kwargs.get("non_blocking", False))
+        on_host(into).copy_(on_host(source))
+        return into
+    (source,) = args
+    target, non_blocking = torch.device(kwargs.get("device") or source.device), kwargs.get("non_blocking", False)
     note(source, target, non_blocking)
-    given = alias(source) if source.is_cuda else source
-    kwargs = {**kwargs, "device": torch.device("cpu")}
-    kwargs.pop("pin_memory", None)
-    result = func(given, **kwargs)
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"} | {"device": torch.device("cpu")}
+    result = func(on_host(source), **kwargs)
     if target.type == "cuda":
         return on_device(result, target)
     return result.pin_memory() if non_blocking else result
+
+
+def on_host(tensor):
+    return alias(tensor) if tensor.is_cuda else tensor
 
 
 def note(source, target, non_blocking):
