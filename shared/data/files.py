@@ -39,7 +39,7 @@ class DataFile(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        self.file.close()
+        getattr(self, "file", io.BytesIO()).close()  # none if it could not be opened
         super().close()
 
     def readinto(self, buffer: Any) -> int:
