@@ -9,6 +9,7 @@ import string
 import sys
 from pathlib import Path
 
+import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
 import torch
 from safetensors.torch import load_file
