@@ -106,8 +106,8 @@ class Checkpointer:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
             # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors below 1 MiB are not
             # pinned: two of them on one page cannot both be.
-            on_gpu = accelerator.device.type == "cuda"
-            self.stager = StateDictStager(pin_memory=on_gpu, share_memory=False, pin_memory_min_bytes=2**20)
+            self.on_gpu = accelerator.device.type == "cuda"
+            self.stager = StateDictStager(pin_memory=self.on_gpu, share_memory=False, pin_memory_min_bytes=2**20)
             if dist.is_initialized():
                 self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout))
 
@@ -188,9 +188,8 @@ class Checkpointer:
         manifest |= {"held": sharding_shares(self.accelerator, self.model, self.optimizers), "versions": versions()}
         manifest |= {"data": self.data, "base": self.base, "settings": self.settings}
         if self.options.async_save:
-            on_gpu = self.accelerator.device.type == "cuda"
-            staged = self.stager.stage(tensors, non_blocking=on_gpu)
-            if on_gpu:  # once for all copies
+            staged = self.stager.stage(tensors, non_blocking=self.on_gpu)
+            if self.on_gpu:  # once for all copies
                 torch.cuda.current_stream().synchronize()
             self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
         else:
