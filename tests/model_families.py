@@ -13,40 +13,28 @@ from typing import Any
 
 SEED = 0
 # Values of config fields, wherever a config or a part of it has the field.
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "initializer_range": 0.1,  # enough for each token to change what comes after it
-    "max_position_embeddings": 16384,
-    "sliding_window": 16,
-    "attention_chunk_size": 16,
-    # other names of the same
-    **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024, "ffn_dim": 48, "word_embed_proj_dim": 32},
-    **{"embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_dim": 48, "dim": 32, "d_model": 32, "n_layers": 2, "n_heads": 4},
-    # experts
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_k": 2},
-    **{"moe_intermediate_size": 16, "moe_num_experts": 4, "shared_expert_intermediate_size": 16, "n_group": 1},
-    **{"topk_group": 1, "n_shared_experts": 1, "shared_intermediate_size": 16, "expert_ffn_hidden_size": 16},
-    "moe_shared_expert_intermediate_size": 16,
-    # latent attention
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-    # linear attention and Mamba
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_ssm": 64},
-    **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "state_size": 8},
-    **{"linear_head_dim": 8, "linear_num_heads": 4, "mamba_chunk_size": 16, "chunk_size": 16},
-    # attention to chosen tokens
-    **{"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16},
-    # towers
-    **{"image_size": 28, "patch_size": 14, "out_hidden_size": 32, "num_position_embeddings": 16},
-    **{"projector_hidden_size": 32, "projection_hidden_size": 32, "projection_intermediate_size": 48},
-    **{"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32, "intermediate_size_mlp": 48},
-    **{"pos_emb_height": 4, "pos_emb_width": 4, "position_embedding_size": 64, "output_proj_dims": 32},
+_NAMES: dict[Any, str] = {
+    0.1: "initializer_range init_std",  # enough for each token to change what comes after it
+    1: "n_group topk_group n_shared_experts",
+    2: "num_hidden_layers n_layer n_layers depth num_key_value_heads num_experts_per_tok moe_k index_n_heads",
+    4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+    "linear_num_heads linear_num_value_heads pos_emb_height pos_emb_width",
+    8: "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim "
+    "mamba_n_heads mamba_num_heads mamba_d_head mamba_head_dim mamba_d_state ssm_state_size state_size",
+    14: "patch_size",
+    16: "sliding_window attention_chunk_size moe_intermediate_size shared_intermediate_size q_lora_rank kv_lora_rank "
+    "shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size num_position_embeddings "
+    "mamba_chunk_size chunk_size index_head_dim index_topk",
+    28: "image_size",
+    32: "hidden_size n_embd d_model embed_dim dim word_embed_proj_dim out_hidden_size projector_hidden_size "
+    "projection_hidden_size projector_input_dim projector_output_dim vision_output_dim output_proj_dims",
+    48: "intermediate_size ffn_dim mlp_dim intermediate_size_mlp projection_intermediate_size",
+    64: "mamba_d_ssm position_embedding_size",
+    1024: "n_positions",
+    16384: "max_position_embeddings",
 }
+SIZES = {name: value for value, names in _NAMES.items() for name in names.split()}
+SIZES |= {"linear_num_key_heads": 2, "mamba_n_groups": 2, "n_groups": 2}
 
 WINDOWS = ["sliding_attention", "full_attention"]
 HYBRID = ["linear_attention", "full_attention"]
