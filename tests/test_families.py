@@ -24,7 +24,7 @@ from tests.conftest import Run, run_here, sentence, slow
 from tests.model_families import FAMILIES, make
 
 LENGTH = 96  # tokens of a row
-SAMPLES = 12
+SAMPLES = 8
 OUTER = re.compile(r"vision|visual|image|audio|multi_modal|projector|connector|mtp|eh_proj")  # in names of weights
 FIRST_TIER = ("qwen3", "gemma2", "gpt_oss", "qwen3_moe", "nemotron_h", "gemma3", "qwen3_5")
 CASES = [name if name in FIRST_TIER else slow(name) for name in FAMILIES]
@@ -35,7 +35,7 @@ def rows(tmp_path_factory) -> Path:
     """Rows of the Alpaca form, to train and to validate on."""
     rng = random.Random(3)
     path = tmp_path_factory.mktemp("alpaca") / "rows.jsonl"
-    made = [{"instruction": sentence(rng, rng.randint(1, 6)), "output": sentence(rng, 3 * (i + 1))} for i in range(SAMPLES)]
+    made = [{"instruction": sentence(rng, rng.randint(1, 6)), "output": sentence(rng, 4 * (i + 1))} for i in range(SAMPLES)]
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     return path
 
