@@ -104,7 +104,7 @@ def read_conversations(run: Run, tokenizer: Any) -> tuple[chat.Conversations, ch
 
 def build_loaders(run: Run, train: chat.Conversations, held_out: chat.Conversations, packed: bool) -> Data:
     """Batches of conversations: several in a row if `packed`, else one in a row, of similar lengths."""
-    config, options, batch = run.config, run.config.data, run.config.batch
+    options, batch = run.config.data, run.config.batch
     samples: Samples = train
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
     collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)

@@ -23,6 +23,8 @@ HARMLESS = {"is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_
 HARMLESS |= {"output_attentions", "output_hidden_states", "use_cache", "cache_position", "return_dict"}
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in model configs
 
+INPUTS: tuple[str, ...] = ("input_ids", "position_ids")
+
 Heads = tuple[int, int, int, int, torch.dtype]  # query heads, key and value heads, query size, value size, compute dtype
 
 # (positions of packed rows, their cu_seqlens) in the current forward
@@ -254,14 +256,14 @@ _form = Form()  # of the model in training: see `isolate_documents`
 
 def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
     """A model's outputs for a batch of rows, packed or not: see `loss.causal_lm_loss`."""
-    inputs = {key: batch[key] for key in ("input_ids", "position_ids") if key in batch}
+    inputs = {key: batch[key] for key in INPUTS if key in batch}
     positions = inputs.get("position_ids")
     if positions is not None:
         if _form.flat:
             inputs = {key: value.reshape(1, -1) for key, value in inputs.items()}
             positions = inputs["position_ids"]
         if _form.bounds:
-            inputs |= {"cu_seq_lens_q": batch["cu_seqlens"], "seq_idx": _number_of_document(positions).int()}
+            inputs["cu_seq_lens_q"], inputs["seq_idx"] = batch["cu_seqlens"], _number_of_document(positions).int()
         if _form.axes > 1:
             inputs["position_ids"] = positions.expand(_form.axes, *positions.shape)
     with row_layout(positions, batch.get("cu_seqlens")):

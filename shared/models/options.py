@@ -89,7 +89,8 @@ class AdapterConfig:
         Raises:
             ConfigError: names the flags.
         """
-        of_new_ones = "lora_r lora_alpha lora_dropout lora_target_modules lora_experts modules_to_save use_rslora use_dora init_lora_weights"
+        of_new_ones = "lora_r lora_alpha lora_dropout lora_target_modules lora_experts modules_to_save use_rslora use_dora"
+        of_new_ones += " init_lora_weights"
         given = [f"--{name}" for name in of_new_ones.split() if getattr(self, name) != getattr(defaults, name)]
         if given and self.adapter_name_or_path:
             raise ConfigError(

@@ -31,8 +31,7 @@ def build_causal_lm(
     if config.model_name_or_path:
         if config.config_overrides:
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
-        name, options = config.model_name_or_path, {"dtype": torch.float32}
-        model = load_causal_lm(name, attn_implementation=attn_implementation, **options)
+        model = load_causal_lm(config.model_name_or_path, attn_implementation=attn_implementation, dtype=torch.float32)
     else:
         hidden, blocks, heads, kv_heads, feed_forward = PRESETS[config.model_preset]
         architecture = LlamaConfig(
@@ -53,8 +52,8 @@ def build_causal_lm(
         if can_balance(text):  # before the overrides, which may turn it off
             text.output_router_logits = True
         override(architecture, config.config_overrides)
-        options = {"dtype": torch.float32} | attention_option(attn_implementation)
-        model = from_architecture(class_of(architecture), architecture, **options)
+        options = attention_option(attn_implementation)
+        model = from_architecture(class_of(architecture), architecture, dtype=torch.float32, **options)
         freeze_outer_parts(model)
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)
