@@ -20,7 +20,7 @@ from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
 from shared.text.packing import Packed
-from tests.conftest import Run, run_here, sentence, slow
+from tests.conftest import Run, run, run_here, sentence, slow
 from tests.model_families import FAMILIES, make
 
 LENGTH = 96  # tokens of a row
@@ -88,16 +88,16 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
     samples = [conversations[i] for i in range(SAMPLES)]
     packed_rows = len(Packed(conversations, LENGTH))
 
-    run = fine_tune(base, tuned, rows, "--merge_adapter", "--global_batch_size", packed_rows)
+    tuning = fine_tune(base, tuned, rows, "--merge_adapter", "--global_batch_size", packed_rows)
     is_packed = "packed into" in capsys.readouterr().out
 
     # The loss before training is that of plain transformers, also of packed rows; one step sees all samples.
     with no_weight_goes_astray(model_class, base) as plain:
         before = plain_loss(plain, samples)
-        first = next(row["eval_loss"] for row in run.rows if "eval_loss" in row)
+        first = next(row["eval_loss"] for row in tuning.rows if "eval_loss" in row)
         assert first == pytest.approx(before, rel=1e-4)
         if is_packed:
-            assert run.losses[1] == pytest.approx(before, rel=1e-4)
+            assert tuning.losses[1] == pytest.approx(before, rel=1e-4)
         untouched = logits(plain)
 
         # The adapter, on the class that the checkpoint names.
@@ -112,8 +112,8 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
     # The merged model, by the same class.
     with no_weight_goes_astray(model_class, tuned / "merged") as merged:
         torch.testing.assert_close(logits(merged), by_peft, rtol=1e-4, atol=1e-4)
-        assert run.last("eval_loss") == pytest.approx(plain_loss(merged, samples), rel=1e-4)
-        assert run.last("eval_loss") < before
+        assert tuning.last("eval_loss") == pytest.approx(plain_loss(merged, samples), rel=1e-4)
+        assert tuning.last("eval_loss") < before
         assert merged.generation_config.temperature == 0.7
     old, new = read(base), read(tuned / "merged")
     assert sorted(old) == sorted(new)
@@ -150,10 +150,41 @@ def test_continued_pretraining(tmp_path, text_file, family):
 def test_4_bits_train_or_are_refused_in_one_line(tmp_path, rows, family):
     make(family, tmp_path / "base")
     try:
-        run = fine_tune(tmp_path / "base", tmp_path / "run", rows, "--load_in_4bit", "--global_batch_size", 4)
+        tuning = fine_tune(tmp_path / "base", tmp_path / "run", rows, "--load_in_4bit", "--global_batch_size", 4)
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
         return
-    assert load_file(run.folder / "final" / "adapter_model.safetensors")
-    first = next(row["eval_loss"] for row in run.rows if "eval_loss" in row)
-    assert run.last("eval_loss") < first
+    assert load_file(tuning.folder / "final" / "adapter_model.safetensors")
+    first = next(row["eval_loss"] for row in tuning.rows if "eval_loss" in row)
+    assert tuning.last("eval_loss") < first
+
+
+# One family of several kinds of blocks with experts, one multimodal, one of experts alone.
+LAUNCHED = {"nemotron_h": "lora_finetune", "gemma3": "pretrain", "qwen3_moe": "lora_finetune", "qwen3_5": "lora_finetune"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("family", LAUNCHED)
+def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows, text_file, family, config):
+    make(family, tmp_path / "base", more_weights=True)
+    template = LAUNCHED[family]
+    given = ["--model_name_or_path", tmp_path / "base", "--max_steps", 4, "--save_steps", 2, "--global_batch_size", 4]
+    if template == "pretrain":
+        given += ["--train_file", text_file, "--seq_length", 64]
+    else:
+        given += ["--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--num_generations", 0]
+    one = run(template, tmp_path / "one", *given, "--per_device_train_batch_size", 4)
+    many = [*given, "--per_device_train_batch_size", 2]
+    two = run(template, tmp_path / "two", *many, processes=2, config=config)
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert two.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-4)
+
+    fault = {"TEMPLATES_FAULT": "update:kill@3"}
+    killed = run(template, tmp_path / "killed", *many, processes=2, config=config, env=fault, check=False)
+    assert killed.returncode != 0 and not (killed.folder / "final").exists()
+    again = run(template, tmp_path / "killed", *many, processes=2, config=config)
+    assert "resum" in again.output
+    assert again.losses == two.losses
+    ours, theirs = read(again.folder / "final"), read(two.folder / "final")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
