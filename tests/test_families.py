@@ -105,7 +105,7 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
         adapter = load_file(tuned / "final" / "adapter_model.safetensors")
         loaded = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
         assert sorted(adapter) == sorted(name.replace(".default", "") for name in loaded)
-        assert all(p.any() for name, p in adapter.items() if "lora_B" in name), "an adapter had no gradient"
+        assert not [name for name, p in adapter.items() if "lora_B" in name and not p.any()], "they had no gradient"
         by_peft = logits(adapted)
     assert (by_peft - untouched).abs().max() > 1e-3
 
