@@ -72,7 +72,7 @@ def write_rows(path: Path) -> None:
 def fine_tune(base: Path, rows: Path, folder: Path, *more: str) -> tuple[int, str]:
     shutil.rmtree(folder, ignore_errors=True)
     flags = ["--model_name_or_path", base, "--train_file", rows, "--output_dir", folder, "--report_to", "none", *more]
-    flags += ["--seq_length", "128", "--max_steps", "2", "--global_batch_size", "2", "--num_generations", "0"]
+    flags += ["--seq_length", "128", "--max_steps", "1", "--global_batch_size", "2", "--num_generations", "0"]
 
     def work() -> None:
         sys.argv = ["lora_finetune.py", *map(str, flags)]
