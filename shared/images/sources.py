@@ -188,8 +188,7 @@ def open_table(config: ImageConfig) -> Table:
     """The training and validation splits of a data set, images not decoded. Every rank calls this: one downloads."""
     import datasets
 
-    name, first = config.dataset_name, config.train_split_name
-    assert name is not None
+    (name,), first = config.dataset_name, config.train_split_name
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(name, config.dataset_config_name)
