@@ -77,7 +77,7 @@ from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.text import chat
-from shared.text.packing import GroupedOrder, Packed, collate_packed, collate_padded
+from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
 from shared.training import optim
 
 
@@ -94,20 +94,17 @@ def build_datasets(run: Run, tokenizer: Any) -> Data:
     config, options, batch = run.config, run.config.data, run.config.batch
     if options.is_demo and options.max_train_samples is None:
         options = configs.replace(options, max_train_samples=DEMO_SAMPLES)
-    folder = chat.prepare(options, tokenizer)
-    train, held_out = chat.Conversations(folder, "train"), chat.Conversations(folder, "validation")
+    train, held_out = chat.open_samples(options, tokenizer)
     about = chat.describe(train, options)
     print_main(about)
     print_main("first sample; the loss counts the tokens between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     samples: Samples = train
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
     collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
-    order: Order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
     if options.packing:
         samples = packed = Packed(train, options.seq_length)
         flat = config.speed.attn_implementation.startswith("flash")
         collate = partial(collate_packed, flat=flat, multiple_of=64, at_most=options.seq_length)
-        order = Order(len(packed), batch.global_batch_size, batch.seed)
         print_main(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
     if len(samples) < batch.global_batch_size:
         raise ConfigError(
@@ -115,6 +112,7 @@ def build_datasets(run: Run, tokenizer: Any) -> Data:
             f"--global_batch_size of {batch.global_batch_size} rows: choose {len(samples)} or less"
             + (", or --no_packing" if options.packing else "")
         )
+    order = rows_order(samples, batch.global_batch_size, batch.seed, options.mix_weights, packed=options.packing)
     share, size = sharding.share(run.accelerator), batch.per_device_eval_batch_size
     workers = batch.dataloader_num_workers
     loader = Loader(samples, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)

@@ -25,8 +25,8 @@ class DataConfig:
     validation_file: tuple[str, ...] = ()  # The same, to validate on; if not given, a part of the training data is held out.
     # Data set on the Hub, or a folder that `datasets` loads, in place of train_file; with mix_weights, several.
     dataset_name: tuple[str, ...] = ()
-    # Mix sources: one number for each value of train_file (or dataset_name), in any unit. They are shares of the training
-    # samples: images, rows of conversations, sequences of text. A source is used up before its samples come again.
+    # Mix sources: a number for each value of train_file, dataset_name or train_dir, in any unit. They are shares of the
+    # training samples: images, rows of conversations, sequences of text. A source is used up before a sample of it repeats.
     mix_weights: tuple[float, ...] = ()
     dataset_config_name: str | None = None  # Configuration of dataset_name.
     train_split_name: str = "train"  # Split of dataset_name to train on.
@@ -50,13 +50,13 @@ class DataConfig:
             if getattr(self, flag):
                 find_files(getattr(self, flag), flag=flag)
 
-    SOURCES: ClassVar = ("train_file", "dataset_name")  # the flags that may name the training data
+    SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")  # the flags that may name the training data
 
     def _check_mixture(self) -> None:
         flag = next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
         named, weights = getattr(self, flag), self.mix_weights
-        if len(self.dataset_name) > 1 and not weights:
-            raise ConfigError("--dataset_name names several data sets: give a share for each of them with --mix_weights")
+        if len(named) > 1 and flag != "train_file" and not weights:
+            raise ConfigError(f"--{flag} has {len(named)} values: give a share for each of them with --mix_weights")
         if weights and len(weights) != len(named):
             raise ConfigError(f"--mix_weights has {len(weights)} values, --{flag} {len(named)}: give one for each")
         if weights and len(set(named)) < len(named):

@@ -92,7 +92,7 @@ def open_corpus(
         ConfigError: as of `prepare` and `open_splits`.
     """
     sources = config.sources()
-    if tokenizer is None and len(sources) > 1:
+    if tokenizer is None and config.mix_weights:
         tokenizer = load_tokenizer(_prepare_tokenizer(config, [*sources.values()]))
     found: dict[str, Corpus] = {}
     for name, source in sources.items():
@@ -103,7 +103,7 @@ def open_corpus(
         digest = train.meta["train"]["sha256"]
         found[name] = Corpus(train, held_out, tokenizer, about, digest, held_out.bytes_per_token)
     parts = [*found.values()]
-    if len(parts) == 1:
+    if not config.mix_weights:
         return parts[0]
     validated = parts[:1] if config.validation_file else parts  # the file is the same for all
     sizes = np.array([part.validation.num_tokens for part in validated])
