@@ -29,12 +29,16 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the entries of its largest `ModuleList` of one class.
+    """The repeated blocks of a model: the entries of its largest `ModuleList` of blocks.
+
+    Of a multimodal model, those of its language model.
 
     Raises:
         ConfigError: the model has none.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
+    part = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
+    lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [m for m in lists if len({type(b) for b in m}) == 1 or all(hasattr(b, "gradient_checkpointing") for b in m)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of equal blocks to checkpoint or compile")
     return max(([*modules] for modules in lists), key=lambda found: sum(p.numel() for b in found for p in b.parameters()))

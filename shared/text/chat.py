@@ -267,7 +267,7 @@ class MixedConversations(Mixed):
         self.meta = metas[0] | {"sha256": prepared.fingerprint(sources=[meta["sha256"] for meta in metas])}
         self.meta["context"] = float(np.mean([meta["context"] for meta in metas]))
         self.lengths = np.concatenate([part.lengths for part in self.parts])
-        self.ids = np.concatenate([part.ids[:100_000] for part in self.parts])  # enough to look for rare tokens
+        self.ids = np.concatenate([part.ids[: 100_000 // len(parts)] for part in self.parts])  # to look for rare tokens
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         part, within = self.find(index)
