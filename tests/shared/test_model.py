@@ -29,14 +29,16 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared.models.adapters import pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
+from shared.models.adapters import add_adapters, pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
 from shared.models.blocks import compile_blocks, repeated_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
-from shared.models.checks import outside_of_text, require_fit
+from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
 from shared.models.generation import continuations, end_generation_at, first_lines
 from shared.models.hub import from_hub, identity_of_frozen, override
+from shared.models.loading import outer_parts
 from shared.models.loss import causal_lm_loss
+from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from tests.small_models import VOCAB, llama, make, tokens, words
 
@@ -509,12 +511,11 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
 
 
 def test_adapters_are_put_where_text_passes():
-    assert outside_of_text(llama()) is None
+    assert outer_parts(llama()) == []
     eyes = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
     text = TINY | {"num_key_value_heads": 1, "head_dim": 8}
     both = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=eyes))
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", exclude_modules=outside_of_text(both))
-    adapted = get_peft_model(both, lora)
+    adapted = add_adapters(both, AdapterConfig())
     adapted(input_ids=torch.arange(8)[None] % VOCAB).logits.sum().backward()
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 and all(p.grad is not None for p in trained.values())
