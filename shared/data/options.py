@@ -58,7 +58,7 @@ class DataConfig:
         if len(named) > 1 and flag != "train_file" and not weights:
             raise ConfigError(f"--{flag} has {len(named)} values: give a share for each of them with --mix_weights")
         if weights and len(weights) != len(named):
-            raise ConfigError(f"--mix_weights has {len(weights)} values, --{flag} {len(named)}: give one for each")
+            raise ConfigError(f"--mix_weights has {len(weights)} value(s), --{flag} {len(named)}: give one for each")
         if weights and len(set(named)) < len(named):
             raise ConfigError(f"--{flag} names a source of the mixture twice: give it once, with a larger weight")
         if weights and min(weights) <= 0:

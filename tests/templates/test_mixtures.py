@@ -117,8 +117,8 @@ def test_folders_of_images_are_mixed(image_folder, architectures, tmp_path):
 @pytest.mark.parametrize(
     ("template", "flags", "message"),
     [
-        ("pretrain", ("--train_file", "A", "B", "--mix_weights", 1), "--mix_weights has 1 values, --train_file 2"),
-        ("pretrain", ("--mix_weights", 1), "--mix_weights has 1 values, --train_file 0"),
+        ("pretrain", ("--train_file", "A", "B", "--mix_weights", 1), "--mix_weights has 1 value(s), --train_file 2"),
+        ("pretrain", ("--mix_weights", 1), "--mix_weights has 1 value(s), --train_file 0"),
         ("pretrain", ("--train_file", "A", "B", "--mix_weights", 1, 0), "--mix_weights must be above 0, not 0"),
         ("pretrain", ("--train_file", "A", "A", "--mix_weights", 1, 2), "names a source of the mixture twice"),
         ("pretrain", ("--train_file", "A", "B", "--mix_weights", 1, 2, "--streaming"), "does not work with --streaming"),
