@@ -49,7 +49,7 @@ def turns(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Whose turn it is: a sequence that is repeated for the whole run, as long as the ratio of the weights asks for.
 
     After n samples each source has had its share of n, rounded up or down: of the sources that are not ahead of their share,
-    the one whose next sample is due first takes its turn (R. Tijdeman, "The chairman assignment problem", 1980).
+    the one whose next sample is due first takes its turn.
 
     Returns:
         ([period] the source of each turn, [period + 1, sources] turns of each source before it).
