@@ -76,6 +76,7 @@ from torch.utils.data import default_collate
 from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
 
 from shared.data.loader import Loader
+from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
@@ -110,7 +111,8 @@ def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Mo
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size: choose a smaller one")
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
-    order = Order(len(data.train), batch.global_batch_size, batch.seed, drop_last=has_batch_norm(model))
+    size, drop_last = batch.global_batch_size, has_batch_norm(model)
+    order = training_order(data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last)
     share = sharding.share(run.accelerator) | {"num_workers": batch.dataloader_num_workers}
     eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share["world_size"], 0, shuffle=False)
     train_rows, eval_rows = training_rows(data.train, config.recipe, processor), partial(eval_row, processor=processor)

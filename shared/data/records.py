@@ -51,7 +51,7 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     """
     if config.is_demo:
         return demo, None
-    if config.dataset_name is not None:
+    if config.dataset_name:
         other = config.validation_split_name
         train = _hub_source(config, config.train_split_name, streaming)
         return train, _hub_source(config, other, streaming) if other else None
@@ -76,7 +76,7 @@ def _file_source(files: list[Path], streaming: bool) -> Source:
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
-    name, part = str(config.dataset_name), config.dataset_config_name
+    (name,), part = config.dataset_name, config.dataset_config_name
     identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
     return Source(redact(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
 

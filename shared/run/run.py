@@ -24,6 +24,7 @@ from torch import nn
 
 from shared.config import parse as configs
 from shared.data.loader import Window
+from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import uncompiled
 from shared.models.card import model_card
@@ -184,6 +185,8 @@ class Run:
             configs.save(config, self.dir / "config.yaml")
         epoch = self.train.steps_per_epoch
         epochs = f", {self.total_steps / epoch:.2f} epochs" if epoch else ""
+        if isinstance(order := getattr(self.train, "order", None), Mixture):
+            rows["mixture"] = order.describe(self.total_steps)
         summary(
             self.name,
             {

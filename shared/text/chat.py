@@ -19,6 +19,7 @@ from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.loader import parallel_map
+from shared.data.mixture import Mixed
 from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
 from shared.process.collectives import on_main
@@ -257,8 +258,49 @@ class Conversations:
         return ids[:cut].tolist(), ids[cut:].tolist()
 
 
-def describe(samples: Conversations, config: ChatConfig) -> str:
+class MixedConversations(Mixed):
+    """The samples of several sources, one after the other. Has what `Conversations` has."""
+
+    def __init__(self, parts: dict[str, Conversations]) -> None:
+        super().__init__(parts)
+        metas = [part.meta for part in self.parts]
+        self.meta = metas[0] | {"sha256": prepared.fingerprint(sources=[meta["sha256"] for meta in metas])}
+        self.meta["context"] = float(np.mean([meta["context"] for meta in metas]))
+        self.lengths = np.concatenate([part.lengths for part in self.parts])
+        self.ids = np.concatenate([part.ids[: 100_000 // len(parts)] for part in self.parts])  # to look for rare tokens
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        part, within = self.find(index)
+        return part.tokens(within)
+
+    def prompt(self, index: int) -> tuple[list[int], list[int]]:
+        part, within = self.find(index)
+        return part.prompt(within)
+
+
+def open_samples(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
+    """(training, validation) samples: `Conversations`, or those of a mixture's sources. Every rank calls this.
+
+    Raises:
+        ConfigError: as of `prepare`.
+    """
+    folders = {name: prepare(source, tokenizer) for name, source in config.sources().items()}
+    train = {name: Conversations(folder, "train") for name, folder in folders.items()}
+    if config.validation_file:  # the same for all
+        folders = dict([*folders.items()][:1])
+    held_out = {name: Conversations(folder, "validation") for name, folder in folders.items()}
+    if not config.mix_weights:
+        return train[""], held_out[""]
+    mixed = MixedConversations(train)
+    held_out_mixed = MixedConversations(held_out)
+    held_out_mixed.meta = mixed.meta
+    return mixed, held_out_mixed
+
+
+def describe(samples: Conversations | MixedConversations, config: ChatConfig) -> str:
     """One line about the data: form, counts, lengths, share of tokens that the loss counts."""
+    if isinstance(samples, MixedConversations):
+        return "; ".join(describe(part, config) for part in samples.parts)
     meta, lengths, template = samples.meta, samples.lengths, ""
     if meta["form"] not in ("plain text", "prompt and completion"):
         default = "the default chat template (### User / ### Assistant)"
@@ -271,8 +313,10 @@ def describe(samples: Conversations, config: ChatConfig) -> str:
     )
 
 
-def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
-    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧."""
+def marked(samples: Conversations | MixedConversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
+    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧. Of a mixture, one of each source."""
+    if isinstance(samples, MixedConversations):
+        return "\n".join(marked(part, tokenizer, index) for part in samples.parts)
     ids, learned = samples.tokens(index)
     learned[0] = False
     parts = []

@@ -39,6 +39,8 @@ class CorpusConfig(TextConfig):
             raise ConfigError(
                 "--streaming works with none of --preprocess_only, --validation_file and --validation_split_name"
             )
+        if self.streaming and self.mix_weights:
+            raise ConfigError("--mix_weights does not work with --streaming: drop one of them")
         if self.streaming and self.isolate_documents:
             raise ConfigError("--isolate_documents needs the ends of documents, which --streaming does not keep: drop one")
         if self.vocab_size < 300:
