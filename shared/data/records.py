@@ -6,12 +6,13 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.data.files import DataFile, find_files, name_inside
+from shared.data.files import DataFile, File, find_files, name_inside
+from shared.data.remote import RemoteFile
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import print_main, redact
 
@@ -69,9 +70,14 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     return _file_source(files, streaming), _file_source(held_out, streaming)
 
 
-def _file_source(files: list[Path], streaming: bool) -> Source:
+def _file_source(files: list[File], streaming: bool) -> Source:
     name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-    identity = (lambda: [[file.name, file.stat().st_size] for file in files]) if streaming else (lambda: files)
+    files = [replace(file, streamed=streaming) if isinstance(file, RemoteFile) else file for file in files]
+
+    def identity() -> list[Any]:
+        local = (lambda file: [file.name, file.stat().st_size]) if streaming else (lambda file: file)
+        return [file.identity() if isinstance(file, RemoteFile) else local(file) for file in files]
+
     return Source(redact(name), identity, lambda: read_records(files))
 
 
@@ -111,7 +117,7 @@ def not_used(names: Collection[str]) -> str:
     return f"; not used: {', '.join(sorted(names))}" if names else ""
 
 
-def read_records(files: Sequence[Path]) -> Records:
+def read_records(files: Sequence[File]) -> Records:
     """Yield (place, record) for each record, in order.
 
     JSON lines, one JSON list, CSV, TSV and Parquet hold records. Any other file is one text: {"text": content}, or
@@ -158,14 +164,14 @@ def split_text(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 _CUT = re.compile(r"(?s:.*\n|.*\s|.+)")
 
 
-def _read_text(path: Path) -> Records:
+def _read_text(path: File) -> Records:
     with DataFile(path) as file:
         for piece, continues in split_text(iter(partial(file.text().read, PIECE), "")):
             file.record = 0
             yield str(path), {"text": piece, CONTINUES: True} if continues else {"text": piece}
 
 
-def _line_of_bad_bytes(path: Path) -> int:
+def _line_of_bad_bytes(path: File) -> int:
     with DataFile(path) as file, file.text() as text:
         for number, line in enumerate(text.buffer, 1):  # type: ignore[arg-type, var-annotated]
             file.record = 0
@@ -184,7 +190,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _json_of(path: Path, text: str, line: int = 1) -> Any:
+def _json_of(path: File, text: str, line: int = 1) -> Any:
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
@@ -194,7 +200,7 @@ def _json_of(path: Path, text: str, line: int = 1) -> Any:
         raise ConfigError(f"{path}:{line}: not valid JSON ({error})") from None
 
 
-def _read_jsonl(path: Path) -> Records:
+def _read_jsonl(path: File) -> Records:
     with DataFile(path) as file:
         for number, line in enumerate(file.text(), 1):
             file.record, file.line = 0, number + 1
@@ -205,7 +211,7 @@ def _read_jsonl(path: Path) -> Records:
                 yield f"{path}:{number}", record
 
 
-def _read_json(path: Path) -> Records:
+def _read_json(path: File) -> Records:
     with DataFile(path) as file:
         first = next((line for line in file.text() if line.strip()), "")
     if not first.lstrip().startswith("["):  # many people call JSON lines .json
@@ -217,7 +223,7 @@ def _read_json(path: Path) -> Records:
         yield f"{path}: record {number}", record
 
 
-def _read_csv(path: Path, delimiter: str) -> Records:
+def _read_csv(path: File, delimiter: str) -> Records:
     csv.field_size_limit(2**31 - 1)
     with DataFile(path) as file, file.text(newline="") as lines:
         reader = csv.DictReader(lines, strict=True, delimiter=delimiter)  # not strict: an open quote takes all that follows
@@ -235,13 +241,13 @@ def _read_csv(path: Path, delimiter: str) -> Records:
             raise ConfigError(f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})") from None
 
 
-def _read_parquet(path: Path) -> Records:
+def _read_parquet(path: File) -> Records:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
+        for batch in pq.ParquetFile(path if isinstance(path, Path) else path.open()).iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", without_nulls(record)
