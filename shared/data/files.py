@@ -35,8 +35,8 @@ class DataFile(io.RawIOBase):
         self.file: Any = path.open("rb", buffering=0)
         self.stream = COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
 
-    def text(self, newline: str | None = None) -> io.TextIOWrapper:
-        return io.TextIOWrapper(io.BufferedReader(self, 2**17), encoding="utf-8-sig", newline=newline)
+    def text(self, newline: str | None = None, encoding: str = "utf-8-sig") -> io.TextIOWrapper:
+        return io.TextIOWrapper(io.BufferedReader(self, 2**17), encoding=encoding, newline=newline)
 
     def readable(self) -> bool:
         return True

@@ -39,6 +39,7 @@ class Window:
     epoch: int
     epoch_samples: int | None  # that a whole epoch uses; None where a stream's length is not known
     indices: np.ndarray  # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
+    place: dict[str, Any] | None = None  # JSON, where a stream continues after this step; goes into checkpoints
 
 
 class _Rows:
