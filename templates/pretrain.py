@@ -113,7 +113,8 @@ def build_datasets(run: Run) -> Data:
         source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
         splitting = {"column": options.text_column, "validation_percent": options.validation_split_percentage}
         size = batch.global_batch_size
-        train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **splitting, **reading)
+        shuffling = {"shuffle_window": options.shuffle_window, "seed": batch.seed}
+        train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **shuffling, **splitting, **reading)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
         about += records.not_used(train.unused)

@@ -32,6 +32,11 @@ def canaries() -> dict[str, tuple[str, str]]:
     long, upper = canary(40), canary(16, string.ascii_uppercase + string.digits)
     return {
         "url": (f"https://me:{long}@example.com/x", long),
+        "url-without-a-user": (f"https://:{long}@example.com/x", long),
+        "url-with-at": (f"https://me:{long[:20]}@{long[20:]}@example.com/x", long[20:]),
+        "url-token": (f"https://{long}@example.com/x", long),
+        "azure": (f"https://account.blob.core.windows.net/x?sv=2024&se=2026&sig={long}", long),
+        "google": (f"https://storage.googleapis.com/b/x?X-Goog-Credential=a&X-Goog-Signature={long}", long),
         "query": (f"https://example.com/x?a=1&access_token={long}&b=2", long),
         "signed": (f"s3://bucket/x?X-Amz-Signature={long}", long),
         "hugging-face": (f"hf_{long}", f"hf_{long}"),

@@ -40,6 +40,7 @@ class Window:
     epoch_samples: int | None  # that a whole epoch uses; None where a stream's length is not known
     indices: np.ndarray  # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a mixture: see `Order.used`, after this step
+    place: dict[str, Any] | None = None  # JSON, where a stream continues after this step; goes into checkpoints
 
 
 class _Rows:

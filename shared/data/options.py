@@ -20,7 +20,7 @@ class DataConfig:
         }
     )
 
-    # Files, folders or globs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text.
+    # Files, folders, globs or URLs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text.
     train_file: tuple[str, ...] = ()
     validation_file: tuple[str, ...] = ()  # The same, to validate on; if not given, a part of the training data is held out.
     # Data set on the Hub, or a folder that `datasets` loads, in place of train_file; with mix_weights, several.

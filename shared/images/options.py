@@ -32,6 +32,8 @@ class ImageConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if any("://" in file for file in (*self.train_file, *self.validation_file)):
+            raise ConfigError("--train_file: a list names images beside it, so it has to be a local file")
         if self.train_dir and (self.train_file or self.dataset_name):
             raise ConfigError("--train_dir and --train_file or --dataset_name both name the training data: keep one")
         if self.validation_dir and not self.train_dir:

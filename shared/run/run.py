@@ -146,6 +146,7 @@ class Run:
             extra=self._kept,
         )
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
+        train.place = self.state.place
         self.state.begin_scoring(config.evaluation.metric_for_best_model, data)
         if self.state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
             self.state.stopped_early = []

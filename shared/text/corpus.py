@@ -45,13 +45,16 @@ class Piece(NamedTuple):
     is_last: bool
 
 
-def pieces(source: Source, column: str, unused: set[str] | None = None) -> Iterator[Piece]:
+def pieces(source: Source, column: str, unused: set[str] | None = None, document: int = 0) -> Iterator[Piece]:
     """Each document in pieces, in order, without empty ones. Adds the names of other columns to `unused`.
+
+    Args:
+        document: number of the first document.
 
     Raises:
         ConfigError: a record without text.
     """
-    document, is_first = 0, True
+    is_first = True
     for where, record in source.read():
         if column not in record:
             columns = ", ".join(map(str, record)) or "none"
