@@ -206,7 +206,7 @@ class Stream:
         on_device = [batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])]
         batches = [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in on_device]
         numbers = np.array([number for number, _ in sequences])[split]
-        return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, numbers, place)
+        return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, numbers, place=place)
 
 
 class Rows(list[Row]):
