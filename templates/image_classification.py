@@ -134,7 +134,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
         return model, classes
     architecture: Any = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
     if config.config_name:
-        architecture = from_hub(AutoConfig, config.config_name)
+        architecture = classifier.of_classifier(from_hub(AutoConfig, config.config_name))
     if hasattr(architecture, "image_size"):
         architecture.image_size = [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
     override(architecture, config.config_overrides)
@@ -192,9 +192,11 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageDat
     for picture in predictions.write(run.dir, data.validation):
         run.logger.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
-        run.unwrap(model).save_pretrained(folder, state_dict=weights)
+        whole = run.unwrap(model)
+        whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        task, load = "image-classification", 'transformers.pipeline("image-classification", model="final")'
+        task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
+        load = f'transformers.pipeline("{task}", model="final"{own_code})'
         card = run.card("Image classifier", data.about, load=load, pipeline_tag=task)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if run.config.export_onnx:

@@ -59,7 +59,6 @@ if __name__ == "__main__":  # before torch is imported, so that --help and a mis
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from shared.data.loader import Loader
 from shared.data.order import EvenSubset, Order, Samples
@@ -68,7 +67,6 @@ from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations, end_generation_at, first_lines
-from shared.models.hub import from_hub
 from shared.models.loading import save_what_text_does_not_reach
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.weights import gather_weights
@@ -198,7 +196,7 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
 
 def main(config: Config) -> None:
     run = Run(config, "lora_finetune")
-    tokenizer = from_hub(AutoTokenizer, config.model_name_or_path)
+    tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(run, tokenizer)
     model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)

@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import string
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,9 +217,14 @@ def test_pickled_weights_are_refused(given, tmp_path):
     name = next(path.name for path in model.glob("*.safetensors"))
     pickled = model / ("pytorch_model.bin" if name.startswith("model") else "adapter_model.bin")
     torch.save(load_file(model / name), pickled)  # the same weights
+    weights = {key: value.tolist() for key, value in load_file(model / name).items()}
     (model / name).unlink()
     message = refused(template, tmp_path, *flags)
     assert message.startswith(f"{pickled}: a pickle, which can run code")
+    command = message[message.index("python -c ") :].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)  # the one that it names
+    pickled.unlink()
+    assert {key: value.tolist() for key, value in load_file(model / name).items()} == weights
 
 
 def test_no_library_unpickles_behind_our_back(tmp_path, payload, name="weights.pt"):

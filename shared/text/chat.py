@@ -22,6 +22,7 @@ from shared.data.loader import parallel_map
 from shared.data.mixture import Mixed
 from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
+from shared.models.hub import from_hub
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
@@ -37,9 +38,26 @@ CHUNK_RECORDS = 128  # records that a process gets at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 WARNINGS = {  # what is counted: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
+    "unlike": "answers are learned after other tokens than the template's generation prompt gives at inference",
     "marked": "records mark a place for what is not text, and the mark is read as text",
 }
 Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with its own chat template, or else the one in the files of the model's processor."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name)
+    for file in ("chat_template.json", "processor_config.json"):
+        if tokenizer.chat_template:
+            break
+        missing = ("missing_entries", "gated_repo", "connection_errors")
+        path = cached_file(name, file, **{f"_raise_exceptions_for_{reason}": False for reason in missing})
+        template = json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template") if path else None
+        tokenizer.chat_template = template if isinstance(template, str) else None
+    return tokenizer
 
 
 def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -152,9 +170,10 @@ class _ToSamples:
                     kept += 1
             counts["cut"] += form != "plain text" and len(ids) > most
             counts["dropped"] += not kept
-        found = {"lost": self.encoder.lost, "marked": marked}
+        found = {"lost": self.encoder.lost, "unlike": self.encoder.unlike, "marked": marked}
         counts.update({f"{what} {places[0]}": len(places) for what, places in found.items() if places})
         self.encoder.lost.clear()
+        self.encoder.unlike.clear()
         return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
 
