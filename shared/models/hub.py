@@ -24,6 +24,12 @@ _AN_ADAPTER = (
 )
 
 
+_CONVERT = (
+    'python -c "import torch, safetensors.torch; safetensors.torch.save_file({{k: v.contiguous() for k, v in '
+    "torch.load({0!r}, map_location='cpu', weights_only=True).items()}}, {1!r}, {{'format': 'pt'}})\""
+)
+
+
 def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options: Any) -> Any:
     """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one clear line.
 
@@ -130,10 +136,11 @@ def _refuse_damaged(folder: Path) -> None:
 def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles and not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: take safetensors weights, which "
-            "save_pretrained of transformers and PEFT writes"
-        )
+        way = "take safetensors weights, which save_pretrained of transformers and PEFT writes"
+        if len(pickles) == 1:  # weights_only: reads tensors alone, and runs no code
+            written = folder / f"{pickles[0].stem.replace('pytorch_model', 'model')}.safetensors"
+            way += f". If it holds weights alone, this converts it: {_CONVERT.format(str(pickles[0]), str(written))}"
+        raise ConfigError(f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: {way}")
 
 
 @contextlib.contextmanager
