@@ -24,8 +24,8 @@ _NAMES: dict[Any, str] = {
     14: "patch_size",
     # index_n_heads: of few heads, many scores are the same zero, and which of them is chosen depends on the row's length
     16: "index_n_heads sliding_window attention_chunk_size moe_intermediate_size shared_intermediate_size q_lora_rank "
-    "kv_lora_rank shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size num_position_embeddings "
-    "mamba_chunk_size chunk_size index_head_dim index_topk",
+    "kv_lora_rank shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size "
+    "num_position_embeddings mamba_chunk_size chunk_size index_head_dim index_topk",
     28: "image_size",
     32: "hidden_size n_embd d_model embed_dim dim word_embed_proj_dim out_hidden_size projector_hidden_size "
     "projection_hidden_size projector_input_dim projector_output_dim vision_output_dim output_proj_dims",
