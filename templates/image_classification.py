@@ -86,7 +86,7 @@ from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, measure
-from shared.models.hub import from_architecture, from_hub, override
+from shared.models.hub import attention_option, from_architecture, from_hub, override
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
@@ -125,8 +125,7 @@ def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Mo
 
 def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tuple[nn.Module, tuple[str, ...]]:
     """(the model with fp32 weights, the classes in the order of its scores)."""
-    attention = config.speed.attn_implementation
-    options = {} if attention == "auto" else {"attn_implementation": attention}
+    options = attention_option(config.speed.attn_implementation)
     if config.model_name_or_path:
         model, classes = classifier.load_pretrained(config.model_name_or_path, classes, **options)
         if config.freeze_backbone:

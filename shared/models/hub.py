@@ -91,6 +91,11 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     return model
 
 
+def attention_option(attn_implementation: str) -> dict[str, str]:
+    """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then takes what works."""
+    return {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
+
+
 def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any:
     """A model of a class, or of the one that an auto class chooses, with random weights.
 
