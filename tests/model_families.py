@@ -106,7 +106,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "hy_v4": ("HYV4ForCausalLM", {}, None),
     # of several kinds of layers
     "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, None),
-    "lfm2_moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"]}, None),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, None),
     "lfm3": (
         "Lfm3ForCausalLM",
         {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "sliding_attention"]},
