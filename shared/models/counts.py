@@ -94,7 +94,9 @@ def experts_of(config: Any) -> tuple[Any, Any]:
     text = config.get_text_config()
     all_names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     active_names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
-    experts, active = (next((n for k in names if (n := getattr(text, k, None))), None) for names in (all_names, active_names))
+    experts, active = (
+        next((n for k in names if (n := getattr(text, k, None))), None) for names in (all_names, active_names)
+    )
     return experts, active
 
 
