@@ -193,7 +193,7 @@ def language_loop(
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
     tokens, notes = len(Tokenizer(size)), []
     if "cu_seqlens" in batches[0] and not masked:
-        notes.append(isolate_documents(loop.model, accelerator.device, tokens, len(batches[0]["input_ids"])))
+        notes.append(isolate_documents(loop.model, accelerator.device, tokens, len(batches[0]["input_ids"]))[1])
     if fused and not (word := fuse_head(accelerator, loop.model, tokens, compiled=compiled)).startswith("fused"):
         notes.append(f"loss {word}")
     said = {"strategy": type(loop.model).__name__}

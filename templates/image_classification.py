@@ -124,7 +124,7 @@ def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Mo
 def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tuple[nn.Module, tuple[str, ...]]:
     """(the model with fp32 weights, the classes in the order of its scores)."""
     attention = config.speed.attn_implementation
-    options = {} if attention == "sdpa" else {"attn_implementation": attention}  # which is the default where it exists
+    options = {} if attention == "auto" else {"attn_implementation": attention}
     if config.model_name_or_path:
         model, classes = classifier.load_pretrained(config.model_name_or_path, classes, **options)
         if config.freeze_backbone:

@@ -63,12 +63,13 @@ from transformers import AutoTokenizer
 
 from shared.data.loader import Loader
 from shared.data.order import EvenSubset, Order, Samples
-from shared.models import adapters, attention
+from shared.models import adapters, attention, targets
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations, end_generation_at, first_lines
 from shared.models.hub import from_hub
+from shared.models.loading import save_what_text_does_not_reach
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
@@ -89,31 +90,35 @@ class Data:
     about: str  # a line for people
 
 
-def build_datasets(run: Run, tokenizer: Any) -> Data:
-    """Tokenise the conversations and build the loaders. Samples are packed into rows unless --no_packing."""
-    config, options, batch = run.config, run.config.data, run.config.batch
+def read_conversations(run: Run, tokenizer: Any) -> tuple[chat.Conversations, chat.Conversations]:
+    """The tokenised conversations to train and to validate on."""
+    options = run.config.data
     if options.is_demo and options.max_train_samples is None:
         options = configs.replace(options, max_train_samples=DEMO_SAMPLES)
     folder = chat.prepare(options, tokenizer)
     train, held_out = chat.Conversations(folder, "train"), chat.Conversations(folder, "validation")
-    about = chat.describe(train, options)
-    print_main(about)
+    print_main(chat.describe(train, options))
     print_main("first sample; the loss counts the tokens between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
+    return train, held_out
+
+
+def build_loaders(run: Run, train: chat.Conversations, held_out: chat.Conversations, packed: bool) -> Data:
+    """Batches of conversations: several in a row if `packed`, else one in a row, of similar lengths."""
+    options, batch = run.config.data, run.config.batch
     samples: Samples = train
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
     collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
     order: Order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
-    if options.packing:
-        samples = packed = Packed(train, options.seq_length)
-        flat = config.speed.attn_implementation.startswith("flash")
-        collate = partial(collate_packed, flat=flat, multiple_of=64, at_most=options.seq_length)
-        order = Order(len(packed), batch.global_batch_size, batch.seed)
-        print_main(f"packed into {len(packed):,} rows of {options.seq_length} tokens, {packed.waste:.1%} of them empty")
+    if packed:
+        samples = rows = Packed(train, options.seq_length)
+        collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
+        order = Order(len(rows), batch.global_batch_size, batch.seed)
+        print_main(f"packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty")
     if len(samples) < batch.global_batch_size:
         raise ConfigError(
-            f"{len(train):,} samples in {len(samples):,} {'packed ' * options.packing}rows are fewer than one "
+            f"{len(train):,} samples in {len(samples):,} {'packed ' * packed}rows are fewer than one "
             f"--global_batch_size of {batch.global_batch_size} rows: choose {len(samples)} or less"
-            + (", or --no_packing" if options.packing else "")
+            + (", or --no_packing" if packed else "")
         )
     share, size = sharding.share(run.accelerator), batch.per_device_eval_batch_size
     workers = batch.dataloader_num_workers
@@ -121,17 +126,18 @@ def build_datasets(run: Run, tokenizer: Any) -> Data:
     chosen = EvenSubset(held_out, options.eval_samples)
     eval_order = Order(len(chosen), size * share["world_size"], 0, shuffle=False)
     padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
-    return Data(loader, Loader(chosen, padded, eval_order, per_device=size, **share), held_out, about)
+    validation = Loader(chosen, padded, eval_order, per_device=size, **share)
+    return Data(loader, validation, held_out, chat.describe(train, options))
 
 
-def build_model(run: Run, tokenizer: Any, data: Data) -> nn.Module:
+def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Module:
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
     config = run.config
     base = adapters.load_base(config.model_name_or_path, config.adapter, config.speed, run.accelerator, run.device)
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     model = adapters.add_adapters(base, config.adapter)
-    warn_of_untrained_tokens(model, tokenizer, data.held_out.ids[:100_000])
+    warn_of_untrained_tokens(model, tokenizer, held_out.ids[:100_000])
     return model
 
 
@@ -177,7 +183,7 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
         whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         front = {"library_name": "peft", "base_model": name}
-        card = run.card(f"LoRA adapter of {Path(name).name}", data.about, load=adapters.LOAD, **front)
+        card = run.card(f"LoRA adapter of {Path(name).name}", data.about, load=adapters.load_line(whole), **front)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if config.adapter.merge_adapter:
         merged = adapters.merge(name, config.adapter, config.speed, run.accelerator, run.dir / "final")
@@ -185,6 +191,8 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
         with whole_folder(run.dir / "merged") as folder:
             merged.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            if not config.adapter.text_only:
+                save_what_text_does_not_reach(name, merged, folder)
         print_main(f"base with adapter in {run.dir}/merged")
     elif (run.dir / "merged").exists():
         print_main(f"warning: {run.dir}/merged holds an earlier adapter: to renew it, delete it and add --merge_adapter")
@@ -193,25 +201,28 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
 def main(config: Config) -> None:
     run = Run(config, "lora_finetune")
     tokenizer = from_hub(AutoTokenizer, config.model_name_or_path)
-    data = build_datasets(run, tokenizer)
-    model = build_model(run, tokenizer, data)
+    train, held_out = read_conversations(run, tokenizer)
+    model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
-    flops = flops_per_token(model, data.held_out.meta["context"])
+    flops, carriers = flops_per_token(model, held_out.meta["context"]), targets.describe(model)
     if config.speed.torch_compile:
         compile_blocks(model)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
-    packing = "off"
-    if config.data.packing:
-        at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.micro_batch()[0]
-        packing = attention.isolate_documents(model, run.device, len(tokenizer), at_once)
+    packed, packing = False, "off"
+    if config.data.packing != "off":
+        at_once, required = config.batch.micro_batch()[0], config.data.packing == "on"
+        packed, packing = attention.isolate_documents(model, run.device, len(tokenizer), at_once, required=required)
+    data = build_loaders(run, train, held_out, packed)
     steps = config.batch.total_steps(data.train.steps_per_epoch, default=DEMO_STEPS if config.data.is_demo else None)
     makes = "merged" if config.adapter.merge_adapter else "final"
-    run.resume(data.train, data=data.held_out.meta["sha256"], total_steps=steps, makes=makes)  # the newest checkpoint
+    samples = held_out.meta["sha256"] + (", packed" if packed else "")
+    run.resume(data.train, data=samples, total_steps=steps, makes=makes)  # the newest checkpoint
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
-    about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "packing": packing, "loss": head}
+    about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "adapters": carriers}
+    about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "loss": head}
     run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
 
     if run.should_evaluate():

@@ -71,6 +71,7 @@ from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
 from shared.models.hub import from_hub
+from shared.models.loading import save_what_text_does_not_reach
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
 from shared.models.weights import gather_weights
@@ -102,8 +103,7 @@ def build_datasets(run: Run) -> Data:
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     share = sharding.share(run.accelerator)
     reading = share | {"per_device": batch.micro_batch()[0]}
-    flat = config.speed.attn_implementation.startswith("flash")
-    collate = partial(collate_packed, flat=flat) if options.isolate_documents else corpus.collate
+    collate = collate_packed if options.isolate_documents else corpus.collate
     held_out: Samples
     train: Loader | Stream
     if options.streaming:
@@ -180,7 +180,9 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
         whole.config.dtype = run.config.final_dtype  # save_pretrained notes that of the weights in training
         whole.config.save_pretrained(folder)
         data.tokenizer.save_pretrained(folder)
-        load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
+        if base := run.config.model.model_name_or_path:
+            save_what_text_does_not_reach(base, whole, folder)
+        load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
         (folder / "README.md").write_text(run.card("Pretrained language model", data.about, load=load), encoding="utf-8")
 
 
@@ -196,8 +198,8 @@ def main(config: Config) -> None:
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
     if config.data.isolate_documents:
-        at_once = 1 if config.speed.attn_implementation.startswith("flash") else config.batch.micro_batch()[0]
-        documents = attention.isolate_documents(model, run.device, len(data.tokenizer), at_once)
+        at_once = config.batch.micro_batch()[0]
+        _, documents = attention.isolate_documents(model, run.device, len(data.tokenizer), at_once, required=True)
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     demo_steps = DEMO_STEPS if config.data.is_demo else None

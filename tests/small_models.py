@@ -72,7 +72,11 @@ def architectures():
         "lfm2": Lfm2Config(**WIDE, num_hidden_layers=6, full_attn_idxs=[2, 4]),
         "mamba": MambaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=4, state_size=4),
         "gemma3": Gemma3Config(text_config=HEADS | {"num_hidden_layers": 4}, vision_config=siglip),
-        "qwen3_vl": Qwen3VLConfig(text_config=HEADS | {"num_hidden_layers": 4, "rope_scaling": rope}, vision_config=qwen),
+        "qwen3_vl": Qwen3VLConfig(
+            text_config=HEADS | {"num_hidden_layers": 4, "rope_scaling": rope},
+            vision_config=qwen,
+            architectures=["Qwen3VLForConditionalGeneration"],
+        ),
     }
 
 

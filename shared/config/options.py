@@ -129,8 +129,10 @@ class SpeedConfig:
     # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
     ddp_timeout: float = 1800.0  # Seconds that a process waits for the others before it ends the run
-    # Attention kernel; flash_attention_* need their own packages
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    # Attention kernel; auto: sdpa, or eager where the model has no sdpa; flash_attention_* need their own packages
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = (
+        "auto"
+    )
 
     def __post_init__(self) -> None:
         value = self.gradient_checkpointing

@@ -174,7 +174,7 @@ def _build(config_class: type[T], args: list[str], description: str | None) -> T
 
 
 def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, list[str]]:
-    """The given values of each field, as text. A bool flag without a value is true."""
+    """The given values of each field, as text. A switch without a value is on."""
     given: dict[str, list[str]] = {}
     texts: list[str] | None = None
     for token in tokens:
@@ -186,7 +186,7 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
         flag, equals, text = token.partition("=")
         key = flag[2:].replace("-", "_")
         texts = [text] if equals else []
-        if key.startswith("no_") and kinds.get(key[3:]) is bool:
+        if key.startswith("no_") and _is_switch(kinds.get(key[3:])):
             key, texts = key[3:], ["false", *texts]
         if key not in kinds and key != "config":
             raise ConfigError(f"unknown flag {flag}{_suggest(key, kinds, '--')}; --help lists all")
@@ -194,11 +194,16 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
             raise ConfigError(f"{flag} is given twice: give all of its values after one")
         given[key] = texts
     for key, texts in given.items():
-        if kinds.get(key) is bool:
+        if _is_switch(kinds.get(key)):
             texts[:] = texts or ["true"]
         elif not texts:  # an unset variable in a script must not start the demo
             raise ConfigError(f"--{key} needs a value")
     return given
+
+
+def _is_switch(kind: Any) -> bool:
+    """A bool, or a choice that has on and off."""
+    return kind is bool or {"on", "off"} <= set(get_args(kind))
 
 
 def _read_yaml(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -246,6 +251,8 @@ def _as_tokens(key: str, kind: Any, texts: list[str]) -> list[str]:
         if texts[0].lower() not in SWITCH:
             raise ConfigError(f"--{key} is true or false, not {texts[0]!r}")
         return [f"--{key}" if SWITCH[texts[0].lower()] else f"--no_{key}"]
+    if _is_switch(kind) and texts[0].lower() in SWITCH:
+        texts = ["on" if SWITCH[texts[0].lower()] else "off"]
     texts = [_checked(key, kind, text) for text in texts]
     if several and any(text.startswith("-") for text in texts):
         raise ConfigError(f"--{key}: a value cannot begin with a dash, as {' '.join(texts)!r} does; ./-x is a file")

@@ -9,24 +9,21 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import SpeedConfig
-from shared.models.checks import learn_padding_token, outside_of_text
+from shared.models.checks import learn_padding_token
 from shared.models.hub import from_hub
+from shared.models.loading import load_causal_lm
 from shared.models.options import AdapterConfig
+from shared.models.targets import find_targets
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
-
-LOAD = """import peft, transformers
-
-model = peft.AutoPeftModelForCausalLM.from_pretrained("final")
-model.generation_config = transformers.GenerationConfig.from_pretrained("final")"""
 
 
 def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, device: torch.device) -> Any:
     """The frozen base model, in the launch config's precision, quantised if asked."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": speed.attn_implementation, "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": dtype, "text_only": adapter.text_only}
     if adapter.load_in_4bit or adapter.load_in_8bit:
         sharded = accelerator.distributed_type == DistributedType.FSDP
         if adapter.load_in_8bit and sharded:
@@ -41,7 +38,7 @@ def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator
             # FSDP2 shards 4-bit weights only if they are stored as the floating type that it communicates in.
             bnb_4bit_quant_storage=dtype if sharded else torch.uint8,
         )
-    base = from_hub(AutoModelForCausalLM, name, **options)
+    base = load_causal_lm(name, attn_implementation=speed.attn_implementation, **options)
     keep_4bit_layout(base)
     return base
 
@@ -89,28 +86,36 @@ def _given_adapters(base: Any, name: str) -> Any:
 def _new_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = adapter.lora_target_modules
-    last_names = {name.rpartition(".")[2] for name, _ in base.named_modules() if name}
-    for flag, names in (("lora_target_modules", targets), ("modules_to_save", adapter.modules_to_save)):
-        for name in names if names != ("all-linear",) else ():  # PEFT skips unknown names if one matches
-            if name.rpartition(".")[2] not in last_names:
-                raise ConfigError(f"--{flag} {name}: the model has no module of that name")
+    targets = find_targets(base, adapter)
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.lora_r,
         lora_alpha=adapter.lora_alpha,
         lora_dropout=adapter.lora_dropout,
-        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
-        exclude_modules=outside_of_text(base),
+        target_modules=targets.target_modules,
+        target_parameters=targets.target_parameters or None,
+        exclude_modules=targets.exclude_modules,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         init_lora_weights=True if adapter.init_lora_weights == "default" else adapter.init_lora_weights,
     )
+    if targets.left_out:
+        print_main(f"no adapters on {'; '.join(targets.left_out)}")
     try:
         return get_peft_model(base, lora)  # type: ignore[arg-type]
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
+        raise ConfigError(f"--lora_target_modules {' '.join(adapter.lora_target_modules)}: {first_line(error)}") from None
+
+
+def load_line(model: Any) -> str:
+    """The lines of Python that load the saved adapter, for the model card."""
+    base = model.get_base_model()
+    return f"""import peft, transformers
+
+base = transformers.{type(base).__name__}.from_pretrained({base.name_or_path!r})
+model = peft.PeftModel.from_pretrained(base, "final")
+model.generation_config = transformers.GenerationConfig.from_pretrained("final")"""
 
 
 def pissa_start(model: nn.Module, adapter: AdapterConfig) -> dict[str, torch.Tensor]:

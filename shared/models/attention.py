@@ -2,12 +2,13 @@
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import extract_model_from_parallel, gather_object
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,16 +23,19 @@ HARMLESS = {"is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_
 HARMLESS |= {"output_attentions", "output_hidden_states", "use_cache", "cache_position", "return_dict"}
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in model configs
 
+INPUTS: tuple[str, ...] = ("input_ids", "position_ids")
+
 Heads = tuple[int, int, int, int, torch.dtype]  # query heads, key and value heads, query size, value size, compute dtype
 
-_rows: tuple[bool, torch.Tensor | None] | None = None  # (packed, cu_seqlens) of the current forward
+# (positions of packed rows, their cu_seqlens) in the current forward
+_rows: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
 _sdpa: Any = None  # transformers' own attention function
 _kernel: Any = None  # variable-length attention, if it is used in place of masks
 _calls: list[tuple[Heads, bool]] | None = None  # for `isolate_documents`: each call's (heads, by the kernel)
 
 
 @contextlib.contextmanager
-def row_layout(*, packed: bool = False, cu_seqlens: torch.Tensor | None = None) -> Iterator[None]:
+def row_layout(position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> Iterator[None]:
     """State whether the rows of the forwards in this block are packed.
 
     Otherwise transformers reads the position_ids back from the device to find out, and the host waits for all queued work.
@@ -39,12 +43,12 @@ def row_layout(*, packed: bool = False, cu_seqlens: torch.Tensor | None = None) 
     make its own and keep it for backward. After `isolate_documents` has found a kernel, `cu_seqlens` replace the mask.
 
     Args:
-        packed: some rows hold several documents. `position_ids` restart with each document.
+        position_ids: given if some rows hold several documents: they restart with each document.
         cu_seqlens: see `data.cu_seqlens_of`; on the device.
     """
     global _rows
     _register()
-    before, _rows = _rows, (packed, cu_seqlens)
+    before, _rows = _rows, (position_ids, cu_seqlens)
     try:
         yield
     finally:
@@ -66,7 +70,7 @@ def _register() -> None:
     def find_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
         if _rows is None:
             return find(position_ids)
-        return _number_of_document(position_ids) if _rows[0] else None
+        return None if _rows[0] is None else _number_of_document(position_ids)
 
     def warn_of_padding(*args: Any, **named: Any) -> None:  # the original reads the tokens from the device
         if _rows is None:
@@ -74,6 +78,21 @@ def _register() -> None:
 
     masking_utils.find_packed_sequence_indices = find_documents
     PreTrainedModel.warn_if_padding_and_no_attention_mask = warn_of_padding  # type: ignore[method-assign]
+
+
+def _give_positions_to_masks(model: nn.Module) -> None:
+    """Let a model's masks know where documents begin, if its code does not hand on the positions (GPT-OSS, OPT, Falcon)."""
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        for name in ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"):
+            if (create := getattr(module, name, None)) and not hasattr(create, "is_told"):
+                setattr(module, name, partial(_with_positions, create))
+                getattr(module, name).is_told = True
+
+
+def _with_positions(create: Any, *arguments: Any, **named: Any) -> Any:
+    if _rows is not None and _rows[0] is not None and len(arguments) < 5 and named.get("position_ids") is None:
+        named["position_ids"] = _rows[0]
+    return create(*arguments, **named)
 
 
 def _number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
@@ -88,7 +107,7 @@ def _mask(*args: Any, dtype: torch.dtype = torch.float32, **named: Any) -> torch
     """
     from transformers.masking_utils import sdpa_mask
 
-    if _rows is None or not _rows[0]:
+    if _rows is None or _rows[0] is None:
         return _without_cudnn(sdpa_mask(*args, dtype=dtype, **named))
     dtype, cu_seqlens = _computed_in(torch.device(named["device"]), dtype), _rows[1]
     if _kernel is not None and cu_seqlens is not None and dtype.itemsize == 2 and _is_plain(**named):
@@ -224,62 +243,134 @@ def _why_not(kernel: Any, kinds: set[Heads], device: torch.device) -> str:
     return "" if worst <= MAX_ERROR else f"the kernel is off by {worst:.2g}"
 
 
+class Form(NamedTuple):
+    """How the rows of packed documents are handed to a model."""
+
+    flat: bool = False  # all in one row
+    bounds: bool = False  # with the bounds of documents, for kernels of recurrent layers
+    axes: int = 1  # copies of the positions: text, time, height, width
+
+
+_form = Form()  # of the model in training: see `isolate_documents`
+
+
+def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    """A model's outputs for a batch of rows, packed or not: see `loss.causal_lm_loss`."""
+    inputs = {key: batch[key] for key in INPUTS if key in batch}
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        if _form.flat:
+            inputs = {key: value.reshape(1, -1) for key, value in inputs.items()}
+            positions = inputs["position_ids"]
+        if _form.bounds:
+            inputs["cu_seq_lens_q"], inputs["seq_idx"] = batch["cu_seqlens"], _number_of_document(positions).int()
+        if _form.axes > 1:
+            inputs["position_ids"] = positions.expand(_form.axes, *positions.shape)
+    with row_layout(positions, batch.get("cu_seqlens")):
+        return model(**inputs, use_cache=False)
+
+
+def describe(model: Any) -> str:
+    """The attention that a model computes, for the summary."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    used = model.config.get_text_config()._attn_implementation
+    return f"{used}: {type(model).__name__} has no sdpa" if used == "eager" and not model._supports_sdpa else used
+
+
 @torch.no_grad()
-def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, rows: int = 1) -> str:
-    """Check that packed documents do not attend to each other, and use the fastest attention. Returns a summary line.
+def isolate_documents(
+    model: nn.Module, device: torch.device, vocab_size: int, rows: int = 1, *, required: bool = False
+) -> tuple[bool, str]:
+    """Check that packed documents do not see each other, and use the fastest attention.
+
+    A document must have the same logits wherever it lies in a row and whatever lies before it. The rows are tried in each
+    `Form` that the model may take.
 
     On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost grows with the square of the
     row length. It must give the same as the mask: results, gradients and the model's logits are compared on this device.
     Otherwise the mask stays.
 
-    `rows` is the number of rows in training: some attention kernels look at positions only if the batch is a single row.
     Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
+    Args:
+        rows: the number of rows in training: some attention kernels look at positions only if the batch is a single row.
+        required: raise an error if documents see each other.
+
+    Returns:
+        Whether documents are apart, and a line for the summary.
+
     Raises:
-        ConfigError: the model ignores restarting `position_ids`, or its attention kernel does.
+        ConfigError: see `required`.
     """
+    global _form
+    whole: Any = extract_model_from_parallel(model)
+    whole = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    name, settings = type(whole).__name__, whole.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
-    other = tokens.clone()
-    other[:, :8] = (tokens[:, :8] + 1) % vocab_size  # must not change the second document's logits
+    other = torch.cat([(tokens[:, :8] + 1) % vocab_size, tokens[:, 8:]], 1)  # another document before the second
+    swapped = tokens.roll(8, 1)  # the second document comes first
     position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
     cu_seqlens = torch.from_numpy(cu_seqlens_of(position_ids.cpu().numpy())).to(device)
 
-    def logits() -> tuple[torch.Tensor, bool, list[tuple[Heads, bool]]]:
-        """(logits, whether documents are apart, calls of attention)"""
+    def logits(*variants: torch.Tensor) -> tuple[list[torch.Tensor], list[tuple[Heads, bool]]]:
+        """(logits of each variant of the tokens, calls of attention)"""
         global _calls
         calls: list[tuple[Heads, bool]] = []
         _calls = calls
         try:
-            with _as_in_an_evaluation(model), row_layout(packed=True, cu_seqlens=cu_seqlens):
-                both = [model(input_ids=t, position_ids=position_ids, use_cache=False).logits for t in (tokens, other)]
+            with _as_in_an_evaluation(model):
+                batches = ({"input_ids": t, "position_ids": position_ids, "cu_seqlens": cu_seqlens} for t in variants)
+                found = [forward_rows(model, batch).logits.float() for batch in batches]
         finally:
             _calls = None
-        first, second = (found.float() for found in both)
-        return first, torch.allclose(first[:, 8:], second[:, 8:], atol=1e-3, rtol=1e-3), calls
+        return [part.reshape(rows, 16, -1) for part in found], calls
 
+    def apart(before: torch.Tensor, changed: torch.Tensor) -> bool:
+        return torch.allclose(before[:, 8:], changed[:, 8:], atol=1e-3, rtol=1e-3)
+
+    _give_positions_to_masks(whole)
     _use(None)
-    masked, apart, calls = logits()
-    if not apart:
-        raise ConfigError(
-            f"{type(model).__name__} lets packed documents attend to each other: use --no_packing (in pretraining, drop "
-            "--isolate_documents), or another --attn_implementation"
+    is_flat = str(settings._attn_implementation).startswith("flash")
+    axes = (4, 1) if "mrope_section" in (getattr(settings, "rope_parameters", None) or {}) else (1,)
+    forms = [Form(flat, bounds, n) for flat, bounds in ((is_flat, False), (True, True)) for n in axes]
+    for form in forms:
+        _form = form
+        try:
+            (masked, changed, moved), calls = logits(tokens, other, swapped)
+        except (TypeError, ValueError, RuntimeError) as error:  # a model may not take this form
+            end_step(model)
+            if is_out_of_memory(error):
+                raise
+            continue
+        if apart(masked, changed) and _relative(moved[:, :8], masked[:, 8:]) < MAX_ERROR:
+            break
+    else:
+        _form = Form()
+        recurrent = any(isinstance(module, nn.Conv1d) for module in whole.get_decoder().modules())
+        why = f"{name} lets documents of one row see each other" + (
+            ": its recurrent layers keep them apart only with kernels of their own (causal-conv1d, flash-linear-attention)"
+            if recurrent
+            else ""
         )
+        if required:
+            raise ConfigError(f"{why}: use --packing auto or --no_packing (in pretraining, drop --isolate_documents)")
+        return False, f"off: {why}"
     if not calls:
-        return "documents kept apart by the model's own attention"
+        return True, "documents kept apart by the model's own attention"
     by_mask = "documents kept apart by an attention mask"
     kernel = find_kernel(device)
     if kernel is None:
-        return by_mask
+        return True, by_mask
     # The kernel has to work on all ranks, because they run the forward together.
     if why := next(filter(None, gather_object([_why_not(kernel, {heads for heads, _ in calls}, device)])), ""):
-        return f"{by_mask}: {why}"
+        return True, f"{by_mask}: {why}"
     _use(kernel)
     try:
-        found, apart, calls = logits()
+        (found, changed), calls = logits(tokens, other)
         if not any(by_kernel for _, by_kernel in calls):
             why = "every block needs one (window, bias, dropout)"
-        elif not apart or _relative(found, masked) > 4 * MAX_ERROR:
+        elif not apart(found, changed) or _relative(found, masked) > 4 * MAX_ERROR:
             why = "without one the model's logits differ"
     except Exception as error:  # a model may raise anything if it gets `cu_seqlens` as the mask
         end_step(model)
@@ -288,9 +379,9 @@ def isolate_documents(model: nn.Module, device: torch.device, vocab_size: int, r
             raise
         why = first_line(error)
     if not why:
-        return "documents kept apart by attention of variable lengths, without a mask"
+        return True, "documents kept apart by attention of variable lengths, without a mask"
     _use(None)
-    return f"{by_mask}: {why}"
+    return True, f"{by_mask}: {why}"
 
 
 @contextlib.contextmanager

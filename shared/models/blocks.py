@@ -29,23 +29,19 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the entries of its largest `ModuleList` of one class, or of blocks of a hybrid.
+    """The repeated blocks of a model: the entries of its largest `ModuleList` of blocks.
+
+    Of a multimodal model, those of its language model.
 
     Raises:
         ConfigError: the model has none.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and (_same(m) or _can_recompute(m))]
+    part = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
+    lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [m for m in lists if len({type(b) for b in m}) == 1 or all(hasattr(b, "gradient_checkpointing") for b in m)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of equal blocks to checkpoint or compile")
     return max(([*modules] for modules in lists), key=lambda found: sum(p.numel() for b in found for p in b.parameters()))
-
-
-def _same(modules: nn.ModuleList) -> bool:
-    return len({type(module) for module in modules}) == 1
-
-
-def _can_recompute(modules: nn.ModuleList | list[nn.Module]) -> bool:
-    return len(modules) > 0 and all(hasattr(module, "gradient_checkpointing") for module in modules)
 
 
 HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "dist_head", "head_dist", "score", "fc")
@@ -84,7 +80,7 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
         return checkpoint(function, *args, use_reentrant=False)
 
     chosen = repeated_blocks(model)
-    if not _can_recompute(chosen):
+    if not all(hasattr(block, "gradient_checkpointing") for block in chosen):
         raise ConfigError(f"{type(model).__name__} does not support --gradient_checkpointing")
     for block in chosen[every - 1 :: every]:
         block.gradient_checkpointing = True  # type: ignore[assignment]

@@ -1,7 +1,5 @@
-"""Whether a model can be trained on text, and which parts of it text reaches."""
+"""Whether a model can be trained on text."""
 
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +7,8 @@ import torch
 from torch import nn
 
 from shared.data.prepared import vocabulary_size
-from shared.models.counts import _numel, experts_of
+from shared.models.counts import experts_of
+from shared.models.loading import outer_parts
 from shared.models.loss import can_balance
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
@@ -36,6 +35,8 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
             f"{type(model).__name__} sees the tokens that it is to predict (its config says is_decoder: "
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
+    if outer := outer_parts(model):
+        print_main(f"{type(model).__name__}: text trains its language model; {', '.join(outer)} stay as they are")
     if experts_of(text)[0]:
         if not can_balance(text):
             print_main(f"no loss balances the experts: there is none for {type(model).__name__}")
@@ -77,30 +78,3 @@ def warn_of_untrained_tokens(model: Any, tokenizer: Any, ids: np.ndarray) -> Non
             f"warning: the embeddings of {', '.join(used)} were never trained (all zeros, or the same as another's): "
             f"add --modules_to_save {names}"
         )
-
-
-def outside_of_text(model: Any) -> str | None:
-    """A pattern of the names of modules that text does not pass through: the vision tower of a multimodal model."""
-    inside = {model.get_decoder(), model.get_output_embeddings()}
-
-    def outer(module: nn.Module, prefix: str) -> Iterator[str]:
-        for name, child in module.named_children():
-            if child not in inside:
-                around = not inside.isdisjoint(child.modules())
-                yield from outer(child, f"{prefix}{name}.") if around else [re.escape(prefix + name)]
-
-    names = [] if model in inside else list(outer(model, ""))
-    return rf"({'|'.join(names)})(\..*)?" if names else None
-
-
-def freeze_outside_of_text(model: Any) -> None:
-    """Freeze the parts that text does not pass through: no gradient reaches them, and DDP would wait for one."""
-    if model.config.get_text_config() is model.config:
-        return
-    inside = {model.get_decoder(), model.get_output_embeddings()}
-    used = {parameter for module in inside if module is not None for parameter in module.parameters()}
-    unused = [parameter for parameter in model.parameters() if parameter not in used]
-    for parameter in unused:
-        parameter.requires_grad_(False)
-    if unused:
-        print_main(f"{sum(map(_numel, unused)):,} parameters, which text does not pass through, stay as they are")

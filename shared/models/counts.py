@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError, first_line
 
 
@@ -100,21 +101,14 @@ def experts_of(config: Any) -> tuple[Any, Any]:
     return experts, active
 
 
-def text_modules(model: Any) -> list[nn.Module]:
-    """What text runs through: the language model and its head, without vision or audio towers and projectors."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    if decoder is None or decoder is head:
-        return [model]
-    return [decoder] if head is None else [decoder, head]
-
-
-def _attention_layers(module: nn.Module) -> Iterator[nn.Module]:
+def _attention_layers(model: nn.Module, outer: tuple[str, ...]) -> Iterator[nn.Module]:
     """The outermost modules of softmax attention, by their classes' names. Linear attention and Mamba have none."""
-    for child in module.children():
-        if re.search(r"(?<!Linear)(?<!Lightning)(?<!Delta)(?<!Rwkv)(?<!RwkvSelf)(Attention|MLA)$", type(child).__name__):
-            yield child
-        else:
-            yield from _attention_layers(child)
+    last = "."
+    for name, module in model.named_modules():
+        is_attention = re.search(r"(?<!Linear)(?<!Delta)(?<!Lightning)(?<!RwkvSelf)(Attention|MLA)$", type(module).__name__)
+        if is_attention and not name.startswith((*outer, last)):
+            last = f"{name}."
+            yield module
 
 
 def _attention_size(attention: Any, text: Any, seq_length: float) -> float:
@@ -149,15 +143,15 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     if head is not None and head.weight is embedding:
         looked_up.discard(embedding)
-    parts = text_modules(model)
+    outer = tuple(f"{name}." for name in outer_parts(model))
     total = 0.0
-    for parameter, name in {p: name for part in parts for name, p in part.named_parameters()}.items():
+    for name, parameter in model.named_parameters():
         share, names = 1.0, name.split(".")
         routed = "experts" in names or (experts and parameter.ndim == 3 and parameter.shape[0] == experts)
         if routed and not any("shared" in part for part in names):
             if not isinstance(experts, int) or not isinstance(active, int):
                 return None
             share = active / experts
-        if parameter not in looked_up:
+        if parameter not in looked_up and not name.startswith(outer):
             total += (6 if parameter.requires_grad else 4) * share * _numel(parameter)
-    return total + 12.0 * sum(_attention_size(layer, text, seq_length) for layer in _attention_layers(parts[0]))
+    return total + 12.0 * sum(_attention_size(layer, text, seq_length) for layer in _attention_layers(model, outer))

@@ -86,7 +86,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
 
 
 def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any:
-    """`auto_class.from_config`: a model with random weights.
+    """A model of a class, or of the one that an auto class chooses, with random weights.
 
     Raises:
         ConfigError: there is no such model, or it has an attention that cannot be trained here.
@@ -95,7 +95,9 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
     try:
         if hasattr(architecture, "validate"):
             architecture.validate()
-        return auto_class.from_config(architecture, trust_remote_code=False, **options)
+        if hasattr(auto_class, "from_config"):
+            return auto_class.from_config(architecture, trust_remote_code=False, **options)
+        return auto_class._from_config(architecture, **options)
     except Exception as error:  # sizes of a wrong type or of none that fit can fail anywhere
         if is_out_of_memory(error):
             raise

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.data.order import IGNORED
-from shared.models.attention import row_layout
+from shared.models.attention import forward_rows
 from shared.models.counts import experts_of
 from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
@@ -39,21 +39,19 @@ def causal_lm_loss(
 
     Args:
         model: returns logits, [batch, seq, vocab], or the loss itself after `fuse_head`.
-        batch: the model's inputs, and `labels`: [batch, seq], the next token of each position or -100. Has
-            `position_ids` only if rows hold several documents. May have `targets`: [any], the indices of the flattened
-            labels that are not -100, ascending; and `cu_seqlens`, see `data.cu_seqlens_of`.
+        batch: `input_ids`, and `labels`: [batch, seq], the next token of each position or -100. Has `position_ids` only if
+            rows hold several documents. May have `targets`: [any], the indices of the flattened labels that are not -100,
+            ascending; and `cu_seqlens`, see `data.cu_seqlens_of`.
         log: called with aux_loss, the balancing loss, if there is one.
 
     Returns:
         Scalar, fp32.
     """
     global _pending
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
     labels = batch["labels"].flatten()
     _pending = labels, batch.get("targets")
     try:
-        with row_layout(packed="position_ids" in batch, cu_seqlens=batch.get("cu_seqlens")):
-            outputs = model(**inputs, use_cache=False)
+        outputs = forward_rows(model, batch)
     finally:
         _pending = None
     loss = outputs.logits

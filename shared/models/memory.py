@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shared.models import loss as lm_loss
-from shared.models.adapters import skip_input_casts
+from shared.models.adapters import add_adapters
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
-from shared.models.checks import outside_of_text
-from shared.models.counts import text_modules
 from shared.models.hub import from_architecture
-from shared.process.errors import ConfigError
+from shared.models.loading import class_of, freeze_outer_parts
+from shared.models.options import AdapterConfig
 
 CHECKPOINTING = ("none", "2", "full")  # recompute no block, every second, all
 # Bytes a weight: 4 bits, a scale of 1 byte for 64 weights, and 4 bytes for 256 of these scales.
@@ -61,7 +60,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters: all, those outside of the blocks that FSDP wraps (embeddings, head, norms), and those of the largest block."""
+    """Parameters: all, those outside of what FSDP wraps (embeddings, head, norms), and those of the largest block."""
 
     all: int
     trained: int
@@ -74,59 +73,43 @@ class Counts:
     kinds: tuple[int, ...]  # the kind of each block, by number: of one class, type and size
 
 
-def _on_meta(job: Job, gathered: bool = False) -> Any:
-    """The model on the meta device. What text does not run through is frozen.
-
-    Args:
-        gathered: weights in the compute dtype, as FSDP2 holds them after gathering.
+@cache
+def _on_meta(job: Job) -> Any:
+    """The model on the meta device, as a run trains it.
 
     Raises:
         ConfigError: there is no such model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     config = copy.deepcopy(job.config)
-    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-    dtype = torch.bfloat16 if job.mixed and (gathered or job.lora_r) else torch.float32
     with torch.device("meta"):
-        try:
-            model = from_architecture(auto, config, dtype=dtype, attn_implementation="sdpa")
-        except ConfigError:  # some architectures have no sdpa
-            model = from_architecture(auto, config, dtype=dtype, attn_implementation="eager")
-        model.requires_grad_(False)
-        for part in text_modules(model):
-            part.requires_grad_(True)
+        model = from_architecture(
+            class_of(config), config, dtype=torch.bfloat16 if job.mixed and job.lora_r else torch.float32
+        )
+        freeze_outer_parts(model)
         if job.lora_r:
-            from peft import LoraConfig, get_peft_model
-
-            experts = {
-                n.partition(".layers.")[2].partition(".")[2]
-                for n, p in model.named_parameters()
-                if p.ndim == 3 and "experts" in n.split(".")
-            }
-            lora = LoraConfig(
-                task_type="CAUSAL_LM",
-                r=job.lora_r,
-                target_modules="all-linear",
-                exclude_modules=outside_of_text(model),
-                target_parameters=sorted(experts) or None,
-            )
-            model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-            skip_input_casts(model)
+            model = add_adapters(model, AdapterConfig(lora_r=job.lora_r))
     return model
 
 
 def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
-    """The model with these of its blocks only, of tensors of the fake mode that this is called in."""
-    model = _on_meta(job, gathered)
-    blocks, config = repeated_blocks(text_modules(model)[0]), model.config.get_text_config()
+    """The model with these of its blocks only, of tensors of the fake mode that this is called in.
+
+    Args:
+        gathered: weights in the compute dtype, as FSDP2 holds them after gathering.
+    """
+    whole = _on_meta(job)
+    blocks = repeated_blocks(whole)
+    places = next(m for m in whole.modules() if isinstance(m, nn.ModuleList) and [*m] == blocks)
+    of_whole, places._modules = places._modules, {}
+    for place, i in enumerate(chosen):
+        places._modules[str(place)] = copy.deepcopy(blocks[i]) if i in chosen[:place] else blocks[i]
+    model = copy.deepcopy(whole)
+    places._modules = of_whole
+    config = model.config.get_text_config()
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == len(blocks):  # a setting for each block
             vars(config)[name] = [value[i] for i in chosen]
     vars(config)["num_hidden_layers"] = len(chosen)
-    places = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and [*m] == blocks)
-    places._modules.clear()
-    places.extend(blocks[i] if i not in chosen[:place] else copy.deepcopy(blocks[i]) for place, i in enumerate(chosen))
     to_fake(model, torch.bfloat16 if job.mixed and gathered else torch.float32).train()
     _fuse_head(model)
     return model
@@ -168,7 +151,7 @@ def count(job: Job) -> Counts:
     from transformers.pytorch_utils import Conv1D
 
     model = _on_meta(job)
-    blocks, head = repeated_blocks(text_modules(model)[0]), model.get_output_embeddings()
+    blocks, head = repeated_blocks(model), model.get_output_embeddings()
     wrapped = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(blocks)
     shapes = [(type(b), t, *(p.shape for p in b.parameters())) for b, t in zip(blocks, types, strict=True)]
@@ -239,7 +222,7 @@ def _measure(job: Job, chosen: tuple[int, ...], checkpointing: str, gathered: bo
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
         peaks: list[float] = []
-        for module in (*repeated_blocks(text_modules(model)[0]), model.get_input_embeddings()):
+        for module in (*repeated_blocks(model), model.get_input_embeddings()):
             module.register_full_backward_pre_hook(lambda *_: peaks.append(live.cut()))
         with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
             for _ in range(2):

@@ -47,8 +47,11 @@ class AdapterConfig:
     lora_alpha: int = 32
     # Dropout on the adapters' inputs.
     lora_dropout: float = 0.0
-    # Names (or ends of names) of the layers that get adapters; all-linear: every linear layer but the head.
+    # Names (or ends of names) of the layers that get adapters; all-linear: every linear layer that text passes through but
+    # the head and the routers of experts.
     lora_target_modules: tuple[str, ...] = ("all-linear",)
+    # all-linear includes the experts, also fused ones. Off: they stay as they are.
+    lora_experts: bool = True
     # Modules that are trained and saved whole, such as lm_head.
     modules_to_save: tuple[str, ...] = ()
     # Scale by alpha / sqrt(r), which keeps high ranks stable.
@@ -61,6 +64,8 @@ class AdapterConfig:
     adapter_name_or_path: str | None = None
     # Also write merged/, the base (dequantised, if it was quantised) with the adapter added in.
     merge_adapter: bool = False
+    # Load a multimodal checkpoint as its language model alone. The adapter then fits only that class.
+    text_only: bool = False
     # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA.
     load_in_4bit: bool = False
     # Quantise the frozen base to 8 bits; 4 are faster, since every layer here makes the host wait for the GPU.
@@ -84,9 +89,8 @@ class AdapterConfig:
         Raises:
             ConfigError: names the flags.
         """
-        of_new_ones = (
-            "lora_r lora_alpha lora_dropout lora_target_modules modules_to_save use_rslora use_dora init_lora_weights"
-        )
+        of_new_ones = "lora_r lora_alpha lora_dropout lora_target_modules lora_experts modules_to_save use_rslora use_dora"
+        of_new_ones += " init_lora_weights"
         given = [f"--{name}" for name in of_new_ones.split() if getattr(self, name) != getattr(defaults, name)]
         if given and self.adapter_name_or_path:
             raise ConfigError(

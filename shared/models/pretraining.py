@@ -1,11 +1,12 @@
 """The model that a pretraining run starts from."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from shared.data.prepared import vocabulary_size
-from shared.models.checks import freeze_outside_of_text, learn_padding_token, require_fit
+from shared.models.checks import learn_padding_token, require_fit
 from shared.models.hub import from_architecture, from_hub, override
+from shared.models.loading import attention_option, class_of, freeze_outer_parts, load_causal_lm
 from shared.models.loss import can_balance
 from shared.models.options import PRESETS, ModelConfig
 from shared.process.errors import ConfigError
@@ -30,8 +31,7 @@ def build_causal_lm(
     if config.model_name_or_path:
         if config.config_overrides:
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
-        name, options = config.model_name_or_path, {"dtype": torch.float32, "use_safetensors": True}
-        model = from_hub(AutoModelForCausalLM, name, attn_implementation=attn_implementation, **options)
+        model = load_causal_lm(config.model_name_or_path, attn_implementation=attn_implementation, dtype=torch.float32)
     else:
         hidden, blocks, heads, kv_heads, feed_forward = PRESETS[config.model_preset]
         architecture = LlamaConfig(
@@ -52,10 +52,10 @@ def build_causal_lm(
         if can_balance(text):  # before the overrides, which may turn it off
             text.output_router_logits = True
         override(architecture, config.config_overrides)
-        options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
-        model = from_architecture(AutoModelForCausalLM, architecture, **options)
+        options = attention_option(attn_implementation)
+        model = from_architecture(class_of(architecture), architecture, dtype=torch.float32, **options)
+        freeze_outer_parts(model)
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)
     learn_padding_token(model)
-    freeze_outside_of_text(model)
     return model

@@ -30,8 +30,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         ConfigError: there is no plan, or it has a kind of cut that is not supported.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    decoder = getattr(whole, getattr(whole, "base_model_prefix", ""), whole)
-    plan: dict[str, str] = getattr(whole.config, "base_model_tp_plan", None) or {}  # type: ignore[union-attr, assignment]
+    decoder, config = whole.get_decoder(), whole.config.get_text_config()  # type: ignore[operator, union-attr]
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name: kind for name, kind in plan.items() if "*" in name}  # some versions' plans cut tied embeddings, too
     kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     name_of_model = type(whole).__name__
@@ -39,7 +39,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         foreign = ", ".join(sorted(set(plan.values()) - set(kinds))) or "none"
         raise ConfigError(f"{name_of_model} cannot be tensor parallel here (its plan: {foreign}): use fsdp2.yaml")
     for which in ("key_value", "attention"):
-        heads = getattr(whole.config, f"num_{which}_heads", None) or mesh.size()
+        heads = getattr(config, f"num_{which}_heads", None) or mesh.size()
         if heads % mesh.size():
             what = which.replace("_", "-")
             raise ConfigError(f"{name_of_model} has {heads} {what} heads, which tp_size {mesh.size()} does not divide")

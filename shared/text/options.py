@@ -53,8 +53,9 @@ class ChatConfig(TextConfig):
 
     # Tokens of one row at most; longer samples are cut, and counted; plain text makes as many samples as it takes.
     seq_length: int = 1024
-    # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length.
-    packing: bool = True
+    # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length; auto: on if the
+    # model can keep them apart.
+    packing: Literal["auto", "on", "off"] = "auto"
     # Tokens that the loss counts: every assistant turn (or the completion), the last assistant turn only, or all. The first
     # two leave out turns with "weight": 0.
     loss_on: Literal["assistant", "completion", "all"] = "assistant"

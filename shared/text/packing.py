@@ -69,17 +69,15 @@ class Packed:
         return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
 
 
-def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1, at_most: int | None = None) -> Batch:
-    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64, or [1, all] if `flat`; also
-    `targets` and `cu_seqlens`, see `loss.causal_lm_loss`. If no position restarts, there are no positions.
+def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
+    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64; also `targets` and `cu_seqlens`,
+    see `loss.causal_lm_loss`. If no position restarts, there are no positions.
 
-    Flash attention kernels separate documents in a single row only, at no cost for its length; SDPA's mask grows with
-    the square of it. Padding comes after a row's last document and has no targets. There is no attention mask: models
-    separate documents by restarting positions only without one.
+    Padding comes after a row's last document and has no targets. There is no attention mask: models separate documents by
+    restarting positions only without one.
 
     Args:
         rows: of a `Packed`.
-        flat: all in one row.
         multiple_of: pad rows to a multiple of this, since kernels are chosen, and compiled, for each length.
         at_most: but not beyond this length; no row is longer.
     """
@@ -91,10 +89,7 @@ def collate_packed(rows: list[Row], *, flat: bool = False, multiple_of: int = 1,
         tail = {"labels": np.full(missing, IGNORED), "position_ids": follow}.get(key, np.zeros(missing, int))
         return np.concatenate([row[key], tail])
 
-    batch = {
-        key: np.stack([fill(row, key) for row in rows]).reshape(1 if flat else len(rows), -1)
-        for key in ("input_ids", "labels", "position_ids")
-    }
+    batch = {key: np.stack([fill(row, key) for row in rows]) for key in ("input_ids", "labels", "position_ids")}
     if batch["position_ids"][:, 1:].all():
         del batch["position_ids"]
     else:

@@ -180,11 +180,7 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     if name not in BY_LENGTH:
         assert float(causal_lm_loss(model, collate_padded(every))) == alike(alone)
     rows = Packed(documents, 200)
-    try:
-        isolate_documents(model, CPU, VOCAB, len(rows))
-    except ConfigError as error:
-        assert "use --no_packing" in str(error)
-    else:
+    if isolate_documents(model, CPU, VOCAB, len(rows))[0]:
         assert float(causal_lm_loss(model, collate_packed([rows[number] for number in range(len(rows))]))) == alike(alone)
 
 

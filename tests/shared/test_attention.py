@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from shared.data.loader import cu_seqlens_of
@@ -96,7 +97,6 @@ def batches():
         "plain": {"input_ids": tokens(1, 16), "labels": tokens(1, 16)},
         "packed": collate_packed([packed[bins[2]], packed[bins[1]]]),
         "packed, nothing beside another": collate_packed([packed[bins[1]]]),
-        "packed, one row": collate_packed([packed[bins[1]], packed[bins[2]]], flat=True),
         "padded": collate_padded([documents[0], documents[1]]),
         "padded, nothing to pad": collate_padded([documents[4], documents[5]]),
     }
@@ -161,7 +161,6 @@ def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with
         "plain": set(),
         "packed": {"position_ids", "cu_seqlens"},
         "packed, nothing beside another": set(),
-        "packed, one row": {"position_ids", "cu_seqlens"},
         "padded": set(),
         "padded, nothing to pad": set(),
     }
@@ -177,7 +176,7 @@ def test_outside_of_the_block_transformers_does_what_it_did():
 
     before = mask_and_reads()
     assert before == (torch.bool, 1)
-    with pytest.raises(ZeroDivisionError), attention.row_layout(packed=True):
+    with pytest.raises(ZeroDivisionError), attention.row_layout(batch["position_ids"]):
         assert mask_and_reads() == (torch.float32, 0)
         raise ZeroDivisionError
     assert mask_and_reads() == before
@@ -186,7 +185,7 @@ def test_outside_of_the_block_transformers_does_what_it_did():
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
 def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, implementation):
     subject = make(name, implementation).train()
-    word = attention.isolate_documents(subject, CPU, VOCAB)
+    _, word = attention.isolate_documents(subject, CPU, VOCAB)
     assert word == (BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention")
     assert subject.training and attention._kernel is None
 
@@ -196,13 +195,17 @@ class SumsAll(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.config = LlamaConfig(attn_implementation="sdpa")
         self.embedding = nn.Embedding(VOCAB, VOCAB)
+
+    def get_decoder(self):
+        return self
 
     def forward(self, input_ids, position_ids=None, use_cache=None):
         return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
 
 
-class SumsAllTransformer(nn.Module):
+class SumsAllTransformer(SumsAll):
     """A real model that is not told its positions."""
 
     def __init__(self):
@@ -213,27 +216,42 @@ class SumsAllTransformer(nn.Module):
         return self.inner(input_ids=input_ids, use_cache=use_cache)
 
 
-@pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer])
-def test_a_model_that_ignores_positions_is_refused_and_keeps_its_mode(leaky):
+class CountsOn(SumsAll):
+    """Documents do not see each other, but positions go on from one to the next."""
+
+    def forward(self, input_ids, position_ids=None, use_cache=None):
+        place = torch.arange(input_ids.shape[1])[None, :, None]
+        return SimpleNamespace(logits=self.embedding(input_ids) * (1 + place))
+
+
+@pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer, CountsOn])
+def test_a_model_whose_documents_are_not_apart_is_not_packed_and_keeps_its_mode(leaky):
     subject = leaky().train()
-    with pytest.raises(ConfigError, match=rf"{leaky.__name__} lets packed documents attend to each other: use --no_packing"):
-        attention.isolate_documents(subject, CPU, VOCAB)
+    apart, why = attention.isolate_documents(subject, CPU, VOCAB)
+    assert not apart and why == f"off: {leaky.__name__} lets documents of one row see each other"
+    with pytest.raises(ConfigError, match=rf"{leaky.__name__} lets documents of one row see each other: use --packing auto"):
+        attention.isolate_documents(subject, CPU, VOCAB, required=True)
     assert subject.training
 
 
 class LeaksOverSeveralRows(SumsAll):
     """As kernels do that look at the positions of a single row only."""
 
-    def forward(self, input_ids, position_ids=None, use_cache=None):
+    def forward(self, input_ids, position_ids=None, use_cache=None, cu_seq_lens_q=None, seq_idx=None):
         if len(input_ids) > 1:
             return super().forward(input_ids)
         return SimpleNamespace(logits=self.embedding(input_ids))
 
 
-def test_documents_are_kept_apart_in_as_many_rows_as_are_trained():
-    attention.isolate_documents(LeaksOverSeveralRows(), CPU, VOCAB)
-    with pytest.raises(ConfigError, match="lets packed documents attend to each other"):
-        attention.isolate_documents(LeaksOverSeveralRows(), CPU, VOCAB, rows=2)
+def test_rows_of_a_batch_become_one_if_the_model_keeps_documents_apart_only_there():
+    subject = LeaksOverSeveralRows()
+    for rows, flat in ((1, False), (2, True)):
+        assert attention.isolate_documents(subject, CPU, VOCAB, rows)[0] and attention._form.flat == flat
+    batch = batches()["packed"]
+    expected = F.cross_entropy(
+        subject.embedding(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(causal_lm_loss(subject, batch), expected)
 
 
 # Without a mask ------------------------------------------------------------------------------------------------------
@@ -249,6 +267,12 @@ def each_alone(query, key, value, cu_seqlens, longest, scale):
         parts = (tensor[start:end].transpose(0, 1) for tensor in states)
         done.append(F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale).transpose(0, 1))
     return torch.cat(done)
+
+
+@pytest.fixture(autouse=True)
+def rows_as_they_are():
+    yield
+    attention._form = attention.Form()
 
 
 @pytest.fixture
@@ -310,7 +334,7 @@ def test_without_a_mask_the_same_is_learned(name, layers, checkpointing, kernel)
             setattr(subject.config, drop, 0.0)
         set_gradient_checkpointing(subject, checkpointing)
         with torch.autocast("cpu", torch.bfloat16):
-            word = attention.isolate_documents(subject, CPU, VOCAB, 2)
+            _, word = attention.isolate_documents(subject, CPU, VOCAB, 2)
         assert word == "documents kept apart by attention of variable lengths, without a mask"
         assert subject.training
         if not found:
@@ -330,12 +354,12 @@ def test_attention_dropout_takes_the_mask(kernel):
     calls = kernel(each_alone)
     subject = llama(attention_dropout=0.5).train()
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention.isolate_documents(subject, CPU, VOCAB).endswith(
+        assert attention.isolate_documents(subject, CPU, VOCAB)[1].endswith(
             "mask: every block needs one (window, bias, dropout)"
         )
         assert attention._kernel is None
         subject.config.attention_dropout = 0.0  # the blocks have their own
-        assert attention.isolate_documents(subject, CPU, VOCAB).endswith("without a mask")
+        assert attention.isolate_documents(subject, CPU, VOCAB)[1].endswith("without a mask")
         calls.clear()
         torch.manual_seed(1)
         loss = causal_lm_loss(subject, batches()["packed"])
@@ -347,7 +371,7 @@ def test_attention_dropout_takes_the_mask(kernel):
 
 def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
     calls = kernel(each_alone)
-    word = attention.isolate_documents(make("llama"), CPU, VOCAB)
+    _, word = attention.isolate_documents(make("llama"), CPU, VOCAB)
     assert word == f"{BY_MASK}: attention in fp32 has no kernel for variable lengths"
     assert not calls and attention._kernel is None
 
@@ -382,7 +406,7 @@ def test_a_kernel_that_is_not_right_on_a_device_is_not_used(function, why, kerne
     subject = make("llama").to(torch.bfloat16)
     batch = batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    word = attention.isolate_documents(subject, CPU, VOCAB)
+    _, word = attention.isolate_documents(subject, CPU, VOCAB)
     assert re.fullmatch(f"{BY_MASK}: {why}", word) and attention._kernel is None
     assert torch.equal(causal_lm_loss(subject, batch), expected)
 
@@ -395,7 +419,7 @@ def halved(query, key, value, cu_seqlens, longest, scale):
 
 def test_logits_that_differ_keep_the_mask(kernel):
     kernel(halved)
-    word = attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
+    _, word = attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
     assert word == f"{BY_MASK}: without one the model's logits differ" and attention._kernel is None
 
 
@@ -403,7 +427,8 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
     """The model keeps its mask; were it not noticed at the start, each block would make one."""
     from transformers.models.llama import modeling_llama
 
-    bias = 0.1 * torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    distance = torch.arange(64)[:, None] - torch.arange(64)
+    bias = 0.1 * torch.randn(2, 127, generator=torch.Generator().manual_seed(0))[:, distance + 63][None]
     inner = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface
 
     def biased(_self, *names):
@@ -417,7 +442,7 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
     kernel(each_alone)
     subject, batch = make("llama").to(torch.bfloat16), batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    assert attention.isolate_documents(subject, CPU, VOCAB) == f"{BY_MASK}: every block needs one (window, bias, dropout)"
+    assert attention.isolate_documents(subject, CPU, VOCAB)[1] == f"{BY_MASK}: every block needs one (window, bias, dropout)"
     assert attention._kernel is None
     attention._use(each_alone)
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected, rtol=2e-3, atol=0)

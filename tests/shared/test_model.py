@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     BartConfig,
     BertConfig,
@@ -31,14 +30,16 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared.models.adapters import pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
+from shared.models.adapters import add_adapters, pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
 from shared.models.blocks import compile_blocks, repeated_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
-from shared.models.checks import outside_of_text, require_fit
+from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
 from shared.models.generation import continuations, end_generation_at, first_lines
-from shared.models.hub import from_hub, identity_of_frozen, override
+from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
+from shared.models.loading import class_of, outer_parts
 from shared.models.loss import causal_lm_loss
+from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from tests.small_models import VOCAB, architectures, llama, make, tokens, words
 
@@ -222,8 +223,8 @@ def test_flops_of_experts_are_those_of_the_ones_that_a_token_is_sent_to(name):
 def test_flops_are_those_that_torch_counts(name):
     """Within 1 %, and 5 % with a recurrence, which is left out. torch counts depthwise convolutions as dense."""
     config = architectures()[name]
-    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-    subject = auto.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    subject = from_architecture(class_of(config), config, **options).eval()
     with FlopCounterMode(display=False) as counter:
         subject(input_ids=tokens(1, 64), use_cache=False).logits.sum().backward()
     counted = sum(n for kind, n in counter.get_flop_counts()["Global"].items() if "convolution" not in str(kind)) / 64
@@ -539,12 +540,11 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
 
 
 def test_adapters_are_put_where_text_passes():
-    assert outside_of_text(llama()) is None
+    assert outer_parts(llama()) == []
     eyes = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
     text = TINY | {"num_key_value_heads": 1, "head_dim": 8}
     both = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=eyes))
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", exclude_modules=outside_of_text(both))
-    adapted = get_peft_model(both, lora)
+    adapted = add_adapters(both, AdapterConfig())
     adapted(input_ids=torch.arange(8)[None] % VOCAB).logits.sum().backward()
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 and all(p.grad is not None for p in trained.values())

@@ -1,0 +1,131 @@
+"""How a checkpoint is loaded: by which class, and which of its parts text passes through.
+
+A multimodal checkpoint is loaded whole, by the class that its `architectures` names: adapters and weights then fit the
+checkpoint as others load it. Its towers of images and sound are frozen.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
+from transformers.utils import cached_file
+
+from shared.models.hub import from_hub
+from shared.process.printing import print_main
+
+# What a processor and a tokenizer's save_pretrained leave in a folder, beside the tokenizer's own files.
+OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+
+
+def class_of(config: Any, text_only: bool = False) -> Any:
+    """The class that loads a checkpoint with this config: the one that `architectures` names, if it writes text.
+
+    Args:
+        text_only: the language model alone, where transformers has a class for it.
+    """
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    if text_only or config.is_encoder_decoder or not (isinstance(named, type) and issubclass(named, GenerationMixin)):
+        return AutoModelForCausalLM
+    return named
+
+
+def attention_option(attn_implementation: str) -> dict[str, str]:
+    """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then takes what works."""
+    return {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
+
+
+def load_causal_lm(name: str, *, attn_implementation: str, text_only: bool = False, **options: Any) -> Any:
+    """The language model at `name` with its weights, the parts that text does not pass through frozen.
+
+    Args:
+        attn_implementation: auto: SDPA if the model has it, else eager attention.
+        text_only: see `class_of`.
+        options: of `from_pretrained`.
+
+    Raises:
+        ConfigError: see `hub.from_hub`.
+    """
+    options |= attention_option(attn_implementation)
+    model = from_hub(class_of(from_hub(AutoConfig, name), text_only), name, use_safetensors=True, **options)
+    freeze_outer_parts(model)
+    return model
+
+
+def _inside(model: Any) -> set[Any]:
+    return {model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()} - {None}
+
+
+def outer_parts(model: Any) -> list[str]:
+    """The names of the modules that text does not pass through, such as a multimodal model's vision tower."""
+    if model.config.get_text_config() is model.config:
+        return []
+    inside = _inside(model)
+
+    def outer(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if child not in inside:
+                around = not inside.isdisjoint(child.modules())
+                yield from outer(child, f"{prefix}{name}.") if around else [prefix + name]
+
+    return list(outer(model, ""))
+
+
+def freeze_outer_parts(model: Any) -> None:
+    """Freeze the parts that text does not pass through: no gradient reaches them, and DDP would wait for one."""
+    if model.config.get_text_config() is not model.config:
+        used = {parameter for module in _inside(model) for parameter in module.parameters()}
+        for parameter in set(model.parameters()) - used:
+            parameter.requires_grad_(False)
+
+
+def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
+    """Add to a saved model what its class did not load from the checkpoint `name`. Call it on one rank.
+
+    These are the files of its processor, and weights that transformers ignores, such as layers that predict several tokens
+    (multi-token prediction), which others serve from the same checkpoint.
+    """
+    for file in OF_PROCESSORS:
+        if found := _file_of(name, file):
+            shutil.copyfile(found, folder / file)
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    if not ignored:
+        return
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    if not places:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            places = dict.fromkeys(file.keys(), "model.safetensors")
+    left: dict[str, Any] = {}
+    for path in _weight_files(name):
+        with safe_open(path, "pt") as file:
+            keys = [key for key in file.keys() if key not in places and any(p.search(key) for p in ignored)]  # noqa: SIM118
+            left |= {key: file.get_tensor(key) for key in keys}
+    if left:
+        file_name = "model-not-loaded.safetensors"
+        save_file(left, folder / file_name, metadata={"format": "pt"})
+        weight_map = places | dict.fromkeys(left, file_name)
+        total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        print_main(
+            f"{len(left)} weights that {type(model).__name__} does not use are copied from {name}, such as {min(left)}"
+        )
+
+
+def _file_of(name: str, file: str) -> str | None:
+    """The path of a checkpoint's file, from a folder or the Hub's cache; None if it has none."""
+    missing = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo", "connection_errors")}
+    return cached_file(name, file, **missing)
+
+
+def _weight_files(name: str) -> list[str]:
+    index = _file_of(name, "model.safetensors.index.json")
+    names = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {"model.safetensors"}
+    return [found for file in sorted(names) if (found := _file_of(name, file))]

@@ -1,0 +1,169 @@
+"""Which parts of a model carry LoRA adapters."""
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from shared.models.counts import experts_of
+from shared.models.loading import outer_parts
+from shared.models.options import AdapterConfig
+from shared.process.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Arguments of PEFT's `LoraConfig`, with names as short as they can be: an adapter then fits other classes, too."""
+
+    target_modules: list[str]
+    target_parameters: list[str]
+    exclude_modules: str | None
+    left_out: list[str]  # what carries none although it was to, with the reason
+
+
+def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
+    """The modules and parameters that get adapters.
+
+    all-linear: every linear layer that text passes through but the head and routers, and the fused weights of experts.
+    Layers that PEFT cannot adapt are left out.
+
+    Raises:
+        ConfigError: the flags name what the model does not have.
+    """
+    outer = outer_parts(base)
+    modules = {name: module for name, module in base.named_modules() if name}
+    parameters = [name for name, _ in base.named_parameters()]
+    for flag, names in (("lora_target_modules", adapter.lora_target_modules), ("modules_to_save", adapter.modules_to_save)):
+        for name in names if names != ("all-linear",) else ():  # PEFT skips unknown names if one matches
+            if not _matches(modules, [name]) and not (flag == "lora_target_modules" and _matches(parameters, [name])):
+                raise ConfigError(f"--{flag} {name}: the model has no module of that name")
+    towers = "|".join(rf"{re.escape(name)}(\..*)?" for name in outer)
+    if adapter.lora_target_modules != ("all-linear",):
+        named = [name for name in adapter.lora_target_modules if _matches(modules, [name])]
+        rest = [name for name in adapter.lora_target_modules if name not in named]
+        return Targets(named, rest, towers or None, [])
+    left_out: dict[str, set[str]] = {}
+
+    def leave_out(name: str, why: str) -> None:
+        left_out.setdefault(why, set()).add(".".join(name.split(".")[-2:]))
+
+    experts, _ = experts_of(base.config)
+    chosen = []
+    for name, module in modules.items():
+        is_linear = isinstance(module, nn.Linear | Conv1D) and module is not base.get_output_embeddings()
+        if not is_linear or any(name == part or name.startswith(f"{part}.") for part in outer):
+            continue
+        parent, _, child = name.rpartition(".")
+        if _is_router(name, module, experts):
+            leave_out(name, "routers")
+        elif "experts" in parent.split(".") and not adapter.lora_experts:
+            leave_out(name, "--no_lora_experts")
+        elif _reads_weight(modules.get(parent, base), child) or not _peft_takes(base, child):
+            leave_out(name, "its block reads the weight past the adapter")
+        else:
+            chosen.append(name)
+    fused = sorted({".".join(name.split(".")[-2:]) for name in _fused_experts(modules, outer, experts)})
+    why = ""
+    if fused and not adapter.lora_experts:
+        why = "--no_lora_experts"
+    elif fused and (adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa"):
+        why = "fused experts take no --lora_dropout, --use_dora or --init_lora_weights pissa"
+    if why:
+        left_out[why] = left_out.get(why, set()) | set(fused)
+        fused = []
+    short = {name.rpartition(".")[2] for name in chosen}
+    for name in sorted(short - _names_that_peft_keeps(base, short)):
+        leave_out(f"*.{name}", "PEFT takes the name for fused experts'")
+        chosen = [other for other in chosen if other.rpartition(".")[2] != name]
+    short = {name.rpartition(".")[2] for name in chosen}
+    inside = [name for name in modules if not re.fullmatch(towers, name)] if outer else list(modules)
+    others = _shortest(set(_matches(inside, short)) - set(chosen), chosen)
+    exclude = "|".join([*([towers] if towers else []), *(rf"(.*\.)?{re.escape(name)}" for name in others)])
+    about = [f"{', '.join(sorted(names))} ({why})" for why, names in left_out.items()]
+    return Targets(sorted(short), fused, exclude or None, about)
+
+
+def describe(model: nn.Module) -> str:
+    """The trained parts of a model with adapters and their numbers of parameters, for the summary."""
+    counts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            names = name.split(".")
+            place = next((i for i, part in enumerate(names) if part.startswith("lora_") or part == "modules_to_save"), -1)
+            holder: Any = model.get_submodule(".".join(names[:place]))
+            part = next(n for n in reversed(names[:place]) if n != "base_layer")
+            counts[f"{part}.{p}" if (p := getattr(holder, "parameter_name", "")) else part] += parameter.numel()
+    return ", ".join(f"{name} {number:,}" for name, number in counts.items())
+
+
+def _matches(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """Those that PEFT takes for one of the wanted: the same, or one ends with it after a dot."""
+    wanted = tuple(wanted)
+    ends = tuple(f".{name}" for name in wanted)
+    return [name for name in names if name in wanted or name.endswith(ends)]
+
+
+def _shortest(names: set[str], others: list[str]) -> list[str]:
+    """Ends of `names`, as short as can be, that none of the others has."""
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        ends = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
+        found.add(next((end for end in ends if not _matches(others, [end])), name))
+    return sorted(found)
+
+
+def _is_router(name: str, module: Any, experts: int | None) -> bool:
+    """Whether a linear layer scores experts, or is the gate of a shared one."""
+    parts = name.split(".")
+    is_named = any("router" in part or part.endswith("gate") for part in parts)
+    return experts is not None and is_named and getattr(module, "out_features", None) in (1, experts)
+
+
+def _fused_experts(modules: dict[str, Any], outer: list[str], experts: int | None) -> list[str]:
+    """Names of parameters with the weights of all experts: [experts, ...]."""
+    return [
+        f"{name}.{own}"
+        for name, module in modules.items()
+        if experts and not any(name.startswith(f"{part}.") for part in outer)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and parameter.shape[0] == experts and not isinstance(module, nn.Conv1d)
+    ]
+
+
+def _reads_weight(parent: Any, child: str) -> bool:
+    """Whether a module's code uses a layer's weight itself, as kernels of whole Mamba blocks do: no adapter would count."""
+    try:
+        source = inspect.getsource(type(parent))
+    except (OSError, TypeError):
+        return False
+    return bool(re.search(rf"self\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape|size))", source))
+
+
+def _peft_takes(base: Any, child: str) -> bool:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), base, child)
+    except ValueError:
+        return False
+    return True
+
+
+def _names_that_peft_keeps(base: Any, names: set[str]) -> set[str]:
+    """PEFT turns names of experts before transformers 5, such as gate_proj, into those of fused weights."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=sorted(names))
+    try:
+        convert_peft_config_for_transformers(config, base, None)
+    except ValueError:  # it knows one of two names
+        return names
+    return set(config.target_modules or ())
