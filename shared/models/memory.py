@@ -1,8 +1,9 @@
 """Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
 
 Weights, gradients and optimizer state, which a strategy divides, are counted. Activations and temporaries are measured: a
-forward and backward of one and of two blocks run on fake tensors, which have shapes and no
-contents, while the bytes of storages in use are counted. Deeper models are extrapolated linearly.
+forward and backward of one block of each kind, and of one more, run on fake tensors, which have shapes and no contents, while
+the bytes of storages in use are counted. Deeper models are extrapolated linearly. Models that transformers computes without
+kernels of their own on a CPU (Mamba, linear attention) are measured without these kernels.
 """
 
 import copy
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -72,6 +73,11 @@ class Counts:
     block_matrices: int
     kinds: tuple[int, ...]  # the kind of each block, by number: of one class, type and size
 
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The last block of each kind."""
+        return tuple(sorted({kind: i for i, kind in enumerate(self.kinds)}.values()))
+
 
 @cache
 def _on_meta(job: Job) -> Any:
@@ -100,10 +106,11 @@ def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
     whole = _on_meta(job)
     blocks = repeated_blocks(whole)
     places = next(m for m in whole.modules() if isinstance(m, nn.ModuleList) and [*m] == blocks)
-    of_whole, places._modules = places._modules, {}
-    for place, i in enumerate(chosen):
-        places._modules[str(place)] = copy.deepcopy(blocks[i]) if i in chosen[:place] else blocks[i]
-    model = copy.deepcopy(whole)
+    of_whole = places._modules
+    with unset_fake_temporarily():
+        again = [copy.deepcopy(blocks[i]) if i in chosen[:place] else blocks[i] for place, i in enumerate(chosen)]
+        places._modules = {str(place): block for place, block in enumerate(again)}
+        model = copy.deepcopy(whole)
     places._modules = of_whole
     config = model.config.get_text_config()
     for name, value in vars(config).items():
@@ -222,9 +229,10 @@ def _measure(job: Job, chosen: tuple[int, ...], checkpointing: str, gathered: bo
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
         peaks: list[float] = []
+        live = _LiveBytes([*model.parameters(), *model.buffers()])
         for module in (*repeated_blocks(model), model.get_input_embeddings()):
             module.register_full_backward_pre_hook(lambda *_: peaks.append(live.cut()))
-        with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        with live:
             for _ in range(2):
                 live.peak = live.now
                 peaks.clear()
@@ -245,8 +253,7 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
         gathered: for weights as FSDP2 gathers them.
         around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
     """
-    kinds = count(job).kinds
-    chosen = tuple(sorted({kind: i for i, kind in enumerate(kinds)}.values()))
+    kinds, chosen = count(job).kinds, count(job).last
     # The moments are those of `_measure`. At each, the blocks up to one keep what they need in their backward.
     ends = [len(kinds) - 1, *chosen[::-1]]
     measured = np.array([[block <= end for end in ends] for block in chosen])  # [kinds, moments]
