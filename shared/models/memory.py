@@ -1,9 +1,9 @@
 """Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
 
 Weights, gradients and optimizer state, which a strategy divides, are counted. Activations and temporaries are measured: a
-forward and backward of one block of each kind, and of one more, run on fake tensors, which have shapes and no contents, while
-the bytes of storages in use are counted. Deeper models are extrapolated linearly. Models that transformers computes without
-kernels of their own on a CPU (Mamba, linear attention) are measured without these kernels.
+forward and backward of one block of each kind, and of one more, run on fake tensors, which have shapes and no contents. The
+bytes of storages in use are counted. Deeper models are extrapolated linearly. Mamba and linear attention are measured as
+PyTorch computes them without kernels made for them, which need less.
 """
 
 import copy

@@ -1,7 +1,8 @@
 """How long one optimizer step takes on one GPU, on paper: from shapes and data sheets. An estimate; nothing is measured.
 
-The model runs forward and backward with one block of each kind and with one more, and AdamW steps, on fake tensors. Each operator's FLOPs (as
-PyTorch counts them, half of attention's where it is causal) and bytes are recorded. Deeper models are extrapolated linearly.
+The model runs forward and backward with one block of each kind and with one more, and AdamW steps, on fake tensors. Each
+operator's FLOPs (as PyTorch counts them, half of attention's where it is causal) and bytes are recorded. Deeper models are
+extrapolated linearly.
 An operator takes as long as its FLOPs at the assumed rate or its bytes at the assumed bandwidth, whichever is longer.
 
 Eager, each operator reads its inputs and writes its outputs. Compiled, the operators between matrix products and attention
