@@ -1,7 +1,7 @@
 """What the templates do with each model family: the table of docs/families.md.
 
-    python benchmarks/families.py                      # all families, some minutes
-    python benchmarks/families.py qwen3_5 gpt_oss      # these only, printed
+    python benchmarks/families.py                      # all families: about 10 minutes on two CPU cores
+    python benchmarks/families.py qwen3_5 gpt_oss      # renew the rows of these
 
 Each family is a small checkpoint with random weights (tests/model_families.py) that templates/lora_finetune.py really
 trains, with default flags and again with --load_in_4bit. The cells are what these runs print.
@@ -72,7 +72,7 @@ def write_rows(path: Path) -> None:
 def fine_tune(base: Path, rows: Path, folder: Path, *more: str) -> tuple[int, str]:
     shutil.rmtree(folder, ignore_errors=True)
     flags = ["--model_name_or_path", base, "--train_file", rows, "--output_dir", folder, "--report_to", "none", *more]
-    flags += ["--seq_length", "128", "--max_steps", "2", "--global_batch_size", "2", "--num_generations", "0"]
+    flags += ["--seq_length", "128", "--max_steps", "1", "--global_batch_size", "2", "--num_generations", "0"]
 
     def work() -> None:
         sys.argv = ["lora_finetune.py", *map(str, flags)]
@@ -130,22 +130,23 @@ def row_of(family: str, folder: Path, rows: Path) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="default: all, and the page is written")
+    parser.add_argument("families", nargs="*", help="default: all")
     chosen = parser.parse_args().families
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)  # threads do not survive a fork
-    table = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    start, _, old = PAGE.read_text().partition("\n| family |")
+    rows = {text.split()[1]: text for text in old.splitlines() if text.startswith("| ")} if chosen else {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TEMPLATES_CACHE"] = f"{folder}/cache"
         write_rows(Path(folder, "rows.jsonl"))
         for family in chosen or FAMILIES:
             cells = row_of(family, Path(folder), Path(folder, "rows.jsonl"))
-            table.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-            print(table[-1], flush=True)
-    if not chosen:
-        start = PAGE.read_text().partition("\n| family |")[0]
-        facts = line(about(("torch", "transformers", "peft")))
-        PAGE.write_text("\n".join([start.rstrip(), "", *table, "", f"Made by `python benchmarks/families.py`: {facts}", ""]))
+            rows[family] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            print(rows[family], flush=True)
+    head = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    made = f"Made by `python benchmarks/families.py`: {line(about(('torch', 'transformers', 'peft')))}"
+    table = [*head, *(rows[family] for family in FAMILIES if family in rows), "", made, ""]
+    PAGE.write_text("\n".join([start.rstrip(), "", *table]))
 
 
 if __name__ == "__main__":

@@ -16,15 +16,16 @@ SEED = 0
 _NAMES: dict[Any, str] = {
     0.1: "initializer_range init_std",  # enough for each token to change what comes after it
     1: "n_group topk_group n_shared_experts",
-    2: "num_hidden_layers n_layer n_layers depth num_key_value_heads num_experts_per_tok moe_k index_n_heads",
+    2: "num_hidden_layers n_layer n_layers depth num_key_value_heads num_experts_per_tok moe_k",
     4: "num_attention_heads n_head n_heads num_heads num_experts num_local_experts n_routed_experts moe_num_experts "
     "linear_num_heads linear_num_value_heads pos_emb_height pos_emb_width",
     8: "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim "
     "mamba_n_heads mamba_num_heads mamba_d_head mamba_head_dim mamba_d_state ssm_state_size state_size",
     14: "patch_size",
-    16: "sliding_window attention_chunk_size moe_intermediate_size shared_intermediate_size q_lora_rank kv_lora_rank "
-    "shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size num_position_embeddings "
-    "mamba_chunk_size chunk_size index_head_dim index_topk",
+    # index_n_heads: of few heads, many scores are the same zero, and which of them is chosen depends on the row's length
+    16: "index_n_heads sliding_window attention_chunk_size moe_intermediate_size shared_intermediate_size q_lora_rank "
+    "kv_lora_rank shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size "
+    "num_position_embeddings mamba_chunk_size chunk_size index_head_dim index_topk",
     28: "image_size",
     32: "hidden_size n_embd d_model embed_dim dim word_embed_proj_dim out_hidden_size projector_hidden_size "
     "projection_hidden_size projector_input_dim projector_output_dim vision_output_dim output_proj_dims",
@@ -41,10 +42,12 @@ HYBRID = ["linear_attention", "full_attention"]
 TEXT, VISION = "text_config", "vision_config"
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
 GEMMA4 = {TEXT: {"layer_types": WINDOWS, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4096}}
-QWEN4 = {"layer_types": ["linear_attention", "indexed_attention"], "hc_lowrank": 8, "ple_layer_ids": [1]}
-QWEN4 |= {"heads_per_ngram": 2, "ngram_vocab_size_base": 100, "split_ngram_parts": 1, "indexer_n_heads": 2}
+QWEN4: dict[str, Any] = {"layer_types": ["linear_attention", "indexed_attention"], "hc_lowrank": 8, "ple_layer_ids": [1]}
+QWEN4 |= {"heads_per_ngram": 2, "ngram_vocab_size_base": 100, "split_ngram_parts": 1, "indexer_n_heads": 16}
 QWEN4 |= {"indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4}
-GLM5 = {"layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"]}
+DEEPSEEK4: dict[str, Any] = {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+DEEPSEEK4 |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
+GLM5: dict[str, Any] = {"layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"]}
 GLM5 |= {"qk_rope_head_dim": 0}
 
 # family: (class in `architectures`, changes to its config, a weight that its class leaves in the file)
@@ -99,7 +102,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
         {"num_layers": 1, "zero_expert_num": 1, "moe_topk": 2},
         "model.mtp.layers.0.eh_proj.weight",
     ),
-    "deepseek_v4": ("DeepseekV4ForCausalLM", {}, "mtp.0.eh_proj.weight"),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", DEEPSEEK4, "mtp.0.eh_proj.weight"),
     "hy_v4": ("HYV4ForCausalLM", {}, None),
     # of several kinds of layers
     "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, None),
