@@ -139,7 +139,7 @@ def test_what_sees_pictures_is_counted_but_not_measured():
     config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
     ((_, _, peak),) = memory.plan(memory.Job(config, 1, 8), 1)
     ((_, _, alone),) = memory.plan(memory.Job(config.get_text_config(), 1, 8), 1)
-    assert peak.activations == alone.activations and peak.weights > alone.weights
+    assert peak.activations == pytest.approx(alone.activations, rel=1e-3) and peak.weights > alone.weights
 
 
 def test_quantised_blocks_are_found_whatever_their_name():
