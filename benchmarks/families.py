@@ -8,6 +8,7 @@ trains, with default flags and again with --load_in_4bit. The cells are what the
 """
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -25,7 +26,6 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import peft  # noqa: F401  once, before the forks
 import torch
 from about import about, line
 from model_families import FAMILIES, make
@@ -36,6 +36,7 @@ from shared.process.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "families.md"
+TEMPLATE = ROOT / "templates" / "lora_finetune.py"
 COLUMNS = ("family", "class", "attention", "rows", "adapters on experts", "tensor parallel", "4 bits")
 
 
@@ -76,7 +77,7 @@ def fine_tune(base: Path, rows: Path, folder: Path, *more: str) -> tuple[int, st
 
     def work() -> None:
         sys.argv = ["lora_finetune.py", *map(str, flags)]
-        runpy.run_path(str(ROOT / "templates" / "lora_finetune.py"), run_name="__main__")
+        runpy.run_path(str(TEMPLATE), run_name="__main__")
 
     return fork(work)
 
@@ -134,6 +135,9 @@ def main() -> None:
     chosen = parser.parse_args().families
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)  # threads do not survive a fork
+    for name in ("peft", "bitsandbytes", "datasets", "matplotlib.pyplot", "torch.distributed.checkpoint"):
+        importlib.import_module(name)  # once, before the forks
+    runpy.run_path(str(TEMPLATE), run_name="imported")
     start, _, old = PAGE.read_text().partition("\n| family |")
     rows = {text.split()[1]: text for text in old.splitlines() if text.startswith("| ")} if chosen else {}
     with tempfile.TemporaryDirectory() as folder:
