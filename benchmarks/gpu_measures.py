@@ -463,7 +463,7 @@ def image_input() -> dict[str, Any]:
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(make, range(count)))
     config = classify.Config(
-        data=ImageConfig(train_dir=folder / "images"),
+        data=ImageConfig(train_dir=(folder / "images",)),
         batch=BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers),
         checkpoint=CheckpointConfig(output_dir=folder / "run"),
         log=LogConfig(report_to="none"),

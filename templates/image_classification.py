@@ -76,6 +76,7 @@ from torch.utils.data import default_collate
 from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
 
 from shared.data.loader import Loader
+from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
@@ -85,7 +86,7 @@ from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, measure
-from shared.models.hub import from_architecture, from_hub, override
+from shared.models.hub import attention_option, from_architecture, from_hub, override
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
@@ -110,7 +111,8 @@ def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Mo
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size: choose a smaller one")
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
-    order = Order(len(data.train), batch.global_batch_size, batch.seed, drop_last=has_batch_norm(model))
+    size, drop_last = batch.global_batch_size, has_batch_norm(model)
+    order = training_order(data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last)
     share = sharding.share(run.accelerator) | {"num_workers": batch.dataloader_num_workers}
     eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share["world_size"], 0, shuffle=False)
     train_rows, eval_rows = training_rows(data.train, config.recipe, processor), partial(eval_row, processor=processor)
@@ -123,8 +125,7 @@ def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Mo
 
 def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tuple[nn.Module, tuple[str, ...]]:
     """(the model with fp32 weights, the classes in the order of its scores)."""
-    attention = config.speed.attn_implementation
-    options = {} if attention == "auto" else {"attn_implementation": attention}
+    options = attention_option(config.speed.attn_implementation)
     if config.model_name_or_path:
         model, classes = classifier.load_pretrained(config.model_name_or_path, classes, **options)
         if config.freeze_backbone:
@@ -132,7 +133,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
         return model, classes
     architecture: Any = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
     if config.config_name:
-        architecture = from_hub(AutoConfig, config.config_name)
+        architecture = classifier.of_classifier(from_hub(AutoConfig, config.config_name))
     if hasattr(architecture, "image_size"):
         architecture.image_size = [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
     override(architecture, config.config_overrides)
@@ -190,9 +191,11 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageDat
     for picture in predictions.write(run.dir, data.validation):
         run.logger.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
-        run.unwrap(model).save_pretrained(folder, state_dict=weights)
+        whole = run.unwrap(model)
+        whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        task, load = "image-classification", 'transformers.pipeline("image-classification", model="final")'
+        task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
+        load = f'transformers.pipeline("{task}", model="final"{own_code})'
         card = run.card("Image classifier", data.about, load=load, pipeline_tag=task)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if run.config.export_onnx:

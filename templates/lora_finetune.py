@@ -59,7 +59,6 @@ if __name__ == "__main__":  # before torch is imported, so that --help and a mis
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from shared.data.loader import Loader
 from shared.data.order import EvenSubset, Order, Samples
@@ -68,7 +67,6 @@ from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations, end_generation_at, first_lines
-from shared.models.hub import from_hub
 from shared.models.loading import save_what_text_does_not_reach
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.weights import gather_weights
@@ -78,7 +76,7 @@ from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.text import chat
-from shared.text.packing import GroupedOrder, Packed, collate_packed, collate_padded
+from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
 from shared.training import optim
 
 
@@ -95,8 +93,7 @@ def read_conversations(run: Run, tokenizer: Any) -> tuple[chat.Conversations, ch
     options = run.config.data
     if options.is_demo and options.max_train_samples is None:
         options = configs.replace(options, max_train_samples=DEMO_SAMPLES)
-    folder = chat.prepare(options, tokenizer)
-    train, held_out = chat.Conversations(folder, "train"), chat.Conversations(folder, "validation")
+    train, held_out = chat.open_samples(options, tokenizer)
     print_main(chat.describe(train, options))
     print_main("first sample; the loss counts the tokens between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
     return train, held_out
@@ -108,11 +105,9 @@ def build_loaders(run: Run, train: chat.Conversations, held_out: chat.Conversati
     samples: Samples = train
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
     collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
-    order: Order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
     if packed:
         samples = rows = Packed(train, options.seq_length)
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
-        order = Order(len(rows), batch.global_batch_size, batch.seed)
         print_main(f"packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty")
     if len(samples) < batch.global_batch_size:
         raise ConfigError(
@@ -120,6 +115,7 @@ def build_loaders(run: Run, train: chat.Conversations, held_out: chat.Conversati
             f"--global_batch_size of {batch.global_batch_size} rows: choose {len(samples)} or less"
             + (", or --no_packing" if packed else "")
         )
+    order = rows_order(samples, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
     share, size = sharding.share(run.accelerator), batch.per_device_eval_batch_size
     workers = batch.dataloader_num_workers
     loader = Loader(samples, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
@@ -200,7 +196,7 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
 
 def main(config: Config) -> None:
     run = Run(config, "lora_finetune")
-    tokenizer = from_hub(AutoTokenizer, config.model_name_or_path)
+    tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(run, tokenizer)
     model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)

@@ -65,6 +65,7 @@ from transformers import AutoTokenizer
 
 from shared.data import records
 from shared.data.loader import Loader
+from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order, Samples
 from shared.models import attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
@@ -112,25 +113,23 @@ def build_datasets(run: Run) -> Data:
         source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
         splitting = {"column": options.text_column, "validation_percent": options.validation_split_percentage}
         size = batch.global_batch_size
-        train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **splitting, **reading)
+        shuffling = {"shuffle_window": options.shuffle_window, "seed": batch.seed}
+        train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **shuffling, **splitting, **reading)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
         about += records.not_used(train.unused)
         fingerprint, bytes_per_token = train.identity(), None
     else:
-        folder = corpus.prepare(options, tokenizer)
-        tokenizer = tokenizer or corpus.load_tokenizer(folder)
-        splitting = {"validation_percent": options.validation_split_percentage, "isolate": options.isolate_documents}
-        tokens, held_out, split = corpus.open_splits(folder, config.seq_length, **splitting)
-        if len(tokens) < batch.global_batch_size:
+        text = corpus.open_corpus(options, tokenizer, config.seq_length, isolate=options.isolate_documents)
+        if len(text.train) < batch.global_batch_size:
             raise ConfigError(
-                f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
+                f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
                 f"of {batch.global_batch_size}: choose a smaller one"
             )
-        order = Order(len(tokens), batch.global_batch_size, batch.seed)
-        train = Loader(tokens, collate, order, num_workers=batch.dataloader_num_workers, **reading)
-        about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
-        fingerprint, bytes_per_token = tokens.meta["train"]["sha256"], held_out.bytes_per_token
+        order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
+        train = Loader(text.train, collate, order, num_workers=batch.dataloader_num_workers, **reading)
+        held_out, tokenizer, about = text.validation, text.tokenizer, text.about
+        fingerprint, bytes_per_token = text.fingerprint, text.bytes_per_token
     chosen, rows_at_once = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
     eval_order = Order(len(chosen), rows_at_once * share["world_size"], 0, shuffle=False)
     validation = Loader(chosen, collate, eval_order, per_device=rows_at_once, **share)

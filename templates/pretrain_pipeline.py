@@ -81,6 +81,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.data.loader import Loader
+from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
@@ -112,21 +113,18 @@ def build_datasets(run: Run) -> Data:
     config, options, batch = run.config, run.config.data, run.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
-    folder = corpus.prepare(options, tokenizer)
-    tokenizer = tokenizer or corpus.load_tokenizer(folder)
-    tokens, held_out, split = corpus.open_splits(folder, config.seq_length, options.validation_split_percentage)
-    if len(tokens) < batch.global_batch_size:
+    text = corpus.open_corpus(options, tokenizer, config.seq_length)
+    if len(text.train) < batch.global_batch_size:
         raise ConfigError(
-            f"{len(tokens)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
+            f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
             f"of {batch.global_batch_size}: choose a smaller one"
         )
     share = sharding.share(run.accelerator) | {"per_device": batch.micro_batch()[0]}
-    order = Order(len(tokens), batch.global_batch_size, batch.seed)
-    train = Loader(tokens, corpus.collate, order, num_workers=batch.dataloader_num_workers, **share)
-    about = f"{tokens.meta['source']}: {tokens.num_tokens:,} tokens to train on; validation: {split}"
-    chosen = EvenSubset(held_out, options.eval_samples)
+    order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
+    train = Loader(text.train, corpus.collate, order, num_workers=batch.dataloader_num_workers, **share)
+    chosen = EvenSubset(text.validation, options.eval_samples)
     validation = Loader(chosen, corpus.collate, Order(len(chosen), batch.global_batch_size, 0, shuffle=False), **share)
-    return Data(train, validation, tokenizer, about, tokens.meta["train"]["sha256"], held_out.bytes_per_token)
+    return Data(train, validation, text.tokenizer, text.about, text.fingerprint, text.bytes_per_token)
 
 
 def build_model(config: Config, tokenizer: Any) -> Any:

@@ -166,7 +166,7 @@ def launched_on(tokens: list[str]) -> list[int]:
 def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(line, tmp_path, monkeypatch):
     from accelerate.commands.launch import launch_command_parser
 
-    for name in ("chats.jsonl", "corpus/a.txt", "data/a.txt", "photos/cat/1.jpg"):
+    for name in ("chats.jsonl", "more.jsonl", "corpus/a.txt", "data/a.txt", "photos/cat/1.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
     monkeypatch.chdir(tmp_path)
@@ -235,10 +235,12 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     AutoModelForImageClassification.from_config(config).save_pretrained(folder / "convnext")
     ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(folder / "convnext")
     shutil.copytree(text_file.parent, folder / "corpus")
+    shutil.copy(chat_file, folder / "more.jsonl")
     return {
         "meta-llama/Llama-3.1-8B": tiny_model,
         "facebook/convnext-tiny-224": folder / "convnext",
         "chats.jsonl": chat_file,
+        "more.jsonl": folder / "more.jsonl",
         "corpus/": folder / "corpus",
         "/data": folder / "corpus",  # mounted there
         "photos/": image_folder,

@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import string
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def canaries() -> dict[str, tuple[str, str]]:
     long, upper = canary(40), canary(16, string.ascii_uppercase + string.digits)
     return {
         "url": (f"https://me:{long}@example.com/x", long),
+        "url-without-a-user": (f"https://:{long}@example.com/x", long),
+        "url-with-at": (f"https://me:{long[:20]}@{long[20:]}@example.com/x", long[20:]),
+        "url-token": (f"https://{long}@example.com/x", long),
+        "azure": (f"https://account.blob.core.windows.net/x?sv=2024&se=2026&sig={long}", long),
+        "google": (f"https://storage.googleapis.com/b/x?X-Goog-Credential=a&X-Goog-Signature={long}", long),
         "query": (f"https://example.com/x?a=1&access_token={long}&b=2", long),
         "signed": (f"s3://bucket/x?X-Amz-Signature={long}", long),
         "hugging-face": (f"hf_{long}", f"hf_{long}"),
@@ -211,9 +217,14 @@ def test_pickled_weights_are_refused(given, tmp_path):
     name = next(path.name for path in model.glob("*.safetensors"))
     pickled = model / ("pytorch_model.bin" if name.startswith("model") else "adapter_model.bin")
     torch.save(load_file(model / name), pickled)  # the same weights
+    weights = {key: value.tolist() for key, value in load_file(model / name).items()}
     (model / name).unlink()
     message = refused(template, tmp_path, *flags)
     assert message.startswith(f"{pickled}: a pickle, which can run code")
+    command = message[message.index("python -c ") :].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)  # the one that it names
+    pickled.unlink()
+    assert {key: value.tolist() for key, value in load_file(model / name).items()} == weights
 
 
 def test_no_library_unpickles_behind_our_back(tmp_path, payload, name="weights.pt"):

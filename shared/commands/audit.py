@@ -26,6 +26,8 @@ def main() -> None:
     print(f"{run_dir}: {findings.steps:,} optimizer steps")
     for epoch, (count, of) in findings.epochs.items():
         print(f"  epoch {epoch}: {count:,} {'samples' if of is None else f'of {of:,} samples'}")
+    for name, (used, of) in findings.sources.items():
+        print(f"  {name}: {used:,} used of {of:,} samples, {used / of:.2f} epochs")
     if findings.problems:
         raise Differs("; ".join(findings.problems))
     print("each sample was used at most once an epoch, and in whole epochs exactly once; each step was done once")

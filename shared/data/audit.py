@@ -1,6 +1,7 @@
 """Records which samples each optimizer step used, and checks them afterwards over all restarts of a run."""
 
 import json
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from shared.process.errors import ConfigError
 from shared.process.files import read_json_lines
 
 FOLDER = "audit"
+Of = int | None | dict[str, int]  # samples of an epoch; of a mixture: of each source
 
 
 class Recorder:
@@ -44,7 +46,8 @@ class Recorder:
         """Note this rank's samples of the step that was just done."""
         if self.file is not None:
             samples = [int(i) for i in window.indices.flat if i >= 0]
-            counts = {"of": window.epoch_samples, "all": window.num_samples}
+            sizes = {name: size for name, (size, _) in window.sources.items()}  # of a mixture
+            counts = {"of": sizes or window.epoch_samples, "all": window.num_samples}
             line = {"step": step, "epoch": window.epoch, **counts, "samples": samples}
             self.file.write(json.dumps(line) + "\n")
 
@@ -55,11 +58,12 @@ class Findings:
 
     steps: int = 0
     epochs: dict[int, tuple[int, int | None]] = field(default_factory=dict)  # distinct samples used, of how many
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a mixture: samples used, of how many
     problems: list[str] = field(default_factory=list)
 
 
-def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, int | None, list[int]]]:
-    """(epoch, samples of an epoch, sorted samples of all ranks) of each step.
+def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, Of, list[int]]]:
+    """(epoch, samples of an epoch or of each source, sorted samples of all ranks) of each step.
 
     Raises:
         ConfigError: the run was not audited, or a line is not what `Recorder` writes.
@@ -67,7 +71,7 @@ def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, int | None, list[int
     files = sorted((run_dir / FOLDER).glob("rank-*.jsonl"))
     if not files:
         raise ConfigError(f"{run_dir}: no {FOLDER}/ in it; train with --audit_data")
-    steps: dict[int, tuple[int, int | None, list[int]]] = {}
+    steps: dict[int, tuple[int, Of, list[int]]] = {}
     sizes: dict[int, int] = {}  # samples of each step over all ranks
     for path in files:
         for line in read_json_lines(path):
@@ -83,7 +87,10 @@ def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, int | None, list[int
 
 
 def check(run_dir: Path) -> Findings:
-    """Whether each sample was used exactly once an epoch, and each step done exactly once, over all restarts."""
+    """Whether each sample was used exactly once an epoch, and each step done exactly once, over all restarts.
+
+    The sources of a mixture have epochs of their own.
+    """
     steps = samples_of_steps(run_dir)
     findings = Findings(len(steps))
     missing = sorted(set(range(1, max(steps, default=0) + 1)) - set(steps))
@@ -91,6 +98,9 @@ def check(run_dir: Path) -> Findings:
         findings.problems.append(f"{_some(missing)}: no record of these steps")
     used: dict[int, Counter[int]] = defaultdict(Counter)
     for epoch, of, samples in steps.values():
+        if isinstance(of, dict):
+            _check_sources(findings, of, [samples for _, _, samples in steps.values()])
+            return findings
         used[epoch].update(samples)
         findings.epochs[epoch] = (len(used[epoch]), of)
     for epoch, counts in used.items():
@@ -100,6 +110,23 @@ def check(run_dir: Path) -> Findings:
         if epoch < max(used) and of is not None and distinct != of:
             findings.problems.append(f"epoch {epoch}: {of - distinct} of {of} samples were never used")
     return findings
+
+
+def _check_sources(findings: Findings, sources: dict[str, int], steps: list[list[int]]) -> None:
+    """Whether all samples of each source of a mixture were used before one of them came again."""
+    start = 0
+    for name, size in sources.items():
+        times, twice, own = Counter[int](), set[int](), range(start, start + size)
+        for samples in steps:
+            times.update(mine := [sample for sample in samples if sample in own])
+            most = math.ceil(times.total() / size)
+            twice.update(sample for sample in mine if times[sample] > most)
+        if twice:
+            findings.problems.append(f"{name}: used more than once in an epoch: samples {_some(sorted(twice))}")
+        if missing := [sample for sample in own if times[sample] < times.total() // size]:
+            findings.problems.append(f"{name}: not used in each epoch: samples {_some(missing)}")
+        findings.sources[name] = (times.total(), size)
+        start += size
 
 
 def _some(numbers: list[int]) -> str:

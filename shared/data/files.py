@@ -8,10 +8,13 @@ import io
 import lzma
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from shared.process.errors import ConfigError, first_line
+from shared.data.remote import RemoteFile
+from shared.process.errors import CleanExit, ConfigError, first_line
+
+File = Path | RemoteFile
 
 ARCHIVES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".xz", ".zip", ".zst")
 FREE, RATIO, RECORD = 2**25, 500, 2**28  # a compressed file gives at most FREE + RATIO x its bytes, a record RECORD bytes
@@ -19,7 +22,7 @@ COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.op
 COMPRESSED[".zst"] = lambda file: importlib.import_module("pyarrow").CompressedInputStream(file, "zstd")  # slow to import
 
 
-def name_inside(path: Path) -> Path:
+def name_inside(path: File) -> File | PurePath:
     """a.jsonl for a.jsonl.gz; `path` itself if it is not compressed."""
     return path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
 
@@ -27,13 +30,13 @@ def name_inside(path: Path) -> Path:
 class DataFile(io.RawIOBase):
     """The bytes of a file, unpacked if it is compressed. Set `record` to 0 and `line` to its line when a record begins."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: File) -> None:
         self.path, self.unpacked, self.record, self.line = path, 0, 0, 1
         self.file: Any = path.open("rb", buffering=0)
         self.stream = COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
 
-    def text(self, newline: str | None = None) -> io.TextIOWrapper:
-        return io.TextIOWrapper(io.BufferedReader(self, 2**17), encoding="utf-8-sig", newline=newline)
+    def text(self, newline: str | None = None, encoding: str = "utf-8-sig") -> io.TextIOWrapper:
+        return io.TextIOWrapper(io.BufferedReader(self, 2**17), encoding=encoding, newline=newline)
 
     def readable(self) -> bool:
         return True
@@ -47,6 +50,8 @@ class DataFile(io.RawIOBase):
             return self.file.readinto(buffer)
         try:
             size = self.stream.readinto(buffer)
+        except CleanExit:
+            raise
         except Exception as error:  # each library raises types of its own
             raise ConfigError(f"{self.path}: cannot be unpacked, damaged or incomplete ({first_line(error)})") from None
         self.unpacked, self.record = self.unpacked + size, self.record + size
@@ -57,15 +62,19 @@ class DataFile(io.RawIOBase):
         return size
 
 
-def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
-    """The files that a flag names: files, folders (all files below, hidden ones left out) or globs, sorted.
+def find_files(paths: Sequence[str], *, flag: str) -> list[Any]:
+    """The files that a flag names: files, folders (all files below, hidden ones left out) or globs, sorted; Paths.
+
+    A URL becomes a RemoteFile. Whether there is such a file is asked when it is opened.
 
     Raises:
         ConfigError: a path that names nothing, an empty file, an archive, or a folder that cannot be read.
     """
-    found: list[Path] = []
+    found: list[File] = []
     for path in paths:
-        if os.path.isdir(path):
+        if "://" in path and flag in ("train_file", "validation_file"):
+            found.append(RemoteFile.named(path, flag=flag))
+        elif os.path.isdir(path):
             found += sorted(Path(place, name) for place, names in walk(path) for name in names)
         elif os.path.exists(path):
             found.append(Path(path))
@@ -77,18 +86,18 @@ def find_files(paths: Sequence[str], *, flag: str) -> list[Path]:
     if not found:
         raise ConfigError(f"--{flag} {' '.join(paths)}: the folder holds no files")
     for file in found:
-        if not file.exists():
+        if isinstance(file, Path) and not file.exists():
             raise ConfigError(f"--{flag} {file}: a link to nothing")
         if flag == "dataset_name" or file == (inner := name_inside(file)) or inner.suffix.lower() in (*ARCHIVES, ".parquet"):
             refuse_archive(file, flag=flag)
-    if all(p.stat().st_size == 0 for p in found):
+    if all(isinstance(p, Path) and p.stat().st_size == 0 for p in found):
         raise ConfigError(f"{found[0]}: the file is empty")
     return found
 
 
-def refuse_archive(path: Path, *, flag: str) -> None:
+def refuse_archive(path: File, *, flag: str) -> None:
     """Raise a ConfigError for an archive or a compressed file."""
-    if path.suffix.lower() in ARCHIVES and path.is_file():
+    if path.suffix.lower() in ARCHIVES and (isinstance(path, RemoteFile) or path.is_file()):
         raise ConfigError(f"--{flag} {path}: an archive or compressed file: unpack it first, and name what was in it")
 
 

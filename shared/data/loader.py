@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
@@ -39,6 +39,8 @@ class Window:
     epoch: int
     epoch_samples: int | None  # that a whole epoch uses; None where a stream's length is not known
     indices: np.ndarray  # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a mixture: see `Order.used`, after this step
+    place: dict[str, Any] | None = None  # JSON, where a stream continues after this step; goes into checkpoints
 
 
 class _Rows:
@@ -213,8 +215,9 @@ class Loader:
                 if isinstance(batch, CleanExit):
                     raise batch
             rows = self._to_device(rows)
-            epoch = step // self.order.steps_per_epoch
-            yield Window(rows, self.samples.num_targets(indices), len(indices), epoch, self.order.samples_per_epoch, split)
+            targets, epoch = self.samples.num_targets(indices), step // self.order.steps_per_epoch
+            sources = self.order.used(step + 1)
+            yield Window(rows, targets, len(indices), epoch, self.order.samples_per_epoch, split, sources)
 
     def longest(self, rows: int) -> Batch:
         """The batch that takes the most memory, on the device: the longest sample and `rows` - 1 times the shortest.
@@ -252,6 +255,6 @@ class _Keys:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
-            epoch = step // self.order.steps_per_epoch
-            for indices in micro_batches(self.order.indices(step), *self.share):
-                yield [(int(index), epoch) for index in indices]
+            keys = self.order.keys(step)
+            for places in micro_batches(np.arange(len(keys)), *self.share):  # -1 where a row counts for nothing
+                yield [(int(keys[place, 0]) if place >= 0 else -1, int(keys[place, 1])) for place in places]

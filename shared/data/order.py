@@ -112,6 +112,15 @@ class Order:
         stretch = permuted(self.num_samples, (self.seed, epoch), start, min(start + drawn, self.num_samples))
         return stretch[first - start : last - start]
 
+    def keys(self, step: int) -> np.ndarray:
+        """(sample, epoch that it is used in) for `indices`: [<= global_batch_size, 2] int64."""
+        indices = self.indices(step)
+        return np.stack([indices, np.full_like(indices, step // self.steps_per_epoch)], axis=1)
+
+    def used(self, step: int) -> dict[str, tuple[int, int]]:
+        """(its samples, how many were drawn of it in all until `step` steps are done) for each source of a mixture."""
+        return {}
+
 
 def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: int) -> np.ndarray:
     """One rank's micro-batches of a global batch: [micro-batches, per_device] sample indices.

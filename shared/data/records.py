@@ -6,12 +6,13 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.data.files import DataFile, find_files, name_inside
+from shared.data.files import DataFile, File, find_files, name_inside
+from shared.data.remote import RemoteFile
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import print_main, redact
 
@@ -25,6 +26,15 @@ PIECE = 2**18  # characters of plain text in one record, at most
 CONTINUES = "(the text continues in the next record)"  # key of each record of a plain-text file except the last
 
 
+@dataclass
+class Cursor:
+    """Where reading stands: at a record. A new reader that is given one begins there, and moves it."""
+
+    file: int = 0  # its file, by number
+    number: int = 0  # lines (JSON lines), rows or records before it in the file
+    offset: int = 0  # bytes before it in the file, for JSON lines that are not compressed
+
+
 @dataclass(frozen=True)
 class Source:
     """Where records come from.
@@ -33,11 +43,13 @@ class Source:
         name: for people. It is written to a run's files, so it holds no secrets.
         identity: gives something JSON-like, with a Path for each file, that changes when the records do.
         read: gives all records from the start.
+        read_from: gives them from a cursor on, if the source can.
     """
 
     name: str
     identity: Callable[[], Any]
     read: Callable[[], Records]
+    read_from: Callable[[Cursor], Records] | None = None
 
 
 def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -> tuple[Source, Source | None]:
@@ -51,7 +63,7 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     """
     if config.is_demo:
         return demo, None
-    if config.dataset_name is not None:
+    if config.dataset_name:
         other = config.validation_split_name
         train = _hub_source(config, config.train_split_name, streaming)
         return train, _hub_source(config, other, streaming) if other else None
@@ -69,14 +81,19 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     return _file_source(files, streaming), _file_source(held_out, streaming)
 
 
-def _file_source(files: list[Path], streaming: bool) -> Source:
+def _file_source(files: list[File], streaming: bool) -> Source:
     name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-    identity = (lambda: [[file.name, file.stat().st_size] for file in files]) if streaming else (lambda: files)
-    return Source(redact(name), identity, lambda: read_records(files))
+    files = [replace(file, streamed=streaming) if isinstance(file, RemoteFile) else file for file in files]
+
+    def identity() -> list[Any]:
+        local = (lambda file: [file.name, file.stat().st_size]) if streaming else (lambda file: file)
+        return [file.identity() if isinstance(file, RemoteFile) else local(file) for file in files]
+
+    return Source(redact(name), identity, lambda: read_records(files), lambda cursor: read_records(files, cursor))
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
-    name, part = str(config.dataset_name), config.dataset_config_name
+    (name,), part = config.dataset_name, config.dataset_config_name
     identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
     return Source(redact(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
 
@@ -111,8 +128,8 @@ def not_used(names: Collection[str]) -> str:
     return f"; not used: {', '.join(sorted(names))}" if names else ""
 
 
-def read_records(files: Sequence[Path]) -> Records:
-    """Yield (place, record) for each record, in order.
+def read_records(files: Sequence[File], cursor: Cursor | None = None) -> Records:
+    """Yield (place, record) for each record, in order. A `cursor` says where to begin, and then where reading stands.
 
     JSON lines, one JSON list, CSV, TSV and Parquet hold records. Any other file is one text: {"text": content}, or
     several records of at most PIECE characters, all but the last with the key CONTINUES. a.csv.gz is CSV, unpacked here.
@@ -120,23 +137,40 @@ def read_records(files: Sequence[Path]) -> Records:
     Raises:
         ConfigError: a file that cannot be read or parsed, with its place.
     """
-    for path in files:
+    cursor = cursor or Cursor()
+    for index, path in enumerate(files):
+        if index < cursor.file:
+            continue
+        if index > cursor.file:
+            cursor.file, cursor.number, cursor.offset = index, 0, 0
         suffix = name_inside(path).suffix.lower()
         try:
             if suffix in JSON_LINES:
-                yield from _read_jsonl(path)
+                yield from _read_jsonl(path, cursor)
             elif suffix == ".json":
-                yield from _read_json(path)
+                yield from _read_json(path, cursor)
             elif suffix in (".csv", ".tsv"):
-                yield from _read_csv(path, "," if suffix == ".csv" else "\t")
+                yield from _forward(_read_csv(path, "," if suffix == ".csv" else "\t"), path, cursor)
             elif suffix == ".parquet":
-                yield from _read_parquet(path)
+                yield from _read_parquet(path, cursor)
             else:
-                yield from _read_text(path)
+                yield from _forward(_read_text(path), path, cursor)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}:{_line_of_bad_bytes(path)}: not UTF-8 text; save it as UTF-8") from error
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
+_NO_INDEX = "{}: has no index, so it is read from its start to record {:,}, where the run continues"
+
+
+def _forward(records: Records, path: File, cursor: Cursor) -> Records:
+    """The records from the cursor on, of a file that can be read from its start only."""
+    if first := cursor.number:
+        print_main(_NO_INDEX.format(path, first))
+    for cursor.number, record in enumerate(records):
+        if cursor.number >= first:
+            yield record
 
 
 def split_text(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -158,14 +192,14 @@ def split_text(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 _CUT = re.compile(r"(?s:.*\n|.*\s|.+)")
 
 
-def _read_text(path: Path) -> Records:
+def _read_text(path: File) -> Records:
     with DataFile(path) as file:
         for piece, continues in split_text(iter(partial(file.text().read, PIECE), "")):
             file.record = 0
             yield str(path), {"text": piece, CONTINUES: True} if continues else {"text": piece}
 
 
-def _line_of_bad_bytes(path: Path) -> int:
+def _line_of_bad_bytes(path: File) -> int:
     with DataFile(path) as file, file.text() as text:
         for number, line in enumerate(text.buffer, 1):  # type: ignore[arg-type, var-annotated]
             file.record = 0
@@ -184,7 +218,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _json_of(path: Path, text: str, line: int = 1) -> Any:
+def _json_of(path: File, text: str, line: int = 1) -> Any:
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
@@ -194,30 +228,44 @@ def _json_of(path: Path, text: str, line: int = 1) -> Any:
         raise ConfigError(f"{path}:{line}: not valid JSON ({error})") from None
 
 
-def _read_jsonl(path: Path) -> Records:
+def _read_jsonl(path: File, cursor: Cursor) -> Records:
+    first, offset = cursor.number, cursor.offset
     with DataFile(path) as file:
-        for number, line in enumerate(file.text(), 1):
+        if first and file.stream is None:
+            file.file.seek(offset)
+        elif first:
+            print_main(_NO_INDEX.format(path, first))
+            offset = 0
+        text = file.text(newline="", encoding="utf-8")  # as it is, so that its bytes can be counted
+        for number, line in enumerate(text, 1 if file.stream else first + 1):
             file.record, file.line = 0, number + 1
-            if line.strip():
+            cursor.number, cursor.offset = number - 1, offset
+            offset += len(line.encode())
+            line = line.removeprefix("\ufeff") if number == 1 else line
+            if number > first and line.strip():
                 record = _json_of(path, line.rstrip(), number)
                 if not isinstance(record, dict):
                     raise ConfigError(f"{path}:{number}: expected a JSON object, found {kind(record)}")
                 yield f"{path}:{number}", record
 
 
-def _read_json(path: Path) -> Records:
+def _read_json(path: File, cursor: Cursor) -> Records:
     with DataFile(path) as file:
         first = next((line for line in file.text() if line.strip()), "")
     if not first.lstrip().startswith("["):  # many people call JSON lines .json
-        yield from _read_jsonl(path)
+        yield from _read_jsonl(path, cursor)
         return
+    yield from _forward(_read_list(path), path, cursor)
+
+
+def _read_list(path: File) -> Records:
     for number, record in enumerate(_json_of(path, DataFile(path).text().read()), 1):
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: record {number} is {kind(record)}, expected an object")
         yield f"{path}: record {number}", record
 
 
-def _read_csv(path: Path, delimiter: str) -> Records:
+def _read_csv(path: File, delimiter: str) -> Records:
     csv.field_size_limit(2**31 - 1)
     with DataFile(path) as file, file.text(newline="") as lines:
         reader = csv.DictReader(lines, strict=True, delimiter=delimiter)  # not strict: an open quote takes all that follows
@@ -235,15 +283,22 @@ def _read_csv(path: Path, delimiter: str) -> Records:
             raise ConfigError(f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})") from None
 
 
-def _read_parquet(path: Path) -> Records:
+def _read_parquet(path: File, cursor: Cursor) -> Records:
+    import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
+    first = cursor.number
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
-            for record in batch.to_pylist():
-                number += 1
+        file = pq.ParquetFile(path if isinstance(path, Path) else path.open())
+        ends = np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
+        skipped = int(np.searchsorted(ends[1:], first, side="right"))  # row groups
+        number = int(ends[skipped])
+        for batch in file.iter_batches(batch_size=1024, row_groups=range(skipped, file.num_row_groups)):
+            skip = min(max(0, first - number), len(batch))
+            number += skip
+            for record in batch.slice(skip).to_pylist():
+                cursor.number, number = number, number + 1
                 yield f"{path}: row {number}", without_nulls(record)
     except pa.ArrowException as error:
         raise ConfigError(f"{path}: not valid Parquet ({first_line(error)})") from None

@@ -20,7 +20,7 @@ from shared.data.order import Row, permute
 from shared.images import sources
 from shared.images.decoding import BadImage, decode
 from shared.images.options import ImageConfig
-from shared.images.sources import Files, Found, Table
+from shared.images.sources import Files, Found, Joined, Table, in_order
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main, redact
@@ -33,14 +33,15 @@ class Images(Dataset):
     Args:
         source: returns the path or the bytes of an image, by its number in the data.
         index: [n, 2] int64, number and class of each image.
+        sources: images of each source of a mixture, in this order.
 
     Attributes:
         decode: the function that decodes images, `decode` or `decode_tensor`.
         at_least: its second argument.
     """
 
-    def __init__(self, source: Files | Table, index: np.ndarray) -> None:
-        self.source, self.index = source, index
+    def __init__(self, source: Files | Table | Joined, index: np.ndarray, sources: dict[str, int] | None = None) -> None:
+        self.source, self.index, self.sources = source, index, sources or {}
         self.decode: Callable[[Path | bytes, int | None], Any] = decode
         self.at_least: int | None = None
 
@@ -71,19 +72,29 @@ class ImageData:
     classes: tuple[str, ...]  # names, by class number
     identity: str  # changes if the images or their labels change
     about: str  # a description in one line
+    name: str = ""  # of its source, for messages
+    mix_weights: tuple[float, ...] = ()
 
     def numbered_as(self, classes: tuple[str, ...]) -> "ImageData":
         """The same images with class numbers by the order of `classes`: the same names in another order."""
         number = np.array([classes.index(name) for name in self.classes])
         parts = [
-            Images(part.source, np.stack([part.index[:, 0], number[part.index[:, 1]]], axis=1))
+            Images(part.source, np.stack([part.index[:, 0], number[part.index[:, 1]]], axis=1), part.sources)
             for part in (self.train, self.validation)
         ]
         return replace(self, train=parts[0], validation=parts[1], classes=classes)
 
     def class_weights(self) -> torch.Tensor:
-        """[classes] fp32, inversely proportional to the class frequency. The mean over the training images is 1."""
-        counts = np.bincount(self.train.index[:, 1], minlength=len(self.classes))
+        """[classes] fp32, inversely proportional to the class frequency. The mean over the training images is 1.
+
+        In a mixture, an image counts as often as it is drawn.
+        """
+        often = np.ones(len(self.train))
+        if self.mix_weights:
+            sizes = np.array([*self.train.sources.values()])
+            share = np.array(self.mix_weights) / sum(self.mix_weights)
+            often = np.repeat(share * len(self.train) / sizes, sizes)
+        counts = np.bincount(self.train.index[:, 1], often, minlength=len(self.classes))
         return torch.tensor(len(self.train) / (len(self.classes) * counts), dtype=torch.float32)
 
 
@@ -95,8 +106,52 @@ def prepare(config: ImageConfig) -> ImageData:
             The error names the path.
         NotNow: the Hub does not answer.
     """
-    table = sources.open_table(config) if config.dataset_name is not None else None
-    root = config.train_dir
+    data = _mix(config) if config.mix_weights else _prepare(config)
+    classes = data.classes
+    trained, validated = (np.bincount(part.index[:, 1], minlength=len(classes)) for part in (data.train, data.validation))
+    if not trained.all():
+        raise ConfigError(f"{data.name}: the class {classes[int(trained.argmin())]!r} has no image to train on")
+    if len(classes) < 2:
+        raise ConfigError(f"{data.name}: only one class, {classes[0]!r}")
+    if not len(data.validation):
+        raise ConfigError(f"{data.name}: no image to validate on")
+    if not validated.all():
+        print_main(
+            f"warning: no validation image of {(validated == 0).sum()} of {len(classes)} classes "
+            f"({classes[int(validated.argmin())]!r} for one): means over classes leave them out"
+        )
+    return data
+
+
+def _mix(config: ImageConfig) -> ImageData:
+    """The images of several sources. Their classes are the same where their names are."""
+    found = {name: _prepare(source) for name, source in config.sources().items()}
+    for name, data in found.items():
+        if not len(data.train):
+            raise ConfigError(f"{name}: no image to train on")
+    classes = tuple(in_order({name for data in found.values() for name in data.classes}))
+    parts = [data.numbered_as(classes) for data in found.values()]
+    source = Joined([data.train.source for data in parts])
+    validated = parts[:1] if config.validation_dir or config.validation_file else parts  # the same for all
+    train, validation = (
+        np.concatenate([index + np.array([start, 0]) for index, start in zip(each, source.starts, strict=False)])
+        for each in ([data.train.index for data in parts], [data.validation.index for data in validated])
+    )
+    return ImageData(
+        Images(source, train, {name: len(data.train) for name, data in found.items()}),
+        Images(source, validation),
+        classes,
+        prepared.fingerprint(sources=[data.identity for data in parts]),
+        "; ".join(data.about for data in parts),
+        ", ".join(data.name for data in parts),
+        config.mix_weights,
+    )
+
+
+def _prepare(config: ImageConfig) -> ImageData:
+    """`prepare` for one source."""
+    table = sources.open_table(config) if config.dataset_name else None
+    root = next(iter(config.train_dir), None)
     if config.is_demo:
         root = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", sources.write_digits)
     found: list[Found] = []  # filled on the main rank only
@@ -175,18 +230,6 @@ def _split(
     good = ~np.isin(numbers, list(bad))
     index = np.stack([numbers, labels], axis=1)
     train, validation = index[good & ~held_out], index[good & held_out]
-    trained, validated = (np.bincount(part[:, 1], minlength=len(classes)) for part in (train, validation))
-    if not trained.all():
-        raise ConfigError(f"{name}: the class {classes[int(trained.argmin())]!r} has no image to train on")
-    if len(classes) < 2:
-        raise ConfigError(f"{name}: only one class, {classes[0]!r}")
-    if not len(validation):
-        raise ConfigError(f"{name}: no image to validate on")
-    if not validated.all():
-        print_main(
-            f"warning: no validation image of {(validated == 0).sum()} of {len(classes)} classes "
-            f"({classes[int(validated.argmin())]!r} for one): means over classes leave them out"
-        )
     if isinstance(source, Files) and is_main_rank():
         _warn_of_overlap(source, train[:, 0], validation[:, 0])
     about = f"{name}: {len(train):,} images of {len(classes)} classes; validation: {len(validation):,}, {how}"
@@ -194,7 +237,7 @@ def _split(
         about += f"; {len(bad):,} that cannot be read are left out"
     split = hashlib.sha256(validation.tobytes()).hexdigest()
     identity = prepared.fingerprint(content=meta["identity"], split=split, bad=sorted(bad))
-    return ImageData(Images(source, train), Images(source, validation), tuple(classes), identity, about)
+    return ImageData(Images(source, train), Images(source, validation), tuple(classes), identity, about, name)
 
 
 def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -> None:

@@ -16,7 +16,10 @@ class ImageConfig(DataConfig):
 
     FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir"}
 
-    train_dir: Path | None = None  # Folder of class folders, or one with such folders in train/ and val/ (or validation/)
+    SOURCES: ClassVar[tuple[str, ...]] = ("train_dir", *DataConfig.SOURCES)
+
+    # Folder of class folders, or one with such folders in train/ and val/ (or validation/); with mix_weights, several
+    train_dir: tuple[Path, ...] = ()
     validation_dir: Path | None = None  # Class folders to validate on; if not given, a part of each class is held out
     # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder
     train_file: tuple[str, ...] = ()
@@ -29,19 +32,17 @@ class ImageConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if any("://" in file for file in (*self.train_file, *self.validation_file)):
+            raise ConfigError("--train_file: a list names images beside it, so it has to be a local file")
         if self.train_dir and (self.train_file or self.dataset_name):
             raise ConfigError("--train_dir and --train_file or --dataset_name both name the training data: keep one")
         if self.validation_dir and not self.train_dir:
             raise ConfigError("--validation_dir needs --train_dir")
-        for flag in ("train_dir", "validation_dir"):
-            folder = getattr(self, flag)
-            if folder and not folder.is_dir():
-                refuse_archive(folder, flag=flag)
-                raise ConfigError(f"--{flag} {folder}: no such folder")
-
-    @property
-    def is_demo(self) -> bool:
-        return super().is_demo and self.train_dir is None
+        for flag, folders in {"train_dir": self.train_dir, "validation_dir": filter(None, [self.validation_dir])}.items():
+            for folder in folders:
+                if not folder.is_dir():
+                    refuse_archive(folder, flag=flag)
+                    raise ConfigError(f"--{flag} {folder}: no such folder")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Sizes and normalisation of images: what a model was trained with, and what final/ records."""
 
+import math
 import os
 from typing import Any
 
@@ -14,6 +15,16 @@ from shared.process.printing import print_main
 
 ALWAYS = ("do_resize", "do_rescale", "do_normalize")  # what ours does to every image
 NEVER = ("do_flip_channel_order", "rescale_offset", "include_top", "do_pad", "do_color_quantize")
+
+
+class _SquareNaFlex(BitImageProcessor):
+    """For models that take images of any shape as patches: here square images, in final/ the model's own processor."""
+
+    own: Any = None
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> Any:
+        self.own.max_num_patches = (self.crop_size["height"] // self.own.patch_size) ** 2
+        return self.own.save_pretrained(save_directory, **options)
 
 
 def image_processor(name: str | None, image_size: int | None, crop_pct: float | None) -> Any:
@@ -32,6 +43,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             if os.path.exists(os.path.join(name, "preprocessor_config.json")):  # it is there, but of no use
                 raise
             print_main(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
+    patch = own.patch_size if hasattr(own, "max_num_patches") else 0
     mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
     size, share, unusual = 224, 0.875, []
     if hasattr(own, "data_config"):  # timm
@@ -48,6 +60,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         )
         size = resized = edges.get("shortest_edge") or edges.get("height") or size
         own_pct = getattr(own, "crop_pct", None)
+        if patch:
+            size, share = patch * math.isqrt(own.max_num_patches), 1.0
         if getattr(own, "do_center_crop", None):
             size = crop.get("height") or resized
             share = size / int(resized / (own_pct or 1))
@@ -64,13 +78,21 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     if unusual:
         print_main(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
     size, share = image_size or size, crop_pct or share
-    return BitImageProcessor(
+    if patch and size % patch:
+        raise ConfigError(f"--image_size {size}: {name} takes whole patches of {patch} pixels")
+    processor: Any = (_SquareNaFlex if patch else BitImageProcessor)(
         size={"shortest_edge": round(size / share)},
         crop_size={"height": size, "width": size},
         resample=int(resample),
         image_mean=mean,
         image_std=std,
     )
+    if patch:
+        processor.own = own
+        print_main(
+            f"warning: {name} is trained on the square middle of images; final/ takes whole images in any proportions"
+        )
+    return processor
 
 
 class ToModel:

@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import os
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ class Files:
     def __init__(self, paths: np.ndarray) -> None:
         self.paths = paths
 
+    def __len__(self) -> int:
+        return len(self.paths)
+
     def __getitem__(self, index: int) -> Path:
         return Path(os.fsdecode(self.paths[index]))
 
@@ -43,6 +48,9 @@ class Table:
     def __init__(self, name: str, splits: dict[str, Any], column: str) -> None:
         self.name, self.splits, self.column = name, splits, column
         self.images = {split: rows.select_columns([column]) for split, rows in splits.items()}
+
+    def __len__(self) -> int:
+        return sum(map(len, self.splits.values()))
 
     def _find(self, index: int) -> tuple[str, int]:
         for split, rows in self.images.items():
@@ -61,6 +69,25 @@ class Table:
     def where(self, index: int) -> str:
         split, row = self._find(index)
         return f"{self.name}:{split}: row {row}"
+
+
+class Joined:
+    """The images of several sources, one source after the other."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts, self.starts = parts, [0, *np.cumsum([len(part) for part in parts]).tolist()]
+
+    def _find(self, index: int) -> tuple[Any, int]:
+        part = bisect_right(self.starts, index) - 1
+        return self.parts[part], index - self.starts[part]
+
+    def __getitem__(self, index: int) -> Path | bytes:
+        part, within = self._find(index)
+        return part[within]
+
+    def where(self, index: int) -> str:
+        part, within = self._find(index)
+        return part.where(within)
 
 
 @dataclass
@@ -96,8 +123,13 @@ class Found:
             "name": self.name,
             "about": self.about,
             "held_out_from": self.held_out_from,
-            "classes": sorted(set(self.labels), key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)),
+            "classes": in_order(set(self.labels)),
         }
+
+
+def in_order(classes: Iterable[str]) -> list[str]:
+    """The names of classes, numbers first and by value."""
+    return sorted(classes, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
 # Class folders ---------------------------------------------------------------------------------------------------------
@@ -188,8 +220,7 @@ def open_table(config: ImageConfig) -> Table:
     """The training and validation splits of a data set, images not decoded. Every rank calls this: one downloads."""
     import datasets
 
-    name, first = config.dataset_name, config.train_split_name
-    assert name is not None
+    (name,), first = config.dataset_name, config.train_split_name
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(name, config.dataset_config_name)

@@ -334,6 +334,7 @@ def isolate_documents(
     is_flat = str(settings._attn_implementation).startswith("flash")
     axes = (4, 1) if "mrope_section" in (getattr(settings, "rope_parameters", None) or {}) else (1,)
     forms = [Form(flat, bounds, n) for flat, bounds in ((is_flat, False), (True, True)) for n in axes]
+    hint = ""
     for form in forms:
         _form = form
         try:
@@ -342,17 +343,15 @@ def isolate_documents(
             end_step(model)
             if is_out_of_memory(error):
                 raise
+            hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
             continue
         if apart(masked, changed) and _relative(moved[:, :8], masked[:, 8:]) < MAX_ERROR:
             break
     else:
         _form = Form()
-        recurrent = any(isinstance(module, nn.Conv1d) for module in whole.get_decoder().modules())
-        why = f"{name} lets documents of one row see each other" + (
-            ": its recurrent layers keep them apart only with kernels of their own (causal-conv1d, flash-linear-attention)"
-            if recurrent
-            else ""
-        )
+        if not hint and any(isinstance(module, nn.Conv1d) for module in whole.get_decoder().modules()):
+            hint = ": its recurrent layers carry a state from one to the next"
+        why = f"{name} lets documents of one row see each other{hint}"
         if required:
             raise ConfigError(f"{why}: use --packing auto or --no_packing (in pretraining, drop --isolate_documents)")
         return False, f"off: {why}"

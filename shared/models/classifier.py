@@ -1,6 +1,7 @@
 """Classifiers: head, names of classes, frozen backbone, export."""
 
 import contextlib
+import inspect
 import io
 import re
 import warnings
@@ -10,10 +11,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageClassification
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+)
 
+from shared.models import pooled_head
 from shared.models.blocks import heads
-from shared.models.hub import from_hub
+from shared.models.hub import from_architecture, from_hub
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
@@ -28,6 +36,28 @@ def channels_last(model: nn.Module, accelerator: Accelerator) -> bool:
     return in_16_bits and convolutions > 1 and accelerator.distributed_type != DistributedType.FSDP
 
 
+def of_classifier(config: Any) -> Any:
+    """The config of a classifier for the config of any vision model.
+
+    A vision tower, such as CLIPVisionModel, has its class of classifiers through the config of the whole model. A model that
+    transformers has no such class of gets one here, if it has pooled features.
+    """
+    if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return config
+    whole: Any
+    for whole in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        if whole.sub_configs.get("vision_config") is type(config):
+            return whole(vision_config=config.to_dict())
+    model: Any = MODEL_MAPPING.get(type(config), None)
+    name = getattr(model, "__name__", "")
+    if getattr(model, "main_input_name", "") != "pixel_values" or not name.endswith("Model"):
+        return config
+    if "WithPooling" in str(inspect.signature(model.forward).return_annotation):
+        made = getattr(pooled_head, name.removesuffix("Model") + pooled_head.SUFFIX)
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING.register(type(config), made, exist_ok=True)
+    return config
+
+
 def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tuple[nn.Module, tuple[str, ...]]:
     """A classifier of these classes with the weights of `name`, and the order in which it scores them.
 
@@ -37,24 +67,27 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
     Raises:
         ConfigError: it cannot be loaded, or weights of its backbone are missing.
     """
-    config = from_hub(AutoConfig, name)
+    own = from_hub(AutoConfig, name)
+    config = of_classifier(own)
     known = config.id2label
-    keeps_head = set(known.values()) == set(classes) and len(known) == len(classes)
+    keeps_head = config is own and set(known.values()) == set(classes) and len(known) == len(classes)
     if keeps_head:
         classes = tuple(known[number] for number in range(len(classes)))
     name_classes(config, classes)
-    model, info = from_hub(
-        AutoModelForImageClassification,
-        name,
-        config=config,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        use_safetensors=True,
-        dtype=torch.float32,
-        **options,
-    )
-    own = {id(p) for module in heads(model) for p in module.parameters()}
-    of_head = {key for key, p in model.named_parameters() if id(p) in own}
+    options |= {"dtype": torch.float32}
+    info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
+    if config is own:
+        any_head = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, info = from_hub(
+            AutoModelForImageClassification, name, config=config, use_safetensors=True, **any_head, **options
+        )
+    else:
+        model = from_architecture(AutoModelForImageClassification, config, **options)
+        tower = from_hub(AutoModel, name, use_safetensors=True, **options)
+        (place,) = (place for place, part in model.named_children() if type(part) is type(tower))
+        setattr(model, place, tower)
+    in_heads = {id(p) for module in heads(model) for p in module.parameters()}
+    of_head = {key for key, p in model.named_parameters() if id(p) in in_heads}
     lost = {key if isinstance(key, str) else key[0] for key in [*info["missing_keys"], *info["mismatched_keys"]]} - of_head
     if lost:
         raise ConfigError(f"{name}: {len(lost)} weights of the backbone are missing or of another shape: {min(lost)}")
@@ -65,8 +98,19 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
                     nn.init.trunc_normal_(part.weight, std=0.02)
                     if part.bias is not None:
                         nn.init.zeros_(part.bias)
+    if "spatial_shapes" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_to_patches, with_kwargs=True)
     print_main(f"{name}: {'its head is kept' if keeps_head else f'a new head for {len(classes)} classes'}")
     return model, classes
+
+
+def _to_patches(model: Any, args: tuple[()], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Before the forward of a NaFlex model: its pixel_values [rows, 3, height, width] become [rows, patches, pixels]."""
+    images, size = options["pixel_values"], model.config.vision_config.patch_size
+    rows, _, height, width = images.shape
+    patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    shapes = torch.tensor([[height // size, width // size]]).expand(rows, 2)  # on the CPU, where the model reads them
+    return args, options | {"pixel_values": patches, "spatial_shapes": shapes}
 
 
 def name_classes(config: Any, classes: tuple[str, ...]) -> None:
@@ -76,6 +120,8 @@ def name_classes(config: Any, classes: tuple[str, ...]) -> None:
     config.label2id = {name: number for number, name in config.id2label.items()}
     if hasattr(config, "label_names"):  # timm's own, which would win when the config is saved
         config.label_names = list(classes)
+    for key in ("num_classes", "in_chans", "global_pool"):  # which timm writes twice
+        (getattr(config, "model_args", None) or {}).pop(key, None)
 
 
 def make_shardable(model: Any) -> None:

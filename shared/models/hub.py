@@ -24,6 +24,12 @@ _AN_ADAPTER = (
 )
 
 
+_CONVERT = (
+    'python -c "import torch, safetensors.torch; safetensors.torch.save_file({{k: v.contiguous() for k, v in '
+    "torch.load({0!r}, map_location='cpu', weights_only=True).items()}}, {1!r}, {{'format': 'pt'}})\""
+)
+
+
 def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options: Any) -> Any:
     """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one clear line.
 
@@ -85,6 +91,11 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     return model
 
 
+def attention_option(attn_implementation: str) -> dict[str, str]:
+    """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then takes what works."""
+    return {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
+
+
 def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any:
     """A model of a class, or of the one that an auto class chooses, with random weights.
 
@@ -130,10 +141,11 @@ def _refuse_damaged(folder: Path) -> None:
 def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles and not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: take safetensors weights, which "
-            "save_pretrained of transformers and PEFT writes"
-        )
+        way = "take safetensors weights, which save_pretrained of transformers and PEFT writes"
+        if len(pickles) == 1:  # weights_only: reads tensors alone, and runs no code
+            written = folder / f"{pickles[0].stem.replace('pytorch_model', 'model')}.safetensors"
+            way += f". If it holds weights alone, this converts it: {_CONVERT.format(str(pickles[0]), str(written))}"
+        raise ConfigError(f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: {way}")
 
 
 @contextlib.contextmanager

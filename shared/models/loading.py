@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 from transformers.utils import cached_file
 
-from shared.models.hub import from_hub
+from shared.models.hub import attention_option, from_hub
 from shared.process.printing import print_main
 
 # What a processor and a tokenizer's save_pretrained leave in a folder, beside the tokenizer's own files.
@@ -35,11 +35,6 @@ def class_of(config: Any, text_only: bool = False) -> Any:
     if text_only or config.is_encoder_decoder or not (isinstance(named, type) and issubclass(named, GenerationMixin)):
         return AutoModelForCausalLM
     return named
-
-
-def attention_option(attn_implementation: str) -> dict[str, str]:
-    """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then takes what works."""
-    return {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
 
 
 def load_causal_lm(name: str, *, attn_implementation: str, text_only: bool = False, **options: Any) -> Any:

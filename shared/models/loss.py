@@ -229,7 +229,9 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
     model.eval()
     trial = {"input_ids": tokens, "labels": labels}
     # Compiled blocks must not see these few tokens: they would specialise on the size of their first input.
-    why = f"{type(model).__name__} changes what its head returns"
+    whole = accelerator.unwrap_model(model)
+    whole = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    why = f"{type(whole).__name__} changes what its head returns"
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
         attach(head, compiled=compiled)

@@ -47,11 +47,7 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         named = [name for name in adapter.lora_target_modules if _matches(modules, [name])]
         rest = [name for name in adapter.lora_target_modules if name not in named]
         return Targets(named, rest, towers or None, [])
-    left_out: dict[str, set[str]] = {}
-
-    def leave_out(name: str, why: str) -> None:
-        left_out.setdefault(why, set()).add(".".join(name.split(".")[-2:]))
-
+    left_out: dict[str, list[str]] = {}
     experts, _ = experts_of(base.config)
     chosen = []
     for name, module in modules.items():
@@ -60,32 +56,40 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
             continue
         parent, _, child = name.rpartition(".")
         if _is_router(name, module, experts):
-            leave_out(name, "routers")
+            why = "routers"
         elif "experts" in parent.split(".") and not adapter.lora_experts:
-            leave_out(name, "--no_lora_experts")
+            why = "--no_lora_experts"
+        elif type(module).__module__.startswith("transformers.models."):
+            why = "layers of a kind of their own"
         elif _reads_weight(modules.get(parent, base), child) or not _peft_takes(base, child):
-            leave_out(name, "its block reads the weight past the adapter")
+            why = "the weight is read past the adapter"
         else:
             chosen.append(name)
-    fused = sorted({".".join(name.split(".")[-2:]) for name in _fused_experts(modules, outer, experts)})
-    why = ""
-    if fused and not adapter.lora_experts:
-        why = "--no_lora_experts"
-    elif fused and (adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa"):
-        why = "fused experts take no --lora_dropout, --use_dora or --init_lora_weights pissa"
-    if why:
-        left_out[why] = left_out.get(why, set()) | set(fused)
-        fused = []
-    short = {name.rpartition(".")[2] for name in chosen}
-    for name in sorted(short - _names_that_peft_keeps(base, short)):
-        leave_out(f"*.{name}", "PEFT takes the name for fused experts'")
-        chosen = [other for other in chosen if other.rpartition(".")[2] != name]
-    short = {name.rpartition(".")[2] for name in chosen}
+            continue
+        left_out.setdefault(why, []).append(name)
+    # PEFT takes some names for fused experts'. By their parameters these layers can be named all the same.
+    kept = _names_that_peft_keeps(base, {_end(name) for name in chosen})
+    by_parameter = [f"{name}.weight" for name in chosen if _end(name) not in kept]
+    chosen = [name for name in chosen if _end(name) in kept]
+    if fused := _fused_experts(modules, outer, experts):
+        if adapter.lora_experts:
+            by_parameter += fused
+        else:
+            left_out.setdefault("--no_lora_experts", []).extend(fused)
+    is_quantised = adapter.load_in_4bit or adapter.load_in_8bit
+    if adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa":
+        why, cannot = "not with --lora_dropout, --use_dora or --init_lora_weights pissa", by_parameter
+    else:
+        why, cannot = "quantised", [name for name in by_parameter if is_quantised and name not in fused]
+    if cannot:
+        left_out[why], by_parameter = cannot, [name for name in by_parameter if name not in cannot]
+    target_parameters = _shortest(set(by_parameter), [name for name in parameters if name not in by_parameter], parts=2)
+    short = {_end(name) for name in chosen}
     inside = [name for name in modules if not re.fullmatch(towers, name)] if outer else list(modules)
     others = _shortest(set(_matches(inside, short)) - set(chosen), chosen)
     exclude = "|".join([*([towers] if towers else []), *(rf"(.*\.)?{re.escape(name)}" for name in others)])
-    about = [f"{', '.join(sorted(names))} ({why})" for why, names in left_out.items()]
-    return Targets(sorted(short), fused, exclude or None, about)
+    about = [f"{', '.join(_shortest(set(names), [], parts=2))} ({why})" for why, names in left_out.items()]
+    return Targets(sorted(short), target_parameters, exclude or None, about)
 
 
 def describe(model: nn.Module) -> str:
@@ -108,12 +112,16 @@ def _matches(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
     return [name for name in names if name in wanted or name.endswith(ends)]
 
 
-def _shortest(names: set[str], others: list[str]) -> list[str]:
-    """Ends of `names`, as short as can be, that none of the others has."""
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _shortest(names: set[str], others: list[str], parts: int = 1) -> list[str]:
+    """Ends of `names`, of at least so many parts, that none of the others has."""
     found = set()
     for name in names:
-        parts = name.split(".")
-        ends = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
+        words = name.split(".")
+        ends = (".".join(words[-n:]) for n in range(parts, len(words) + 1))
         found.add(next((end for end in ends if not _matches(others, [end])), name))
     return sorted(found)
 
@@ -126,13 +134,15 @@ def _is_router(name: str, module: Any, experts: int | None) -> bool:
 
 
 def _fused_experts(modules: dict[str, Any], outer: list[str], experts: int | None) -> list[str]:
-    """Names of parameters with the weights of all experts: [experts, ...]."""
+    """Names of parameters with the weights of all experts, [experts, ...]; some models count idle ones, too."""
     return [
         f"{name}.{own}"
         for name, module in modules.items()
         if experts and not any(name.startswith(f"{part}.") for part in outer)
         for own, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and parameter.shape[0] == experts and not isinstance(module, nn.Conv1d)
+        if parameter.ndim == 3
+        and (parameter.shape[0] == experts or name.endswith(".experts"))
+        and not isinstance(module, nn.Conv1d)
     ]
 
 

@@ -46,7 +46,13 @@ def is_of_the_network(error: BaseException | None) -> bool:
 
 
 _OF_THE_NETWORK = {
-    *("builtins.ConnectionError", "builtins.TimeoutError", "socket.gaierror", "httpx.TransportError"),
+    *(
+        "builtins.ConnectionError",
+        "builtins.TimeoutError",
+        "socket.gaierror",
+        "httpx.TransportError",
+        "httpx2.TransportError",
+    ),
     *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
     *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "urllib3.HTTPError"),
 }

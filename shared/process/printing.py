@@ -7,7 +7,8 @@ from typing import Any
 from shared.process import ranks
 
 _SECRETS = re.compile(
-    r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password@ of a URL
+    r"(?<=://)[^/\s:@]*:[^/\s]+(?=@)"  # user:password@ of a URL
+    r"|(?<=http://)[^/\s:@]+(?=@)|(?<=https://)[^/\s:@]+(?=@)"  # token@
     r"|(?i:([?&][\w-]*(?:token|key|secret|passw|signature|sig|credential)[\w-]*=)[^&\s]+)"  # in its query
     r"|\bhf_[A-Za-z0-9]{30,}"  # Hugging Face
     r"|\bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"  # OpenAI, Anthropic: not a folder that is called sk-learn-something

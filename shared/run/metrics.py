@@ -183,9 +183,13 @@ class Logger:
             values["mfu"] = self.flops * processed / self.accelerator.num_processes / peak
         if self.state.skipped:
             values["skipped_steps"] = self.state.skipped
+        epochs = {name: drawn / size for name, (size, drawn) in step.window.sources.items()}
+        values |= {f"epochs/{name}": done for name, done in epochs.items()}
         loss = means.get("loss", math.nan)
         self._warn_of_a_spike(loss)
         progress = f"loss {loss:.3f}, {processed:,.0f} {self.unit}/s"
+        if epochs:
+            progress += ", epochs " + ", ".join(f"{name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
             print_main(f"step {self.state.step}/{self.total_steps}: {progress}")

@@ -24,6 +24,7 @@ from torch import nn
 
 from shared.config import parse as configs
 from shared.data.loader import Window
+from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import uncompiled
 from shared.models.card import model_card
@@ -145,6 +146,7 @@ class Run:
             extra=self._kept,
         )
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
+        train.place = self.state.place
         self.state.begin_scoring(config.evaluation.metric_for_best_model, data)
         if self.state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
             self.state.stopped_early = []
@@ -184,6 +186,8 @@ class Run:
             configs.save(config, self.dir / "config.yaml")
         epoch = self.train.steps_per_epoch
         epochs = f", {self.total_steps / epoch:.2f} epochs" if epoch else ""
+        if isinstance(order := getattr(self.train, "order", None), Mixture):
+            rows["mixture"] = order.describe(self.total_steps)
         summary(
             self.name,
             {

@@ -27,6 +27,7 @@ class TrainState:
     started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
     interval: list[Any] = field(default_factory=list)  # what the next log line is made of: steps, readers, each rank's sums
+    place: dict[str, Any] | None = None  # where a stream continues
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
 
     def advance(self, window: Window) -> None:
@@ -34,6 +35,7 @@ class TrainState:
         self.step += 1
         self.targets += window.num_targets
         self.samples += window.num_samples
+        self.place = window.place
 
     def forget_scores(self) -> None:
         """Let the next evaluation be the best."""

@@ -19,8 +19,10 @@ from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.loader import parallel_map
+from shared.data.mixture import Mixed
 from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
+from shared.models.hub import from_hub
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
@@ -36,9 +38,26 @@ CHUNK_RECORDS = 128  # records that a process gets at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 WARNINGS = {  # what is counted: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
+    "unlike": "answers are learned after other tokens than the template's generation prompt gives at inference",
     "marked": "records mark a place for what is not text, and the mark is read as text",
 }
 Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with its own chat template, or else the one in the files of the model's processor."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name)
+    for file in ("chat_template.json", "processor_config.json"):
+        if tokenizer.chat_template:
+            break
+        missing = ("missing_entries", "gated_repo", "connection_errors")
+        path = cached_file(name, file, **{f"_raise_exceptions_for_{reason}": False for reason in missing})
+        template = json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template") if path else None
+        tokenizer.chat_template = template if isinstance(template, str) else None
+    return tokenizer
 
 
 def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -151,9 +170,10 @@ class _ToSamples:
                     kept += 1
             counts["cut"] += form != "plain text" and len(ids) > most
             counts["dropped"] += not kept
-        found = {"lost": self.encoder.lost, "marked": marked}
+        found = {"lost": self.encoder.lost, "unlike": self.encoder.unlike, "marked": marked}
         counts.update({f"{what} {places[0]}": len(places) for what, places in found.items() if places})
         self.encoder.lost.clear()
+        self.encoder.unlike.clear()
         return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
 
@@ -257,8 +277,49 @@ class Conversations:
         return ids[:cut].tolist(), ids[cut:].tolist()
 
 
-def describe(samples: Conversations, config: ChatConfig) -> str:
+class MixedConversations(Mixed):
+    """The samples of several sources, one after the other. Has what `Conversations` has."""
+
+    def __init__(self, parts: dict[str, Conversations]) -> None:
+        super().__init__(parts)
+        metas = [part.meta for part in self.parts]
+        self.meta = metas[0] | {"sha256": prepared.fingerprint(sources=[meta["sha256"] for meta in metas])}
+        self.meta["context"] = float(np.mean([meta["context"] for meta in metas]))
+        self.lengths = np.concatenate([part.lengths for part in self.parts])
+        self.ids = np.concatenate([part.ids[: 100_000 // len(parts)] for part in self.parts])  # to look for rare tokens
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        part, within = self.find(index)
+        return part.tokens(within)
+
+    def prompt(self, index: int) -> tuple[list[int], list[int]]:
+        part, within = self.find(index)
+        return part.prompt(within)
+
+
+def open_samples(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
+    """(training, validation) samples: `Conversations`, or those of a mixture's sources. Every rank calls this.
+
+    Raises:
+        ConfigError: as of `prepare`.
+    """
+    folders = {name: prepare(source, tokenizer) for name, source in config.sources().items()}
+    train = {name: Conversations(folder, "train") for name, folder in folders.items()}
+    if config.validation_file:  # the same for all
+        folders = dict([*folders.items()][:1])
+    held_out = {name: Conversations(folder, "validation") for name, folder in folders.items()}
+    if not config.mix_weights:
+        return train[""], held_out[""]
+    mixed = MixedConversations(train)
+    held_out_mixed = MixedConversations(held_out)
+    held_out_mixed.meta = mixed.meta
+    return mixed, held_out_mixed
+
+
+def describe(samples: Conversations | MixedConversations, config: ChatConfig) -> str:
     """One line about the data: form, counts, lengths, share of tokens that the loss counts."""
+    if isinstance(samples, MixedConversations):
+        return "; ".join(describe(part, config) for part in samples.parts)
     meta, lengths, template = samples.meta, samples.lengths, ""
     if meta["form"] not in ("plain text", "prompt and completion"):
         default = "the default chat template (### User / ### Assistant)"
@@ -271,8 +332,10 @@ def describe(samples: Conversations, config: ChatConfig) -> str:
     )
 
 
-def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
-    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧."""
+def marked(samples: Conversations | MixedConversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
+    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧. Of a mixture, one of each source."""
+    if isinstance(samples, MixedConversations):
+        return "\n".join(marked(part, tokenizer, index) for part in samples.parts)
     ids, learned = samples.tokens(index)
     learned[0] = False
     parts = []

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.loader import parallel_map
+from shared.data.mixture import Mixed
 from shared.data.order import Batch, Row, is_validation, near_share
 from shared.data.records import Source
 from shared.demo import DEFAULT_TEMPLATE
@@ -43,13 +45,16 @@ class Piece(NamedTuple):
     is_last: bool
 
 
-def pieces(source: Source, column: str, unused: set[str] | None = None) -> Iterator[Piece]:
+def pieces(source: Source, column: str, unused: set[str] | None = None, document: int = 0) -> Iterator[Piece]:
     """Each document in pieces, in order, without empty ones. Adds the names of other columns to `unused`.
+
+    Args:
+        document: number of the first document.
 
     Raises:
         ConfigError: a record without text.
     """
-    document, is_first = 0, True
+    is_first = True
     for where, record in source.read():
         if column not in record:
             columns = ", ".join(map(str, record)) or "none"
@@ -64,6 +69,68 @@ def pieces(source: Source, column: str, unused: set[str] | None = None) -> Itera
             if piece:
                 yield Piece(piece, document, is_first, is_last)
                 document, is_first = document + is_last, is_last
+
+
+class Corpus(NamedTuple):
+    """Sequences to train and to validate on."""
+
+    train: Any  # `Tokens`, or those of several sources
+    validation: Any
+    tokenizer: PreTrainedTokenizerBase
+    about: str  # a line for people
+    fingerprint: str  # changes when the samples do
+    bytes_per_token: float  # of the validation text
+
+
+def open_corpus(
+    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None, seq_length: int, *, isolate: bool = False
+) -> Corpus:
+    """Prepare the text, or each source of a mixture, and open it. Every rank calls this.
+
+    Args:
+        tokenizer: to use; None trains one on the text of all sources.
+        isolate: see `Tokens`.
+
+    Raises:
+        ConfigError: as of `prepare` and `open_splits`.
+    """
+    sources = config.sources()
+    if tokenizer is None and config.mix_weights:
+        tokenizer = load_tokenizer(_prepare_tokenizer(config, [*sources.values()]))
+    found: dict[str, Corpus] = {}
+    for name, source in sources.items():
+        folder = prepare(source, tokenizer)
+        tokenizer = tokenizer or load_tokenizer(folder)
+        train, held_out, split = open_splits(folder, seq_length, config.validation_split_percentage, isolate=isolate)
+        about = f"{train.meta['source']}: {train.num_tokens:,} tokens to train on; validation: {split}"
+        digest = train.meta["train"]["sha256"]
+        found[name] = Corpus(train, held_out, tokenizer, about, digest, held_out.bytes_per_token)
+    parts = [*found.values()]
+    if not config.mix_weights:
+        return parts[0]
+    validated = parts[:1] if config.validation_file else parts  # the file is the same for all
+    sizes = np.array([part.validation.num_tokens for part in validated])
+    return Corpus(
+        Mixed({name: part.train for name, part in found.items()}),
+        Mixed({name: part.validation for name, part in [*found.items()][: len(validated)]}),
+        parts[0].tokenizer,
+        "; ".join(part.about for part in parts),
+        prepared.fingerprint(sources=[part.fingerprint for part in parts]),
+        float(np.average([part.bytes_per_token for part in validated], weights=sizes)),
+    )
+
+
+def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Path:
+    """The folder of a byte-level BPE that is trained on the text of all sources, a piece of each in turn."""
+    opened = [records.open_sources(source, demo=DEMO)[0] for source in sources]
+    parts = {"code": prepared.source_of("data", "text"), "size": config.vocab_size, "column": config.text_column}
+    key = on_main(lambda: prepared.fingerprint(sources=[source.identity() for source in opened], **parts))
+
+    def build(folder: Path) -> None:
+        rows = zip_longest(*(pieces(source, config.text_column) for source in opened))
+        train_tokenizer((p.text for row in rows for p in row if p), config.vocab_size).save_pretrained(folder / "tokenizer")
+
+    return prepared.build_once(cache_dir() / "tokenizers" / key, build)
 
 
 def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> Path:

@@ -50,14 +50,19 @@ class Encoder:
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
-        self.writes_text = True
+        self.takes_parts = False  # whether the template writes content that is a list of parts, and not text
         self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
-        with contextlib.suppress(Exception):  # a template may refuse these turns
-            turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
-            _, found, after = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(HERE)
-            self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
-            self.writes_text = bool(found)
+        turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
+        for as_parts in (False, True):
+            with contextlib.suppress(Exception):  # a template may refuse these turns
+                written = _in_parts(turns) if as_parts else turns
+                _, found, after = str(tokenizer.apply_chat_template(written, tokenize=False)).partition(HERE)
+                if found:
+                    self.takes_parts = as_parts
+                    self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
+                    break
         self.lost: list[str] = []  # learned turns, and tools' answers, that are not written whole; the caller empties it
+        self.unlike: list[str] = []  # learned turns that do not follow the generation prompt; the caller empties it
 
     def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
@@ -70,11 +75,11 @@ class Encoder:
         """
         if example.messages is None:
             text = example.prompt + example.completion
-            ids, learned = self._tokens(text, [(len(example.prompt), len(text))])
+            ids, learned, _ = self._tokens(text, [(len(example.prompt), len(text))])
             if ids[: len(self.bos)] != self.bos:  # text that is rendered already may begin with it
                 ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
-            ids, learned = self._chat(example.messages, example.tools, where)
+            ids, learned = self._chat(example.messages, example.tools, example.template_options, where)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
         for end in np.flatnonzero(np.diff(learned, append=False) & learned).tolist():  # the last token of each turn
@@ -88,8 +93,8 @@ class Encoder:
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         return ids, learned
 
-    def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray]:
-        """(ids, mask): the token ids, and [len(ids)] bool, true for tokens that overlap one of the spans.
+    def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """(ids, mask, places): the token ids, [len(ids)] bool, true for tokens in one of the spans, and [len(ids), 2].
 
         So the token " word" counts even if the prompt ends with the space and the completion begins with the word.
         """
@@ -98,7 +103,7 @@ class Encoder:
         inside = np.zeros(len(places), dtype=bool)
         for first, last in spans:
             inside |= (places[:, 1] > first) & (places[:, 0] < last)
-        return list(encoded["input_ids"]), inside
+        return list(encoded["input_ids"]), inside, places
 
     def end_of(self, ids: Sequence[int]) -> int | None:
         """The special token at the end of `ids`, or None. White space after the token is ignored."""
@@ -109,12 +114,9 @@ class Encoder:
                 return None
         return None
 
-    def _chat(self, messages: Messages, tools: Messages | None, where: str) -> tuple[list[int], np.ndarray]:
-        if not self.writes_text:
-            raise ConfigError(
-                f"{where}: the chat template leaves out what the assistant says, since it takes lists of parts of text and "
-                "images: use a tokenizer whose chat template takes text"
-            )
+    def _chat(
+        self, messages: Messages, tools: Messages | None, template_options: dict[str, Any], where: str
+    ) -> tuple[list[int], np.ndarray]:
         if tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
@@ -126,8 +128,8 @@ class Encoder:
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         try:
             template = self._with_fixed_date(tools)
-            options: Any = {"tools": tools, "chat_template": template}
-            render: Any = partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
+            options: Any = {"tools": tools, "chat_template": template, **template_options}
+            render: Any = partial(self._render, **options)
             messages = _with_accepted_arguments(messages, render)
             if self.loss_on == "all":
                 text = str(render(messages))
@@ -136,7 +138,7 @@ class Encoder:
                 from transformers.utils.chat_template_utils import render_jinja_template
 
                 options |= {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
-                marked: Any = render_jinja_template([messages], **options)
+                marked: Any = render_jinja_template([_in_parts(messages) if self.takes_parts else messages], **options)
                 text, spans = marked[0][0], [*_only_turns(marked[1][0], turns, wanted, where)]
             else:
                 text = str(render(messages))
@@ -154,7 +156,34 @@ class Encoder:
         self._look_for({n: messages[n] for n in wanted}, [text[first:last] for first, last in found], where)
         shown = [(number, str(turn.get("content"))) for number, turn in enumerate(messages, 1) if turn["role"] == "tool"]
         self.lost += [f"{where}, message {number}: {said[:40]!r}" for number, said in shown if not _is_written(said, text)]
-        return self._tokens(text, found)
+        ids, mask, places = self._tokens(text, found)
+        if self.loss_on != "all":
+            for number in wanted:
+                self._compare(render, text, places, messages, number, where)
+        return ids, mask
+
+    def _render(self, messages: Messages, **options: Any) -> str:
+        turns = _in_parts(messages) if self.takes_parts else messages
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
+
+    def _compare(
+        self, render: Callable[..., Any], text: str, places: np.ndarray, messages: Messages, number: int, where: str
+    ) -> None:
+        """Note a learned turn that does not follow the tokens that the template's generation prompt gives at inference."""
+
+        def follows(**options: Any) -> bool:
+            prompt = render(messages[:number], add_generation_prompt=True, **options)
+            within = (places[:, 0] < len(prompt)) & (places[:, 1] > len(prompt))  # a token across the end of the prompt
+            return text.startswith(prompt) and not within.any()
+
+        with contextlib.suppress(Exception):  # a template may refuse what is before this turn
+            if not number or follows():
+                return
+            asked = [value for value in (False, True) if follows(enable_thinking=value)]
+            way = (
+                f', as it does with "chat_template_kwargs": {{"enable_thinking": {str(asked[0]).lower()}}}' if asked else ""
+            )
+            self.unlike.append(f"{where}, message {number + 1}{way}")
 
     def _look_for(self, learned: dict[int, dict[str, Any]], parts: list[str], where: str) -> None:
         """Note turns with words that are not in the rendered text. Refuse one of which nothing is there.
@@ -188,6 +217,16 @@ class Encoder:
         codes = [f"%{letter}" for letter in ("-d", "-m", "-H", "-I", *"aAbBdeFHIjmMpSTyY")]
         written = "format" + "".join(f".replace({code!r}, {TODAY.strftime(code)!r})" for code in codes)
         return f"{{%- macro strftime_now(format) -%}}{{{{ {written} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
+
+
+def _in_parts(messages: Messages) -> Messages:
+    """The messages with texts as lists of parts, for templates of models that also take images."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _called(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -224,7 +263,7 @@ def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> 
     if not objects:
         return messages
     with contextlib.suppress(Exception):
-        text = render(messages, tokenize=False)
+        text = render(messages)
         if text and not any(str(value) in text for value in objects):
             return messages
 

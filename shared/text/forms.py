@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared.data import records
@@ -15,10 +15,10 @@ Messages = list[dict[str, Any]]
 ROLES = ["assistant", "system", "tool", "user"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # form: the columns that tell it, and others of its messages
-    "chat messages": (("messages",), ("tools",)),  # the first match counts
-    "ShareGPT conversations": (("conversations",), ("system", "tools")),
-    "prompt and completion": (("prompt", "completion"), ("tools",)),
-    "Alpaca instructions": (("instruction", "output"), ("input", "history", "system", "tools")),
+    "chat messages": (("messages",), ("tools", "chat_template_kwargs")),  # the first match counts
+    "ShareGPT conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
+    "prompt and completion": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
+    "Alpaca instructions": (("instruction", "output"), ("input", "history", "system", "tools", "chat_template_kwargs")),
     "plain text": (("text",), ()),
 }
 _MESSAGE_KEYS = ("role", "content", "weight", "train", "loss", "tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -36,6 +36,7 @@ class Example:
 
     messages: Messages | None = None
     tools: Messages | None = None  # that the assistant may call, as chat templates take them
+    template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template: enable_thinking
     prompt: str = ""
     completion: str = ""
     continues: bool = False  # in the next record, so no end-of-text is added
@@ -66,6 +67,8 @@ def unused(record: dict[str, Any], form: str, example: Example, template: str) -
     (columns, others), messages = FORMS[form], example.messages or ()
     keys = {key for message in messages for key in message if key not in _MESSAGE_KEYS}
     unread = [f"{key} (of messages)" for key in keys if not re.search(rf"[.'\"]{re.escape(key)}\b", template)]
+    options = example.template_options
+    unread += [f"{key} (of chat_template_kwargs)" for key in options if not re.search(rf"\b{re.escape(key)}\b", template)]
     return records.unused(record, columns + (others if messages else ())) + unread
 
 
@@ -108,7 +111,11 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     else:
         messages = _list(record, "messages", where)
     tools = _list({"tools": _from_cell(record.get("tools")) or []}, "tools", where)
-    return Example(_checked(messages, where), [_function(tool) for tool in tools] or None)
+    options = _from_cell(record.get("chat_template_kwargs")) or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"{where}: 'chat_template_kwargs' is {kind(options)}, expected an object")
+    options = {key: value for key, value in options.items() if value is not None}  # Parquet adds nulls
+    return Example(_checked(messages, where), [_function(tool) for tool in tools] or None, options)
 
 
 def _text(record: dict[str, Any], column: str, where: str) -> str:

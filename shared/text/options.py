@@ -27,7 +27,9 @@ class CorpusConfig(TextConfig):
     text_column: str = "text"  # Column or key that holds the text.
     # Documents of one sequence do not attend to each other; off: each token sees all before it, also of other documents.
     isolate_documents: bool = False
-    streaming: bool = False  # Read and tokenise as training goes, in the order of the source, and keep nothing on disk.
+    streaming: bool = False  # Read and tokenise as training goes, and keep nothing on disk; see shuffle_window.
+    # With --streaming: shuffle the sequences within windows of so many. 0 keeps the order of the source.
+    shuffle_window: int = 0
     # Tokenizer on the Hub or in a folder; if not given, the model's, or a byte-level BPE trained on the text.
     tokenizer_name: str | None = None
     vocab_size: int = 4096  # Tokens of the BPE that is trained when there is no tokenizer.
@@ -39,8 +41,13 @@ class CorpusConfig(TextConfig):
             raise ConfigError(
                 "--streaming works with none of --preprocess_only, --validation_file and --validation_split_name"
             )
+        if self.streaming and self.mix_weights:
+            raise ConfigError("--mix_weights does not work with --streaming: drop one of them")
         if self.streaming and self.isolate_documents:
             raise ConfigError("--isolate_documents needs the ends of documents, which --streaming does not keep: drop one")
+        configs.require(self, "at least 0", "shuffle_window")
+        if self.shuffle_window and not self.streaming:
+            raise ConfigError("--shuffle_window is for --streaming; without it, the whole corpus is shuffled: drop it")
         if self.vocab_size < 300:
             raise ConfigError("--vocab_size must be at least 300: 256 bytes and the special tokens")
 

@@ -2,6 +2,7 @@
 
 import sys
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from shared.data.loader import cu_seqlens_of
+from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order, Row, permuted
 
 
@@ -43,11 +45,21 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class Packed:
-    """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart at each one."""
+    """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart at each one.
+
+    The sources of a mixture do not share rows. `sources` has the rows of each.
+    """
 
     def __init__(self, samples: Any, capacity: int) -> None:
         self.samples, self.capacity = samples, capacity
-        self.bins = best_fit_decreasing(samples.lengths, capacity)
+        self.bins: list[list[int]] = []
+        self.sources: dict[str, int] = {}
+        start = 0
+        for name, size in getattr(samples, "sources", {"": len(samples.lengths)}).items():
+            bins = best_fit_decreasing(samples.lengths[start : start + size], capacity)
+            self.bins += [[start + index for index in each] for each in bins]
+            self.sources[name] = len(bins)
+            start += size
         self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
         # Of equally long rows, the one with more conversations needs more memory: it has a mask.
         self.lengths = np.array([samples.lengths[b].sum() + 1 - 1 / len(b) for b in self.bins])
@@ -120,6 +132,20 @@ def _with_targets(batch: dict[str, np.ndarray]) -> Batch:
     """Adds the places of the labels that count. Looking for them on a device would wait for it."""
     batch["targets"] = np.flatnonzero(batch["labels"] != IGNORED)
     return {key: torch.from_numpy(value) for key, value in batch.items()}
+
+
+def rows_order(samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], *, packed: bool) -> Order:
+    """The order of rows in training. Rows that are not packed come in batches of similar lengths.
+
+    Args:
+        samples: has `lengths`; with `weights`, also `sources`.
+        weights: of a mixture's sources, or none.
+    """
+    if packed:
+        return training_order(samples, global_batch_size, seed, weights)
+    if weights:
+        return training_order(samples, global_batch_size, seed, weights, lengths=samples.lengths)
+    return GroupedOrder(len(samples), global_batch_size, seed, lengths=samples.lengths)
 
 
 @dataclass(frozen=True)

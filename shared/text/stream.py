@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shared.data import prepared
 from shared.data.loader import ToDevice, Window
-from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches
-from shared.data.records import Source
+from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
+from shared.data.records import Cursor, Source
 from shared.process.errors import ConfigError
-from shared.text.corpus import Tokenise, chunked, pieces, serialise
+from shared.process.printing import print_main
+from shared.text.corpus import Piece, Tokenise, chunked, pieces, serialise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Mark(NamedTuple):
+    """A place of the source at which reading can begin: the first record of a document."""
+
+    file: int = 0  # see `records.Cursor`
+    number: int = 0
+    offset: int = 0
+    document: int = 0  # documents before it
+    tokens: int = 0  # tokens to train on before it
+
+
+BEGIN = Mark()
 
 
 class Stream:
     """Sequences of a source that is read during training, for a corpus too large for the disk.
 
     Every rank reads and tokenises the same stream and keeps its own rows of each global batch, so the samples of a step
-    are the same on any number of processes. The order is the source's own. Has the interface of `loader.Loader`. No
-    tokens are kept, so resuming reads forward from the start.
+    are the same on any number of processes. The order is that of the source, shuffled within windows. Has the interface of
+    `loader.Loader`. No tokens are kept. Each step's place in the source goes into the checkpoints, so that resuming is a
+    jump where the source can be read from any record on.
+
+    Attributes:
+        place: of the checkpoint that the run continues from, as `Window.place` gave it.
     """
 
     def __init__(
@@ -41,27 +61,72 @@ class Stream:
         world_size: int,
         device: torch.device,
         validation_percent: float,
+        shuffle_window: int = 0,
+        seed: int = 0,
     ) -> None:
         self.source, self.tokenizer, self.seq_length = source, tokenizer, seq_length
         self.global_batch_size, self.per_device = global_batch_size, per_device
         self.rank, self.world_size, self.device = rank, world_size, device
         self._to_device = ToDevice(device)
         self.column, self.validation_percent = column, validation_percent
+        self.shuffle_window, self.seed = max(1, shuffle_window), seed
         self.unused: set[str] = set()  # columns of the records read so far
+        self.place: dict[str, Any] | None = None
 
     steps_per_epoch: int | None = None
 
-    def sequences(self, *, validation: bool) -> Iterator[np.ndarray]:
-        """[seq_length + 1] int64 token windows of one split; consecutive ones share a token."""
-        held = np.zeros(0, np.int64)
-        chunks = chunked(pieces(self.source, self.column, self.unused))
-        for tokens, lengths, _, documents, _ in map(Tokenise(self.tokenizer), chunks):
+    def sequences(
+        self, *, validation: bool, first: int = 0, mark: Mark = BEGIN, marks: list[Mark] | None = None
+    ) -> Iterator[np.ndarray]:
+        """[seq_length + 1] int64 token windows of one split; consecutive ones share a token.
+
+        Args:
+            validation: which split.
+            first: number of the first sequence.
+            mark: where to begin to read, before that sequence.
+            marks: later marks are added to it, when their tokens are read.
+        """
+        held, place = np.zeros(0, np.int64), mark.tokens
+        skip = first * self.seq_length - place
+        tokenise = Tokenise(self.tokenizer)
+        for begins, chunk in self._chunks(mark):
+            if marks is not None and begins is not None:
+                marks.append(begins._replace(tokens=place))
+            tokens, lengths, _, documents, _ = tokenise(chunk)
             chosen = is_validation(documents, self.validation_percent) == validation
-            held = np.concatenate([held, tokens[np.repeat(chosen, lengths)].astype(np.int64)])
+            kept = tokens[np.repeat(chosen, lengths)].astype(np.int64)
+            place += len(kept)
+            held = np.concatenate([held, kept[skip:]])
+            skip = max(0, skip - len(kept))
             count = (len(held) - 1) // self.seq_length
             for i in range(count):
                 yield held[i * self.seq_length : (i + 1) * self.seq_length + 1]
             held = held[max(0, count) * self.seq_length :]
+
+    def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
+        """Pieces from a mark on, as `corpus.chunked` gives them, and a mark if a record begins a document there."""
+        source, cursor = self.source, Cursor(mark.file, mark.number, mark.offset)
+        if (read_from := source.read_from) is not None:
+            source = replace(source, read=lambda: read_from(cursor))
+        begins: list[Mark | None] = []
+
+        def noted() -> Iterator[Piece]:
+            for piece in pieces(source, self.column, self.unused, mark.document):
+                can_begin = piece.is_first and read_from is not None
+                begins.append(Mark(cursor.file, cursor.number, cursor.offset, piece.document) if can_begin else None)
+                yield piece
+
+        for chunk in chunked(noted()):
+            yield begins[0], chunk
+            begins.clear()
+
+    def _shuffled(self, sequences: Iterator[np.ndarray], epoch: int, first: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(number, sequence), shuffled within each window of `shuffle_window`. The first one is number `first`."""
+        while window := list(islice(sequences, self.shuffle_window)):
+            key = (self.seed, epoch, first // self.shuffle_window)
+            for i in permute(np.arange(len(window)), len(window), key).tolist():
+                yield first + i, window[i]
+            first += len(window)
 
     def identity(self) -> str:
         """Changes when the samples do."""
@@ -96,35 +161,52 @@ class Stream:
         """
         from tqdm import tqdm
 
-        step = epoch = 0
+        step = epoch = first_step = 0  # the epoch's first
+        mark, stream = BEGIN, [self.identity(), self.global_batch_size, self.shuffle_window]
+        if start and self.place and self.place["stream"] == stream:
+            step, epoch, first_step, mark = start, self.place["epoch"], self.place["first_step"], Mark(*self.place["mark"])
+        if start:
+            where = f"document {mark.document:,}" if mark.document else "its start"
+            print_main(f"{self.source.name}: read from {where} on to step {start:,}, where the run continues")
         quiet = None if start and self.rank == 0 else True  # None: only on a terminal
-        forward = tqdm(total=start, desc="reading to the step to resume", unit=" steps", leave=False, disable=quiet)
+        forward = tqdm(
+            total=start, initial=step, desc="reading to the step to resume", unit=" steps", leave=False, disable=quiet
+        )
         while step < stop:
-            batch: list[np.ndarray] = []
-            first_step_of_epoch = step
-            for tokens in self.sequences(validation=False):
-                batch.append(tokens)
-                if len(batch) == self.global_batch_size:
-                    if step < start:
-                        forward.update()
-                    else:
-                        forward.close()
-                        yield self._window(batch, epoch, (step - first_step_of_epoch) * self.global_batch_size)
-                    step, batch = step + 1, []
-                    if step == stop:
-                        return
-            if step == first_step_of_epoch:
+            begun, first = step, (step - first_step) * self.global_batch_size
+            marks, window = [mark], first - first % self.shuffle_window
+            sequences = self.sequences(validation=False, first=window, mark=mark, marks=marks)
+            batch: list[tuple[int, np.ndarray]] = []
+            for sequence in islice(self._shuffled(sequences, epoch, window), first - window, None):
+                batch.append(sequence)
+                if len(batch) < self.global_batch_size:
+                    continue
+                step, first = step + 1, first + self.global_batch_size
+                if step > start:
+                    forward.close()
+                    window = first - first % self.shuffle_window
+                    while len(marks) > 1 and marks[1].tokens <= window * self.seq_length:
+                        del marks[0]
+                    place = {"stream": stream, "epoch": epoch, "first_step": first_step, "mark": list(marks[0])}
+                    yield self._window(batch, epoch, place if self.source.read_from else None)
+                else:
+                    forward.update()
+                batch = []
+                if step == stop:
+                    return
+            if step == begun == first_step:
                 raise ConfigError(f"{self.source.name}: less than one global batch of {self.global_batch_size} sequences")
-            epoch += 1
+            epoch, first_step, mark = epoch + 1, step, BEGIN
 
-    def _window(self, sequences: list[np.ndarray], epoch: int, first: int) -> Window:
+    def _window(self, sequences: list[tuple[int, np.ndarray]], epoch: int, place: dict[str, Any] | None) -> Window:
         split = micro_batches(np.arange(len(sequences)), self.rank, self.world_size, self.per_device)
-        rows = [torch.from_numpy(np.stack([sequences[i] for i in indices])) for indices in split]
+        rows = [torch.from_numpy(np.stack([sequences[i][1] for i in indices])) for indices in split]
         if self.device.type == "cuda":
             rows = [tokens.pin_memory() for tokens in rows]
         on_device = [batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])]
         batches = [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in on_device]
-        return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, split + first)
+        numbers = np.array([number for number, _ in sequences])[split]
+        return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, numbers, place=place)
 
 
 class Rows(list[Row]):

@@ -178,7 +178,7 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
             pq.write_table(pa.Table.from_pylist([columns | row for row in rows]), path := tmp_path / "data/train.parquet")
         else:
             (path := tmp_path / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = {"dataset_name": str(path.parent)} if request.param == "datasets" else {"train_file": (str(path),)}
+        source = {"dataset_name": (str(path.parent),)} if request.param == "datasets" else {"train_file": (str(path),)}
         config = ChatConfig(**source, seq_length=96, **options)
         folder = chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
         return chat.describe(chat.Conversations(folder, "train"), config)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared.models import attention
 from shared.models.loss import causal_lm_loss
 from shared.process.errors import ConfigError
 from shared.text import corpus
@@ -25,6 +26,7 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, t
     The loss of sequences is that of their documents alone, and still counts the first token of the next document.
     """
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
+    monkeypatch.setattr(attention, "_form", attention.Form(flat=flat))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     folder = corpus.prepare(CorpusConfig(train_file=(str(text_file),)), tokenizer)
     train, validation, _ = corpus.open_splits(folder, 64, 5, isolate=True)
@@ -40,7 +42,7 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, t
                 expected = expected + F.cross_entropy(logits, tokens[start + 1 : end + 1], reduction="sum")
             parts += len(bounds) - 1
         assert parts > 3
-        torch.testing.assert_close(causal_lm_loss(model, collate_packed(rows, flat=flat)), expected)
+        torch.testing.assert_close(causal_lm_loss(model, collate_packed(rows)), expected)
 
 
 def test_pretraining_says_whether_documents_see_each_other(text_file, tiny_model, tmp_path, capsys):

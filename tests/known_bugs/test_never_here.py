@@ -199,7 +199,7 @@ def test_a_validation_folder_without_the_first_class_has_the_class_numbers_of_tr
     for split, names in (("train", ("cat", "dog", "owl")), ("val", ("dog", "owl"))):
         for kind, name in enumerate(names):
             paint(tmp_path / "data" / split / name / "0.png", kind, 0, (8, 8))
-    data = files.prepare(ImageConfig(train_dir=tmp_path / "data"))
+    data = files.prepare(ImageConfig(train_dir=(tmp_path / "data",)))
     found = [(data.validation.where(i).split("/")[-2], int(data.validation[i]["labels"])) for i in range(2)]
     assert data.classes == ("cat", "dog", "owl") and found == [("dog", 1), ("owl", 2)]
 

@@ -226,20 +226,16 @@ TURNS = [("system", "be brief"), ("user", "a line"), ("assistant", "says what"),
     [
         pytest.param(processing_llama4.chat_template, "<|eot|>", id="llama4"),
         pytest.param(Qwen2AudioProcessor.default_chat_template.fget(None), "<|im_end|>", id="qwen2_audio"),
-        pytest.param(processing_smolvlm.DEFAULT_CHAT_TEMPLATE, None, id="smolvlm"),
+        pytest.param(processing_smolvlm.DEFAULT_CHAT_TEMPLATE, "<end_of_utterance>", id="smolvlm"),
     ],
 )
-def test_a_chat_template_learns_answers_and_their_ends(template: str, end: str | None, tiny_model: Any) -> None:
+def test_a_chat_template_learns_answers_and_their_ends(template: str, end: str, tiny_model: Any) -> None:
     """Found here in 2026: a template for lists of parts left out all text, and the loss counted the ends of turns alone."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = template
     marks = re.findall(r"<\|\w+\|>|<end_of_utterance>", template)
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(marks))})
     example = Example([{"role": role, "content": content} for role, content in TURNS])
-    if end is None:
-        with pytest.raises(ConfigError, match="the chat template leaves out what the assistant says"):
-            Encoder(tokenizer, "assistant")(example, "here")
-        return
     ids, learned = Encoder(tokenizer, "assistant")(example, "here")
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1)
     texts = [str(tokenizer.decode([ids[i] for i in run])).strip() for run in runs if learned[run[0]]]

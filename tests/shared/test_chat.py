@@ -19,7 +19,7 @@ from shared.data.records import read_records
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.encoder import Encoder
-from shared.text.forms import Example, read_example, recognise
+from shared.text.forms import Example, read_example, recognise, unused
 from shared.text.options import ChatConfig
 from shared.text.packing import GroupedOrder, Packed, best_fit_decreasing, collate_packed, collate_padded
 from tests.conftest import put_a_token_before_texts
@@ -282,6 +282,84 @@ def test_a_conversation_that_the_assistant_begins(chatml):
         chatml.chat_template = template
         ids, mask = Encoder(chatml, "assistant")(Example(TURNS[2:]), "here")
         assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+
+
+PARTS = CHATML.replace("m['content'] + ", "m['content'][0]['text'] + ")
+SWITCHED = (  # thoughts are written in the last answer alone; without them the generation prompt closes them at once
+    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.asked %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [PARTS, SWITCHED, CHATML], ids=["parts", "thinking", "chatml"])
+@pytest.mark.parametrize("thinks", [None, False, True])
+def test_an_answer_follows_the_generation_prompt_token_by_token(chatml, template, thinks):
+    chatml.chat_template = template
+    turns = [*TURNS[:4], TURNS[4] | ({"reasoning_content": "it saw more"} if thinks else {})]
+    given = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
+    encoder = Encoder(chatml, "assistant")
+    example = read_example({"messages": turns} | given, "chat messages", "here")
+    ids, learned = encoder(example, "here")
+
+    def render(count, **options):
+        told = [
+            {**t, "content": [{"type": "text", "text": t["content"]}]} if template == PARTS else t for t in turns[:count]
+        ]
+        text = chatml.apply_chat_template(told, tokenize=False, **options, **given.get("chat_template_kwargs", {}))
+        return chatml(text, add_special_tokens=False)["input_ids"]
+
+    whole = render(5)
+    assert ids == whole[: len(ids)] and chatml.decode(whole[len(ids) :]).strip() == ""
+    answers = [run for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1) if learned[run[0]]]
+    unlike = []
+    for count, run in zip((2, 4), answers, strict=True):
+        prompt = render(count, add_generation_prompt=True)
+        if ids[: run[0]] != prompt:
+            unlike.append(f"here, message {count + 1}")
+    assert [place.split(", as")[0] for place in encoder.unlike] == unlike
+    assert unlike == ([] if template != SWITCHED else ["here, message 3"] if thinks is not None else unlike)
+    if template == SWITCHED and thinks is None:  # "\n\n" is one token here or not, as the tokenizer has it
+        assert "here, message 3" in unlike
+
+
+def test_what_enable_thinking_would_mend_is_said(chatml, tmp_path, monkeypatch, capsys):
+    closed = "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>\n' }}"
+    chatml.chat_template = CHATML.replace("m['content']", "'<think></think>' * (m['role'] == 'assistant') + m['content']")
+    chatml.chat_template = chatml.chat_template.replace("assistant\n' }}", "assistant\n' }}" + closed)
+    path = tmp_path / "data.jsonl"
+    path.write_text((json.dumps({"messages": TURNS[1:3]}) + "\n") * 30)
+    prepared(chatml, path, tmp_path, monkeypatch)
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "warning: 30 answers are learned after other tokens than the template's generation prompt gives at inference" in said
+    )
+    assert 'message 2, as it does with "chat_template_kwargs": {"enable_thinking": false}' in said
+    path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
+    prepared(chatml, path, tmp_path, monkeypatch)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_options_of_the_template_that_it_does_not_read_are_named(chatml):
+    record = {"messages": TURNS, "chat_template_kwargs": json.dumps({"enable_thinking": False})}
+    example = read_example(record, "chat messages", "here")
+    assert unused(record, "chat messages", example, CHATML) == ["enable_thinking (of chat_template_kwargs)"]
+    assert unused(record, "chat messages", example, SWITCHED) == []
+    with pytest.raises(ConfigError, match=r"^here: 'chat_template_kwargs' is a str, expected an object"):
+        read_example(record | {"chat_template_kwargs": "yes"}, "chat messages", "here")
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json", "chat_template.jinja", None])
+def test_the_template_of_a_processor_is_found(tiny_model, tmp_path, file):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    if file:
+        (tmp_path / file).write_text(PARTS if file.endswith("jinja") else json.dumps({"chat_template": PARTS}))
+    assert chat.load_tokenizer(str(tmp_path)).chat_template == (PARTS if file else None)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Text to tokens: what is stored is what was written, and sequences tile it."""
 
+import gzip
 import json
+import random
 
 import numpy as np
 import pyarrow as pa
@@ -9,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from shared.data import records
-from shared.data.order import is_validation
+from shared.data import files, records
+from shared.data.order import is_validation, permute
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from shared.text.stream import Stream
-from tests.conftest import put_a_token_before_texts
+from tests.conftest import put_a_token_before_texts, sentence
 
 
 @pytest.fixture
@@ -227,10 +229,10 @@ def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monke
     assert tokenizer.decode(row["input_ids"]) == "<0><65535>" * 8
 
 
-def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", percent=5):
+def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0):
     source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
     loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
-    batch = {"global_batch_size": 4, "validation_percent": percent}
+    batch = {"global_batch_size": 4, "validation_percent": percent, "shuffle_window": window, "seed": seed}
     return Stream(source, tokenizer, length, column=column, **batch, **loading)
 
 
@@ -285,3 +287,146 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
     with pytest.raises(ConfigError, match=message):
         prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     assert not list((tmp_path / "cache/corpus").iterdir())
+
+
+# A stream that continues -----------------------------------------------------------------------------------------------
+
+
+def write_documents(folder, form, texts):
+    """`texts` in two files of a form, with blank lines and line ends of all kinds in JSON lines."""
+    folder.mkdir()
+    for part, some in enumerate((texts[:70], texts[70:])):
+        path = folder / f"{part}.{form}"
+        lines = [json.dumps({"text": text}, ensure_ascii=False) for text in some]
+        if form == "parquet":
+            pq.write_table(pa.table({"text": some}), path, row_group_size=10)
+        elif form == "json":
+            path.write_text(f"[{','.join(lines)}]")
+        elif form == "csv":
+            path.write_text("text\n" + "".join(f'"{text}"\n' for text in some))
+        elif form == "txt":
+            for number, text in enumerate(some):
+                (folder / f"{part}-{number:03d}.txt").write_text(text)
+        else:
+            content = "\ufeff" + "".join(line + ("\n", "\r\n", "\n \n")[n % 3] for n, line in enumerate(lines))
+            path.write_bytes(gzip.compress(content.encode()) if form.endswith("gz") else content.encode())
+    return folder
+
+
+def plain(windows):
+    return [[batch["input_ids"].tolist() for batch in window.micro_batches] for window in windows]
+
+
+@pytest.mark.parametrize("window", [0, 8, 30])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt"])
+def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypatch, capsys, form, window):
+    """Killed after any step, with the place through JSON as checkpoints do: the same samples, and little is read again."""
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2000)
+    rng = random.Random(0)
+    texts = [("é " if n % 5 == 0 else "") + sentence(rng, rng.randint(1, 90)) for n in range(140)]
+    texts[3] = texts[75] = ""
+    folder = write_documents(tmp_path / "data", form, texts)
+    whole = list(make_stream(folder, tokenizer, 0, 1, window=window).windows(0, 150))
+    assert [w.epoch for w in whole][-1] == 1
+    read = []
+    monkeypatch.setattr(
+        corpus.records, "split_text", lambda blocks, split=records.split_text: read.append(1) or split(blocks)
+    )
+    for step in (1, 7, 50, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 120, 149):
+        stream = make_stream(folder, tokenizer, 0, 1, window=window)
+        stream.place = json.loads(json.dumps(whole[step - 1].place))
+        capsys.readouterr()
+        read.clear()
+        windows = stream.windows(step, step + 1)
+        assert plain(windows) == plain(whole[step : step + 1])
+        said = capsys.readouterr().err
+        assert f"on to step {step}, where the run continues\n" in said
+        assert ("has no index, so it is read from its start to record" in said) == (
+            form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
+        )
+        assert len(read) < (40, 80)[form == "txt"]  # documents
+    later = make_stream(folder, tokenizer, 0, 1, window=window)
+    later.place = whole[99].place
+    again = list(later.windows(100, 150))
+    assert plain(again) == plain(whole[100:]) and [w.place for w in again] == [w.place for w in whole[100:]]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path, monkeypatch, form):
+    rng = random.Random(0)
+    path = tmp_path / f"text.{form}"
+    rows = [{"text": sentence(rng, 60)} for _ in range(8000)]
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=250, use_dictionary=False)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2**14)
+    size, read = len(rows) if form == "parquet" else path.stat().st_size, []
+
+    class Counted(files.DataFile):
+        def readinto(self, buffer):
+            read.append(super().readinto(buffer))
+            return read[-1]
+
+    monkeypatch.setattr(records, "DataFile", Counted)
+    batches = pq.ParquetFile.iter_batches
+
+    def counted(self, **options):
+        for batch in batches(self, **options):
+            read.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    (*_, last) = make_stream(path, tokenizer, 0, 1, length=256).windows(0, 250)
+    assert sum(read) > size / 2
+    read.clear()
+    stream = make_stream(path, tokenizer, 0, 1, length=256)
+    stream.place = last.place
+    jumped = plain(stream.windows(250, 251))
+    assert 0 < sum(read) < size / 7
+    read.clear()
+    stream.place = None
+    assert plain(stream.windows(250, 251)) == jumped and sum(read) > size / 2
+
+
+def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer):
+    """Against a plain reference: the sequences of the source, cut into windows, each permuted."""
+    source = [tokens.tolist() for tokens in make_stream(text_file, tokenizer, 0, 1).sequences(validation=False)]
+    each = len(source) // 4
+
+    def rows(seed, window, rank=0, world=1, start=0):
+        stream = make_stream(text_file, tokenizer, rank, world, window=window, seed=seed)
+        windows = list(stream.windows(start, 2 * each))
+        return [[row for batch in plain([w])[0] for row in batch] for w in windows], windows
+
+    for seed, window in ((0, 10), (1, 10), (0, 1000)):
+        steps, windows = rows(seed, window)
+        for epoch in (0, 1):
+            order = []
+            for number, first in enumerate(range(0, len(source), window)):
+                size = len(source[first : first + window])
+                order += [first + i for i in permute(np.arange(size), size, (seed, epoch, number))]
+            flat = [row for step in steps[epoch * each : (epoch + 1) * each] for row in step]
+            assert flat == [source[i][:-1] for i in order[: len(flat)]] != [tokens[:-1] for tokens in source[: len(flat)]]
+            assert sorted(order) == list(range(len(source)))
+            used = [int(i) for w in windows[epoch * each : (epoch + 1) * each] for i in w.indices.flat]
+            assert used == order[: len(used)]
+        halves = [rows(seed, window, rank, 2)[0] for rank in (0, 1)]
+        for one, first, second in zip(steps, *halves, strict=True):
+            assert sorted(one) == sorted(first + second)
+        assert rows(seed, window, start=each + 3)[0] == steps[each + 3 :]
+    assert rows(0, 10)[0] != rows(1, 10)[0]
+    with pytest.raises(ConfigError, match="--shuffle_window is for --streaming"):
+        CorpusConfig(shuffle_window=10)
+
+
+def test_a_place_of_another_stream_is_not_taken(text_file, tokenizer, tmp_path):
+    """Of other data, or of other settings that --allow_changed lets pass: it reads from the start, and is right."""
+    (*_, last) = make_stream(text_file, tokenizer, 0, 1).windows(0, 20)
+    other = tmp_path / "text.jsonl"
+    other.write_text("".join(reversed(text_file.read_text().splitlines(keepends=True))) + '{"text": "one more"}\n')
+    for path, options in ((other, {}), (text_file, {"window": 5}), (text_file, {"percent": 9})):
+        stream = make_stream(path, tokenizer, 0, 1, **options)
+        expected = plain(make_stream(path, tokenizer, 0, 1, **options).windows(0, 25))[20:]
+        stream.place = last.place
+        assert plain(stream.windows(20, 25)) == expected

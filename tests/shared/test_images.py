@@ -265,7 +265,7 @@ def test_train_and_val_folders_are_found(tmp_path, validation):
     class_folders(tmp_path / "train", {"cat": 3, "dog": 2})
     class_folders(tmp_path / validation, {"cat": 1, "dog": 2})
     class_folders(tmp_path / "test", {"bird": 1})  # is not looked at
-    data = prepare(ImageConfig(train_dir=tmp_path))
+    data = prepare(ImageConfig(train_dir=(tmp_path,)))
     assert data.classes == ("cat", "dog")
     assert names(data) == {"cat": ["cat00.png", "cat01.png", "cat02.png"], "dog": ["dog00.png", "dog01.png"]}
     assert names(data, "validation") == {"cat": ["cat00.png"], "dog": ["dog00.png", "dog01.png"]}
@@ -275,7 +275,7 @@ def test_train_and_val_folders_are_found(tmp_path, validation):
 
 def test_a_share_of_each_class_is_held_out(tmp_path):
     class_folders(tmp_path, {"cat": 10, "dog": 4})
-    data = prepare(ImageConfig(train_dir=tmp_path, validation_split_percentage=25))
+    data = prepare(ImageConfig(train_dir=(tmp_path,), validation_split_percentage=25))
     train, validation = names(data), names(data, "validation")
     assert {label: len(files) for label, files in validation.items()} == {"cat": 2, "dog": 1}
     assert {label: len(files) for label, files in train.items()} == {"cat": 8, "dog": 3}
@@ -285,7 +285,7 @@ def test_a_share_of_each_class_is_held_out(tmp_path):
 
 def test_classes_that_are_numbers_are_in_their_order_and_before_names(tmp_path):
     class_folders(tmp_path, {"10": 2, "9": 2, "b": 2, "100": 2, "B": 2})
-    assert prepare(ImageConfig(train_dir=tmp_path)).classes == ("9", "10", "100", "B", "b")
+    assert prepare(ImageConfig(train_dir=(tmp_path,))).classes == ("9", "10", "100", "B", "b")
 
 
 def test_nested_folders_count_for_their_class_and_hidden_or_other_files_do_not(tmp_path):
@@ -297,7 +297,7 @@ def test_nested_folders_count_for_their_class_and_hidden_or_other_files_do_not(t
     put(tmp_path / "beside.png")
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     (tmp_path / "cat" / ".DS_Store").write_text("no image")
-    data = prepare(ImageConfig(train_dir=tmp_path, validation_split_percentage=50))
+    data = prepare(ImageConfig(train_dir=(tmp_path,), validation_split_percentage=50))
     both_parts = {k: sorted(names(data)[k] + names(data, "validation")[k]) for k in data.classes}
     assert both_parts == {"cat": ["cat00.png", "x.PNG"], "dog": ["dog00.png", "dog01.png"]}
 
@@ -305,7 +305,7 @@ def test_nested_folders_count_for_their_class_and_hidden_or_other_files_do_not(t
 def test_a_class_without_validation_images_is_a_warning(tmp_path, capsys):
     class_folders(tmp_path / "train", {"cat": 2, "dog": 2, "eel": 2})
     class_folders(tmp_path / "val", {"cat": 1})
-    data = prepare(ImageConfig(train_dir=tmp_path))
+    data = prepare(ImageConfig(train_dir=(tmp_path,)))
     assert (data.classes, len(data.validation)) == (("cat", "dog", "eel"), 1)
     assert "warning: no validation image of 2 of 3 classes ('dog' for one)" in capsys.readouterr().err
 
@@ -326,7 +326,7 @@ def test_folders_that_cannot_serve_say_why(tmp_path, train, val, message):
         for label in counts:
             (tmp_path / part / label).mkdir(parents=True)
         class_folders(tmp_path / part, counts)
-    assert refused(train_dir=tmp_path).startswith(f"{tmp_path}{message}")
+    assert refused(train_dir=(tmp_path,)).startswith(f"{tmp_path}{message}")
 
 
 # Bad images ----------------------------------------------------------------------------------------------------------
@@ -344,14 +344,14 @@ def with_bad(tmp_path):
 
 def test_bad_images_end_the_run_before_it_starts(with_bad):
     expected = f"{with_bad}/train/cat/cat02.png: the file is empty, and 2 more cannot be read; --skip_bad_images"
-    assert refused(train_dir=with_bad).startswith(expected)
+    assert refused(train_dir=(with_bad,)).startswith(expected)
     put(with_bad / "train" / "dog" / "dog01.png")
     put(with_bad / "val" / "dog" / "dog00.png")
-    assert "more" not in refused(train_dir=with_bad)
+    assert "more" not in refused(train_dir=(with_bad,))
 
 
 def test_bad_images_are_left_out_and_counted_on_demand(with_bad, capsys):
-    data = prepare(ImageConfig(train_dir=with_bad, skip_bad_images=True))
+    data = prepare(ImageConfig(train_dir=(with_bad,), skip_bad_images=True))
     assert names(data) == {
         "cat": ["cat00.png", "cat01.png", "cat03.png"],
         "dog": ["dog00.png", "dog02.png", "dog03.png"],
@@ -363,12 +363,12 @@ def test_bad_images_are_left_out_and_counted_on_demand(with_bad, capsys):
     )
     assert data.about.endswith("; 3 that cannot be read are left out")
     with pytest.raises(ConfigError):  # what was seen is remembered, the flag is not
-        prepare(ImageConfig(train_dir=with_bad))
+        prepare(ImageConfig(train_dir=(with_bad,)))
 
 
 def test_an_image_that_goes_bad_later_names_its_path(tmp_path):
     class_folders(tmp_path, {"cat": 3, "dog": 3})
-    data = prepare(ImageConfig(train_dir=tmp_path))
+    data = prepare(ImageConfig(train_dir=(tmp_path,)))
     Path(data.train.where(1)).unlink()
     with pytest.raises(ConfigError) as error:
         data.train[1]
@@ -389,7 +389,7 @@ def reads(monkeypatch):
 
 def test_a_second_run_reads_no_image_again(tmp_path, reads):
     class_folders(tmp_path, {"cat": 3, "dog": 3})
-    config = ImageConfig(train_dir=tmp_path)
+    config = ImageConfig(train_dir=(tmp_path,))
     first = prepare(config)
     assert len(reads) == 6
     second = prepare(config)
@@ -401,13 +401,13 @@ def test_a_second_run_reads_no_image_again(tmp_path, reads):
 @pytest.mark.parametrize("change", ["content", "time", "new", "gone", "moved"])
 def test_a_change_of_any_file_has_all_read_again(tmp_path, reads, change):
     class_folders(tmp_path, {"cat": 4, "dog": 4})
-    config = ImageConfig(train_dir=tmp_path)
+    config = ImageConfig(train_dir=(tmp_path,))
     prepare(config)
     del reads[:]
     file = tmp_path / "cat" / "cat01.png"
     if change == "content":
         file.write_text("damaged")
-        assert str(file) in refused(train_dir=tmp_path)
+        assert str(file) in refused(train_dir=(tmp_path,))
     else:
         if change == "time":
             os.utime(file, ns=(10**18, 10**18))
@@ -423,21 +423,21 @@ def test_a_change_of_any_file_has_all_read_again(tmp_path, reads, change):
 
 def test_the_identity_depends_neither_on_times_nor_on_the_place(tmp_path):
     class_folders(tmp_path / "a", {"cat": 4, "dog": 4})
-    first = prepare(ImageConfig(train_dir=tmp_path / "a"))
+    first = prepare(ImageConfig(train_dir=(tmp_path / "a",)))
     os.utime(tmp_path / "a" / "cat" / "cat01.png", ns=(10**18, 10**18))
-    assert prepare(ImageConfig(train_dir=tmp_path / "a")).identity == first.identity
+    assert prepare(ImageConfig(train_dir=(tmp_path / "a",))).identity == first.identity
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert prepare(ImageConfig(train_dir=tmp_path / "b")).identity == first.identity
+    assert prepare(ImageConfig(train_dir=(tmp_path / "b",))).identity == first.identity
 
 
 def test_the_identity_changes_with_labels_contents_and_split(tmp_path):
     class_folders(tmp_path, {"cat": 10, "dog": 10})
-    seen = {prepare(ImageConfig(train_dir=tmp_path)).identity}
-    seen.add(prepare(ImageConfig(train_dir=tmp_path, validation_split_percentage=40)).identity)
+    seen = {prepare(ImageConfig(train_dir=(tmp_path,))).identity}
+    seen.add(prepare(ImageConfig(train_dir=(tmp_path,), validation_split_percentage=40)).identity)
     put(tmp_path / "cat" / "cat01.png", size=20)
-    seen.add(prepare(ImageConfig(train_dir=tmp_path)).identity)
+    seen.add(prepare(ImageConfig(train_dir=(tmp_path,))).identity)
     (tmp_path / "cat" / "cat01.png").rename(tmp_path / "dog" / "cat01.png")
-    seen.add(prepare(ImageConfig(train_dir=tmp_path)).identity)
+    seen.add(prepare(ImageConfig(train_dir=(tmp_path,))).identity)
     assert len(seen) == 4
 
 
@@ -512,8 +512,8 @@ def test_validation_images_within_the_training_folder_are_no_class(tmp_path, cap
         paint(tmp_path / folder / "1.png", 0, 1, (8, 8))
         paint(tmp_path / folder / "2.png", 0, 2, (8, 8))
     with pytest.raises(ConfigError, match=f"{tmp_path}/check: lies within {tmp_path}, whose folders are all trained on"):
-        prepare(ImageConfig(train_dir=tmp_path, validation_dir=tmp_path / "check"))
-    prepare(ImageConfig(train_dir=tmp_path / "check", validation_dir=tmp_path / "check"))
+        prepare(ImageConfig(train_dir=(tmp_path,), validation_dir=tmp_path / "check"))
+    prepare(ImageConfig(train_dir=(tmp_path / "check",), validation_dir=tmp_path / "check"))
     assert "warning: 4 of the 4 images to validate on are trained on, too" in capsys.readouterr().err
 
 
@@ -579,7 +579,7 @@ def table(tmp_path, monkeypatch):
 def test_a_data_set_with_its_own_validation_split(tmp_path, table):
     name = table(tmp_path / "set", "train", [0, 1, 0, 1])
     table(tmp_path / "set", "validation", [1, 1, 0])
-    data = prepare(ImageConfig(dataset_name=name))
+    data = prepare(ImageConfig(dataset_name=(name,)))
     assert data.classes == ("cat", "dog")
     assert data.train.index[:, 1].tolist() == [1, 0, 1, 0]
     assert [data.classes[int(data.validation[i]["labels"])] for i in range(3)] == ["cat", "cat", "dog"]
@@ -593,21 +593,21 @@ def test_a_data_set_with_its_own_validation_split(tmp_path, table):
 def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):
     name = table(tmp_path / "set", "train", [0, 1] * 4)
     table(tmp_path / "set", "test", [0, 1])
-    data = prepare(ImageConfig(dataset_name=name, validation_split_percentage=25))
+    data = prepare(ImageConfig(dataset_name=(name,), validation_split_percentage=25))
     assert (len(data.train), len(data.validation)) == (6, 2)
-    named = prepare(ImageConfig(dataset_name=name, validation_split_name="test"))
+    named = prepare(ImageConfig(dataset_name=(name,), validation_split_name="test"))
     assert (len(named.train), len(named.validation)) == (8, 2)
     assert named.validation.where(0) == f"{name}:test: row 0"
-    assert "no split 'val' (has: train, test)" in refused(dataset_name=name, validation_split_name="val")
-    other = prepare(ImageConfig(dataset_name=name, train_split_name="test", validation_split_name="train"))
+    assert "no split 'val' (has: train, test)" in refused(dataset_name=(name,), validation_split_name="val")
+    other = prepare(ImageConfig(dataset_name=(name,), train_split_name="test", validation_split_name="train"))
     assert (len(other.train), len(other.validation)) == (2, 8)
-    assert "no split 'all' (has: train, test)" in refused(dataset_name=name, train_split_name="all")
+    assert "no split 'all' (has: train, test)" in refused(dataset_name=(name,), train_split_name="all")
 
 
 def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):
     name = table(tmp_path / "set", "train", [0, 1] * 4, bad={3: b"damaged", 6: None})
-    assert refused(dataset_name=name).startswith(f"{name}:train: row 3: not an image, and 1 more cannot be read; ")
-    data = prepare(ImageConfig(dataset_name=name, skip_bad_images=True))
+    assert refused(dataset_name=(name,)).startswith(f"{name}:train: row 3: not an image, and 1 more cannot be read; ")
+    data = prepare(ImageConfig(dataset_name=(name,), skip_bad_images=True))
     rows = [part.where(i) for part in (data.train, data.validation) for i in range(len(part))]
     assert sorted(rows) == [f"{name}:train: row {i}" for i in (0, 1, 2, 4, 5, 7)]
 
@@ -615,13 +615,15 @@ def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):
 def test_a_data_set_that_cannot_serve_says_why(tmp_path, table):
     for label in (-1, None):
         name = table(tmp_path / str(label), "train", [0, label, 1])
-        assert refused(dataset_name=name) == f"{name}:train: row 1: the label is {label}, expected a class"
+        assert refused(dataset_name=(name,)) == f"{name}:train: row 1: the label is {label}, expected a class"
     name = table(tmp_path / "set", "validation", [0, 1])
-    assert refused(dataset_name=name) == f"--dataset_name {name}: no split 'train' (has: validation)"
-    assert refused(dataset_name=str(tmp_path / "none")).startswith(f"--dataset_name {tmp_path}/none: ")
+    assert refused(dataset_name=(name,)) == f"--dataset_name {name}: no split 'train' (has: validation)"
+    assert refused(dataset_name=(str(tmp_path / "none"),)).startswith(f"--dataset_name {tmp_path}/none: ")
     name = table(tmp_path / "other", "train", [0, 1])
-    assert refused(dataset_name=name, image_column="label") == f"--dataset_name {name}: the column 'label' holds no images"
-    assert refused(dataset_name=name, label_column="x").startswith(f"{name}: no column 'x' (has: image, label)")
+    assert (
+        refused(dataset_name=(name,), image_column="label") == f"--dataset_name {name}: the column 'label' holds no images"
+    )
+    assert refused(dataset_name=(name,), label_column="x").startswith(f"{name}: no column 'x' (has: image, label)")
 
 
 # The split -----------------------------------------------------------------------------------------------------------
@@ -656,7 +658,7 @@ def test_a_class_is_split_without_regard_to_the_others(labels, percent, other):
 
 def test_classes_are_renumbered_as_a_model_numbers_them(tmp_path):
     class_folders(tmp_path, {"cat": 2, "dog": 3, "eel": 4})
-    data = prepare(ImageConfig(train_dir=tmp_path))
+    data = prepare(ImageConfig(train_dir=(tmp_path,)))
     other = data.numbered_as(("eel", "cat", "dog"))
     assert other.classes == ("eel", "cat", "dog")
     assert (names(other), names(other, "validation")) == (names(data), names(data, "validation"))

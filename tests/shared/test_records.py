@@ -287,7 +287,7 @@ def test_the_same_file_for_training_and_validation_is_taken_at_its_word(tmp_path
 
 def test_a_folder_that_datasets_loads_is_read_with_its_rows_numbered(tmp_path):
     write(tmp_path, "train.jsonl", '{"text": "a"}\n{"text": "b"}\n')
-    train, validation = open_sources(CorpusConfig(dataset_name=str(tmp_path)), demo=DEMO, streaming=True)
+    train, validation = open_sources(CorpusConfig(dataset_name=(str(tmp_path),)), demo=DEMO, streaming=True)
     assert validation is None
     assert list(train.read()) == [(f"{tmp_path}:train: row 0", {"text": "a"}), (f"{tmp_path}:train: row 1", {"text": "b"})]
 
@@ -329,7 +329,7 @@ def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error
         from_hub(SimpleNamespace(__name__="AutoModel", from_pretrained=fail), "org/name")
     assert raised.value.exit_code == (1 if expected else 2)
     with pytest.raises(CleanExit) as raised:
-        images.prepare(ImageConfig(dataset_name="org/name"))
+        images.prepare(ImageConfig(dataset_name=("org/name",)))
     assert raised.value.exit_code == (1 if expected else 2)
 
 
@@ -338,10 +338,10 @@ def test_splits_of_a_data_set_are_chosen_by_name(tmp_path):
         write(tmp_path, f"{split}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
     files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train_sft", "test_sft"))
     write(tmp_path, "README.md", f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
-    named = {"dataset_name": str(tmp_path), "train_split_name": "train_sft"}
+    named = {"dataset_name": (str(tmp_path),), "train_split_name": "train_sft"}
     train, validation = open_sources(CorpusConfig(**named, validation_split_name="test_sft"), demo=DEMO)
     assert [[record["text"] for _, record in source.read()] for source in (train, validation)] == [["a", "b"], ["c"]]
     assert train.identity() != validation.identity()
     assert open_sources(CorpusConfig(**named), demo=DEMO)[1] is None
     with pytest.raises(ConfigError, match=r'\(split train\): Unknown split "train"'):
-        list(open_sources(CorpusConfig(dataset_name=str(tmp_path)), demo=DEMO)[0].read())
+        list(open_sources(CorpusConfig(dataset_name=(str(tmp_path),)), demo=DEMO)[0].read())

@@ -144,8 +144,9 @@ def _losses(folder):
     return list(Run(folder, 0, "").losses.values())
 
 
-def test_streaming_sees_the_same_on_any_world_size(text_file, tiny_model, tmp_path):
+def test_streaming_sees_the_same_on_any_world_size_and_after_a_kill(text_file, tiny_model, tmp_path):
     flags = (
+        *("--shuffle_window", 6),
         *("--train_file", text_file, "--streaming", "--model_name_or_path", tiny_model, "--seq_length", 32),
         *("--global_batch_size", 4, "--per_device_train_batch_size", 2, "--max_steps", 6, "--save_steps", 3),
         *("--optim", "adamw", "--eval_samples", 4, "--save_total_limit", 5),
@@ -156,6 +157,13 @@ def test_streaming_sees_the_same_on_any_world_size(text_file, tiny_model, tmp_pa
     start = tmp_path / "one" / "checkpoint-000003"
     resumed = run("pretrain", tmp_path / "resumed", *flags, "--resume_from_checkpoint", start)
     assert resumed.losses == {step: loss for step, loss in one.losses.items() if step > 3}
+    killed = run("pretrain", tmp_path / "killed", *flags, check=False, env={"TEMPLATES_FAULT": "update:kill@5"})
+    assert killed.returncode and not (killed.folder / "final").exists()
+    killed = run("pretrain", tmp_path / "killed", *flags)
+    assert "text.jsonl: read from its start on to step 3, where the run continues" in killed.output
+    assert killed.losses == one.losses
+    for name, weight in one.weights().items():
+        assert torch.equal(killed.weights()[name], weight) and torch.equal(resumed.weights()[name], weight)
 
 
 def test_tokens_are_prepared_once(text_file, tmp_path, monkeypatch):

@@ -1,0 +1,152 @@
+"""What the templates do with each model family: the table of docs/families.md.
+
+    python benchmarks/families.py                      # all families, some minutes
+    python benchmarks/families.py qwen3_5 gpt_oss      # these only, printed
+
+Each family is a small checkpoint with random weights (tests/model_families.py) that templates/lora_finetune.py really
+trains, with default flags and again with --load_in_4bit. The cells are what these runs print.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import peft  # noqa: F401  once, before the forks
+import torch
+from about import about, line
+from model_families import FAMILIES, make
+
+from shared.models.loading import class_of
+from shared.parallel.tensor import tensor_parallel
+from shared.process.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "families.md"
+COLUMNS = ("family", "class", "attention", "rows", "adapters on experts", "tensor parallel", "4 bits")
+
+
+def fork(work: Any) -> tuple[int, str]:
+    """(exit code, output) of a function in a process of its own, with all imports done."""
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            try:
+                work()
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def write_rows(path: Path) -> None:
+    rng, words = random.Random(0), "the model reads a line of text and says what comes next".split()  # noqa: SIM905
+    texts = [" ".join(rng.choices(words, k=rng.randint(5, 40))) for _ in range(24)]
+    path.write_text("".join(json.dumps({"instruction": text[:20], "output": text}) + "\n" for text in texts))
+
+
+def fine_tune(base: Path, rows: Path, folder: Path, *more: str) -> tuple[int, str]:
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = ["--model_name_or_path", base, "--train_file", rows, "--output_dir", folder, "--report_to", "none", *more]
+    flags += ["--seq_length", "128", "--max_steps", "2", "--global_batch_size", "2", "--num_generations", "0"]
+
+    def work() -> None:
+        sys.argv = ["lora_finetune.py", *map(str, flags)]
+        runpy.run_path(str(ROOT / "templates" / "lora_finetune.py"), run_name="__main__")
+
+    return fork(work)
+
+
+def printed(output: str, name: str) -> str:
+    """A line of the summary."""
+    found = re.search(rf"^  {name} +(.+)$", output, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def error(output: str) -> str:
+    """The last line of a run that failed, without the checkpoint's name."""
+    last = ([text for text in output.splitlines() if text.strip()] or ["nothing printed"])[-1]
+    return re.sub(r"^error: (/\S+: )?", "", last)
+
+
+def can_be_tensor_parallel(base: Path) -> str:
+    """What shared.parallel.tensor says of cutting the model in two; nothing is cut."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        made = class_of(config)
+        model = made.from_config(config) if hasattr(made, "from_config") else made(config)
+    with mock.patch("shared.parallel.tensor.parallelize_module"):
+        try:
+            tensor_parallel(model, SimpleNamespace(size=lambda: 2, device_type="meta"))  # type: ignore[arg-type]
+        except ConfigError as refusal:
+            reason = re.search(r"\((.+)\)", str(refusal))
+            return f"no: {reason[1] if reason else refusal}"
+    return "yes"
+
+
+def row_of(family: str, folder: Path, rows: Path) -> tuple[str, ...]:
+    base = folder / family
+    model_class = make(family, base)
+    code, output = fine_tune(base, rows, folder / "run")
+    if code:
+        return (family, model_class.__name__, *("",) * 3, "", f"**fails**: {error(output)}")
+    packing = printed(output, "packing").replace(f"{model_class.__name__} lets", "the model lets")
+    adapters = [part.rpartition(" ")[0] for part in printed(output, "adapters").split(", ")]
+    has_experts = "expert" in (base / "config.json").read_text()
+    experts = "none" if has_experts else ""
+    experts = ", ".join(name for name in adapters if "expert" in name) or experts
+    bits, quantised = fine_tune(base, rows, folder / "run", "--load_in_4bit")
+    attention, tensor = printed(output, "attention"), can_be_tensor_parallel(base)
+    shutil.rmtree(base)
+    about_bits = f"no: {error(quantised)}" if bits else "yes"
+    return family, f"`{model_class.__name__}`", attention, packing, experts, tensor, about_bits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="default: all, and the page is written")
+    chosen = parser.parse_args().families
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    torch.set_num_threads(1)  # threads do not survive a fork
+    table = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TEMPLATES_CACHE"] = f"{folder}/cache"
+        write_rows(Path(folder, "rows.jsonl"))
+        for family in chosen or FAMILIES:
+            cells = row_of(family, Path(folder), Path(folder, "rows.jsonl"))
+            table.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            print(table[-1], flush=True)
+    if not chosen:
+        start = PAGE.read_text().partition("\n| family |")[0]
+        facts = line(about(("torch", "transformers", "peft")))
+        PAGE.write_text("\n".join([start.rstrip(), "", *table, "", f"Made by `python benchmarks/families.py`: {facts}", ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Mixtures: several sources of samples, each with its share.
+
+The source of each sample of the run follows from its number alone, and so does the sample: no table is stored, and a run
+resumes at any step on any number of processes.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shared.data.order import DRAWN_AT_ONCE, Order, Row, permute
+
+PERIOD = 2**16  # samples after which the sources repeat their turns, at most; finer shares are rounded to it
+
+
+class Mixed:
+    """Several sources as one data set, one after the other: `order.Samples`."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self.parts = list(parts.values())
+        self.sources = {name: len(part) for name, part in parts.items()}
+        self.starts = [0, *np.cumsum(list(self.sources.values())).tolist()]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def find(self, index: int) -> tuple[Any, int]:
+        """(the part, the number within it) of a sample."""
+        part = bisect_right(self.starts, index) - 1
+        return self.parts[part], index - self.starts[part]
+
+    def __getitem__(self, index: int) -> Row:
+        part, within = self.find(index)
+        return part[within]
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        bounds = zip(self.parts, self.starts, self.starts[1:], strict=False)
+        return sum(part.num_targets(indices[(indices >= a) & (indices < b)] - a) for part, a, b in bounds)
+
+
+@lru_cache(maxsize=1)
+def turns(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Whose turn it is: a sequence that is repeated for the whole run, as long as the ratio of the weights asks for.
+
+    After n samples each source has had its share of n, rounded up or down: of the sources that are not ahead of their share,
+    the one whose next sample is due first takes its turn.
+
+    Returns:
+        ([period] the source of each turn, [period + 1, sources] turns of each source before it).
+    """
+    given = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(given) for weight in given]
+    period = min(math.lcm(*(share.denominator for share in shares)), PERIOD)
+    each = np.array([max(1, round(share * period)) for share in shares])
+    period = int(each.sum())
+    before = np.zeros((period + 1, len(each)), np.int64)
+    for turn in range(period):
+        had = before[turn]
+        due = -(-(had + 1) * period // each)  # the turn by whose end the next sample is owed
+        source = np.where(had * period < each * (turn + 1), due, period + 1).argmin()
+        before[turn + 1] = had
+        before[turn + 1, source] += 1
+    return np.diff(before, axis=0).argmax(1), before
+
+
+@dataclass(frozen=True)
+class Mixture(Order):
+    """Global batches of several sources. In each stretch of the run, each source has its share of the samples.
+
+    A source begins anew when all of its samples were used: each source has epochs of its own. An epoch of the mixture has as
+    many samples as all sources together. All batches are full.
+
+    Args:
+        sources: (name, samples) of each, in the order of the data set.
+        weights: their shares, in any unit.
+        lengths: [num_samples]; if given, each batch is sorted by them, for little padding.
+    """
+
+    sources: tuple[tuple[str, int], ...] = ()
+    weights: tuple[float, ...] = ()
+    lengths: np.ndarray | None = field(default=None, compare=False)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.steps_per_epoch * self.global_batch_size
+
+    def indices(self, step: int) -> np.ndarray:
+        return self.keys(step)[:, 0]
+
+    def keys(self, step: int) -> np.ndarray:
+        size = self.global_batch_size
+        drawn = size * math.ceil(DRAWN_AT_ONCE / size)
+        first = step * size
+        start = first - first % drawn
+        keys = _drawn(self, start, start + drawn)[first - start : first - start + size]
+        if self.lengths is not None:
+            return keys[np.argsort(-self.lengths[keys[:, 0]], kind="stable")]
+        return keys[permute(np.arange(size), size, (self.seed, step))]  # else some rank might read one source only
+
+    def used(self, step: int) -> dict[str, tuple[int, int]]:
+        _, before = turns(self.weights)
+        rounds, rest = divmod(step * self.global_batch_size, len(before) - 1)
+        counts = (rounds * before[-1] + before[rest]).tolist()
+        return {name: (size, count) for (name, size), count in zip(self.sources, counts, strict=True)}
+
+    def describe(self, steps: int) -> str:
+        """One line: shares, and epochs of each source in a run of so many steps."""
+        each = turns(self.weights)[1][-1]
+        epochs = [drawn / size for size, drawn in self.used(steps).values()]
+        parts = zip(each / each.sum(), self.sources, epochs, strict=True)
+        return ", ".join(f"{share:.1%} {name} ({epochs:.2f} epochs)" for share, (name, _), epochs in parts)
+
+
+@lru_cache(maxsize=2)
+def _drawn(mixture: Mixture, start: int, stop: int) -> np.ndarray:
+    """(index, epoch of its source) of a stretch of the run's samples: [stop - start, 2] int64."""
+    turn_of, before = turns(mixture.weights)
+    rounds, turn = np.divmod(np.arange(start, stop), len(turn_of))
+    of = turn_of[turn]
+    keys = np.empty((stop - start, 2), np.int64)
+    offset = 0
+    for source, (_, size) in enumerate(mixture.sources):
+        mine = np.flatnonzero(of == source)
+        epochs, places = np.divmod(rounds[mine] * before[-1, source] + before[turn[mine], source], size)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            keys[mine[now], 0] = offset + permute(places[now], size, (mixture.seed, epoch, source))
+        keys[mine, 1] = epochs
+        offset += size
+    keys.flags.writeable = False
+    return keys
+
+
+def training_order(samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], **options: Any) -> Order:
+    """The order of training: a `Mixture` of the sources of `samples` (see `Mixed`) if they have weights.
+
+    Args:
+        options: of `Order`; `lengths` of a `Mixture`.
+    """
+    if not weights:
+        return Order(len(samples), global_batch_size, seed, **options)
+    sources = tuple(samples.sources.items())
+    return Mixture(len(samples), global_batch_size, seed, sources=sources, weights=tuple(weights), **options)

@@ -1,0 +1,407 @@
+"""Files behind URLs: the same records as local ones, fetched once, through a network that fails, without a secret told."""
+
+import base64
+import bz2
+import gzip
+import hashlib
+import json
+import logging
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from shared.data import prepared, remote
+from shared.data.records import open_sources
+from shared.images.options import ImageConfig
+from shared.process.errors import ConfigError, NotNow
+from shared.text import chat, corpus
+from shared.text.options import ChatConfig, CorpusConfig
+from shared.text.stream import Stream
+from tests.conftest import run, slow
+from tests.test_security import canary, files_with
+
+ROWS = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
+
+
+class Server(ThreadingHTTPServer):
+    """HTTP as web servers, the Hub and S3 answer it: GET and HEAD, with parts, ETags, redirects and faults."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.statuses: dict[str, int] = {}  # path -> the answer instead of the file
+        self.redirects: dict[str, str] = {}
+        self.ranges = self.tags = True
+        self.drops: list[int] = []  # the next bodies end after so many bytes
+        self.requests: list[tuple[str, str, str]] = []  # (method, path with query, Range)
+        self.logins: list[str | None] = []
+        self.sent = 0
+        self.root = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *_) -> None:
+        """A client that closed its connection."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def answer(self, status: int, **headers: object) -> None:
+        self.send_response(status)
+        for name, value in ({"Content_Length": 0} | headers).items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        server, path, part = self.server, self.path.partition("?")[0], self.headers.get("Range", "")
+        server.requests.append((self.command, self.path, part))
+        server.logins.append(self.headers.get("Authorization"))
+        if path in server.redirects:
+            return self.answer(302, Location=server.redirects[path])
+        if path in server.statuses or path not in server.files:
+            return self.answer(server.statuses.get(path, 404))
+        content, headers = server.files[path], {}
+        if server.tags:
+            headers["ETag"] = f'"{hashlib.md5(content).hexdigest()}"'
+            headers["Last-Modified"] = "Wed, 21 Oct 2026 07:28:00 GMT"
+        status, body = 200, content
+        if part and server.ranges:
+            first, last = part.removeprefix("bytes=").split("-")
+            if int(first) >= len(content):
+                return self.answer(416, Content_Range=f"bytes */{len(content)}")
+            body = content[int(first) : int(last) + 1 if last else None]
+            status, headers["Content-Range"] = 206, f"bytes {first}-{int(first) + len(body) - 1}/{len(content)}"
+        self.answer(status, Content_Length=len(body), **headers)
+        if self.command == "GET" and len(body) > 1:
+            cut = server.drops.pop(0) if server.drops else len(body)
+            server.sent += len(body[:cut])
+            self.wfile.write(body[:cut])
+            self.close_connection = cut < len(body)
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A server of its own cache, with pauses of no time and no login of the machine's."""
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.01, 0.02))
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    forget()
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.root)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield server
+        server.shutdown()
+    forget()
+
+
+def forget():
+    """What one run has asked: the next call is another run's."""
+    remote._open_store.cache_clear()
+
+
+def source(*urls, streaming=False):
+    return open_sources(CorpusConfig(train_file=urls), demo=corpus.DEMO, streaming=streaming)[0]
+
+
+def read(*urls, streaming=False):
+    return [record for _, record in source(*urls, streaming=streaming).read()]
+
+
+def parquet(path, rows=3000):
+    pq.write_table(pa.table({"text": [f"line {n}" for n in range(rows)]}), path, row_group_size=500)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("scheme", ["http", "s3", "hf"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv.bz2", "a.txt"])
+def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, monkeypatch, name, scheme, streaming):
+    from huggingface_hub import constants
+
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda c: pa.compress(c, codec="zstd", asbytes=True)}
+    plain = b"text,n\na,1\n" + b"b,2\n" * 5000 if "csv" in name else ROWS
+    local = tmp_path / name
+    content = parquet(local) if "parquet" in name else pack.get(local.suffix, bytes)(plain)
+    local.write_bytes(content)
+    place = "/datasets/org/name/resolve/v1/sub/" if scheme == "hf" else "/bucket/sub/"
+    server.files[place + name] = content
+    monkeypatch.setattr(remote, "BLOCK", 10_000)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    template = server.root + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    root = {"http": f"{server.root}/bucket/sub/", "s3": "s3://bucket/sub/", "hf": "hf://datasets/org/name@v1/sub/"}[scheme]
+    found = list(source(root + name, streaming=streaming).read())
+    expected = list(source(str(local)).read())
+    assert [record for _, record in found] == [record for _, record in expected] and len(found) > 1 - (name == "a.txt")
+    assert [where for where, _ in found] == [where.replace(str(local), root + name) for where, _ in expected]
+    assert (
+        list((tmp_path / "cache").glob("remote/*")) == [] if streaming else len(list((tmp_path / "cache").glob("*/*"))) == 1
+    )
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_path, scheme):
+    url = {"http": f"{server.root}/b/a.jsonl", "s3": "s3://b/a.jsonl"}[scheme]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    server.files["/b/a.jsonl"] = ROWS
+
+    def prepare(**options):
+        forget()
+        server.sent = 0
+        options |= {"train_file": (url,), "preprocessing_num_workers": 1}
+        return corpus.prepare(CorpusConfig(**options), tokenizer)
+
+    first = prepare()
+    assert server.sent == len(ROWS)
+    assert prepare() == first and server.sent == 0
+    assert prepare(validation_split_percentage=9) != first and server.sent == 0  # prepared anew from the copy
+    server.files["/b/a.jsonl"] = ROWS.replace(b"line 7", b"line 8")  # as long
+    changed = prepare()
+    assert changed != first and server.sent == len(ROWS)
+    meta = json.loads((changed / "meta.json").read_text())
+    assert (
+        meta["source"] == url and meta["train"]["sha256"] != json.loads((first / "meta.json").read_text())["train"]["sha256"]
+    )
+    local = tmp_path / "a.jsonl"
+    local.write_bytes(server.files["/b/a.jsonl"])
+    plain = corpus.prepare(CorpusConfig(train_file=(str(local),), preprocessing_num_workers=1), tokenizer)
+    assert (plain / "train.bin").read_bytes() == (changed / "train.bin").read_bytes()
+
+
+def test_a_url_that_is_signed_anew_is_the_same_file(server):
+    server.files["/a.jsonl"] = ROWS
+    names = [f"/a.jsonl?X-Amz-Date={n}&X-Amz-Signature={canary(40)}" for n in (1, 2)]
+    first, second = (source(server.root + name) for name in names)
+    assert first.identity() == second.identity() != source(server.root + "/a.jsonl?version=1").identity()
+    assert len(list(first.read())) == len(list(second.read())) == 20_000
+    assert [part for _, path, part in server.requests if part == "bytes=0-"] == ["bytes=0-"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_dropped_connection_is_taken_up_where_it_broke(server, streaming, ranges):
+    content = gzip.compress(random.Random(0).randbytes(300_000).hex().encode() + b"\n" + ROWS)
+    server.files, server.ranges = {"/a.txt.gz": content}, ranges
+    server.drops = [100_000, 50_000] if ranges else [0, 100_000, 150_000]  # without, the first question is answered in full
+    (first, *rest) = read(f"{server.root}/a.txt.gz", streaming=streaming)
+    texts = [first["text"], *(record["text"] for record in rest)]
+    assert "".join(texts).encode() == gzip.decompress(content)
+    parts = [part for _, _, part in server.requests if part != "bytes=0-0"]
+    assert parts == ["bytes=0-", "bytes=100000-", "bytes=150000-"]
+    if ranges:
+        assert server.sent == len(content)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        *(("http", name) for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet")),
+        *(slow("s3", name) for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet")),  # pyarrow tries for 6 seconds itself
+        ("s3", "a.jsonl"),
+    ],
+)
+def test_a_network_that_fails_for_ever_is_one_line_and_exit_code_1(server, tmp_path, monkeypatch, name, scheme, streaming):
+    if scheme == "s3":
+        monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    content = {".gz": gzip.compress(ROWS), ".zst": pa.compress(ROWS, codec="zstd", asbytes=True), ".jsonl": ROWS}
+    suffix = "." + name.rpartition(".")[2]
+    server.files[f"/b/{name}"] = content.get(suffix) or parquet(tmp_path / name)
+    url = {"http": server.root, "s3": "s3:/"}[scheme] + f"/b/{name}"
+    server.drops = [0] * 1000
+    with pytest.raises(NotNow) as error:
+        read(url, streaming=streaming)
+    assert (
+        str(error.value).startswith(f"{url}: ")
+        and str(error.value).endswith(f"({len(remote.PAUSES) + 1} tries)")
+        and error.value.exit_code == 1
+    )
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "cache").glob("remote/*"))
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "code", "what"),
+    [
+        ("http", 404, 2, "the server answers 404 Not Found"),
+        ("http", 403, 2, "the server answers 403 Forbidden"),
+        ("http", 503, 1, "503"),
+        ("http", 429, 1, "429"),
+        ("s3", 404, 2, "no such object"),
+        ("s3", 403, 2, "ACCESS_DENIED"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_refusal_is_the_user_s_and_a_server_in_trouble_is_not(server, url, status, code, what, streaming):
+    server.files["/b/a.jsonl"], server.statuses["/b/a.jsonl"] = ROWS, status
+    url = {"http": server.root, "s3": "s3:/"}[url] + "/b/a.jsonl"
+    for ask in (source(url, streaming=streaming).identity, lambda: read(url, streaming=streaming)):
+        with pytest.raises((ConfigError, NotNow), match=what) as error:
+            ask()
+        assert error.value.exit_code == code and str(error.value).startswith(f"{url}: ") and "\n" not in str(error.value)
+
+
+def test_nobody_listens(server):
+    server.server_close()
+    with pytest.raises(NotNow, match=r"onnection refused.*\(4 tries\)"):
+        read(f"{server.root}/a.jsonl")
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_mixed_with_the_new_one(server):
+    server.files["/a.jsonl"] = ROWS
+    rows = source(f"{server.root}/a.jsonl", streaming=True).read()
+    next(rows)
+    for old, new in ((b"line 9", b"line 8"), (b"line 5", b"line 4")):
+        server.files["/a.jsonl"] = server.files["/a.jsonl"].replace(old, new)
+        with pytest.raises(ConfigError, match="it was changed while this run read it: start a new run"):
+            read(f"{server.root}/a.jsonl", streaming=True)
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "s3://b/a.jsonl"])
+def test_a_redirect_leads_to_http_only(server, target):
+    server.files["/b/a.jsonl"] = ROWS
+    server.redirects = {"/a.jsonl": target, "/b.jsonl": "/b/a.jsonl"}
+    assert len(read(f"{server.root}/b.jsonl")) == 20_000
+    with pytest.raises(ConfigError, match="protocol"):
+        read(f"{server.root}/a.jsonl")
+    assert all(path in ("/a.jsonl", "/b.jsonl", "/b/a.jsonl") for _, path, _ in server.requests)
+
+
+def test_a_login_does_not_follow_a_redirect_to_another_host(server):
+    with Server() as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        other.files["/a.jsonl"] = ROWS
+        server.redirects["/a.jsonl"] = f"{other.root}/a.jsonl"
+        assert len(read(f"http://me:pass@127.0.0.1:{server.server_port}/a.jsonl")) == 20_000
+        assert set(server.logins) == {"Basic " + base64.b64encode(b"me:pass").decode()}
+        assert set(other.logins) == {None}
+        other.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("ftp://h/a.jsonl", "no such file; of URLs, s3, gs"),
+        ("file:///etc/passwd", "no such file; of URLs"),
+        ("s3://b/*.jsonl", "no folder and no glob"),
+        ("https://h/data/", "no folder and no glob"),
+        ("https://h/a.zip?b=1", "an archive or compressed file: unpack it first"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_is_asked(server, url, what):
+    with pytest.raises(ConfigError, match=what):
+        CorpusConfig(train_file=(url,))
+    assert server.requests == []
+
+
+def test_what_a_server_does_not_say_is_not_guessed(server, monkeypatch):
+    server.files |= {"/a.jsonl": ROWS, "/empty.jsonl": b""}
+    server.tags = False
+    with pytest.raises(ConfigError, match="no ETag and no time, so a change could not be seen: download it"):
+        source(f"{server.root}/a.jsonl").identity()
+    assert len(read(f"{server.root}/a.jsonl", streaming=True)) == 20_000
+    with pytest.raises(ConfigError, match="the file is empty"):
+        read(f"{server.root}/empty.jsonl")
+    with pytest.raises(ConfigError, match="expected hf://datasets/org/name/file"):
+        read("hf://org/name/a.jsonl")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        read("hf://datasets/org/name/a.jsonl")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ConfigError, match="Set AZURE_STORAGE_ACCOUNT_NAME"):
+        read("az://container/a.jsonl")
+
+
+def test_a_list_in_a_file_is_never_followed(server, tmp_path, tiny_model):
+    """Neither a list of images, nor URLs in the records of a file."""
+    with pytest.raises(ConfigError, match="a list names images beside it, so it has to be a local file"):
+        ImageConfig(train_file=(f"{server.root}/list.csv",))
+    (tmp_path / "list.txt").write_text(f"{server.root}/a.jsonl\n" * 50)
+    (tmp_path / "list.jsonl").write_text(json.dumps({"text": f"{server.root}/a.jsonl"}) + "\n")
+    assert len(read(str(tmp_path / "list.txt"), str(tmp_path / "list.jsonl"))) == 2
+    assert server.requests == []
+
+
+def test_only_the_main_rank_fetches(server, tiny_model, chat_file, monkeypatch):
+    """Another rank takes part in what is decided together and asks nothing itself."""
+    server.files["/a.jsonl"] = chat_file.read_bytes()
+    config = ChatConfig(train_file=(f"{server.root}/a.jsonl",), preprocessing_num_workers=1)
+    folder = chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
+    forget()
+    server.requests.clear()
+    monkeypatch.setattr(chat, "on_main", lambda _decide: folder.name)
+    monkeypatch.setattr(prepared, "is_main_rank", lambda: False)
+    assert chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model)) == folder
+    assert server.requests == []
+
+
+def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, tiny_model):
+    server.files["/b/text.jsonl"] = text_file.read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def windows(url):
+        options = {"column": "text", "global_batch_size": 4, "per_device": 4, "validation_percent": 5}
+        stream = Stream(
+            source(url, streaming=True), tokenizer, 16, rank=0, world_size=1, device=torch.device("cpu"), **options
+        )
+        return [window.micro_batches[0]["input_ids"].tolist() for window in stream.windows(0, 90)]
+
+    assert windows("s3://b/text.jsonl") == windows(f"{server.root}/b/text.jsonl") == windows(str(text_file))
+
+
+def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, chat_file, tiny_model, tmp_path):
+    """Two processes, a dropped connection, and a login and a signature in the URL that no file and no line tells."""
+    server.files["/chats.jsonl.gz"] = content = gzip.compress(chat_file.read_bytes())
+    flags = ("--model_name_or_path", tiny_model, "--max_steps", 3, "--global_batch_size", 4, "--num_generations", 0)
+    flags += ("--per_device_train_batch_size", 1, "--seq_length", 64, "--save_steps", 2)
+    expected = run("lora_finetune", tmp_path / "local", "--train_file", chat_file, *flags)
+    secrets = password, signature, token = canary(40), canary(40), canary(40)
+    url = f"http://me:{password}@127.0.0.1:{server.server_port}/chats.jsonl.gz?X-Amz-Signature={signature}&token={token}"
+    settings = tmp_path / "run.yaml"  # not on the command line, which the launcher prints when a run fails
+    settings.write_text(f"train_file: {url}\n")
+    flags += ("--config", settings)
+    server.drops = [100]
+    result = run("lora_finetune", tmp_path / "run", *flags, "--report_to", "wandb", processes=2)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    parts = [part for _, _, part in server.requests]
+    assert server.sent == len(content) and parts == ["bytes=0-0", "bytes=0-", "bytes=100-"]
+    server.statuses["/chats.jsonl.gz"] = 403
+    refused = run("lora_finetune", tmp_path / "refused", *flags, check=False)
+    cause = json.loads((tmp_path / "refused" / "exit.json").read_text())
+    assert cause["exit_code"] == 2 and "error: http://***@127" in refused.output
+    assert "X-Amz-Signature=***" in refused.output and "the server answers 403 Forbidden" in refused.output
+    settings.unlink()
+    (tmp_path / "console.txt").write_text(result.output + refused.output)
+    for secret in secrets:
+        assert files_with(secret, tmp_path) == []
+    assert base64.b64encode(f"me:{password}".encode()).decode() not in result.output + refused.output
+    for name in ("run/config.yaml", "run/final/README.md", "run/checkpoint-000002/MANIFEST.json", "refused/exit.json"):
+        assert "X-Amz-Signature=***" in (tmp_path / name).read_text()
+    assert files_with("X-Amz-Signature=***", tmp_path / "run" / "wandb")
+
+
+def test_the_library_s_log_does_not_tell_a_signature(server, caplog):
+    server.files["/a.jsonl"] = ROWS
+    secret = canary(40)
+    with caplog.at_level(logging.INFO):
+        read(f"{server.root}/a.jsonl?X-Amz-Signature={secret}")
+    assert secret not in caplog.text

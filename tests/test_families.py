@@ -1,0 +1,190 @@
+"""The templates on checkpoints of many model families: what they train and write is what plain transformers and PEFT load.
+
+Each family is a small random checkpoint, see model_families.py. One family of each kind is in the first tier.
+"""
+
+import json
+import random
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from shared.process.errors import ConfigError
+from shared.text import chat
+from shared.text.options import ChatConfig
+from shared.text.packing import Packed
+from tests.conftest import Run, run, run_here, sentence, slow
+from tests.model_families import FAMILIES, make
+
+LENGTH = 96  # tokens of a row
+SAMPLES = 8
+OUTER = re.compile(r"vision|visual|image|audio|multi_modal|projector|connector|mtp|eh_proj")  # in names of weights
+FIRST_TIER = ("qwen3", "gemma2", "gpt_oss", "qwen3_moe", "nemotron_h", "gemma3", "qwen3_5")
+CASES = [name if name in FIRST_TIER else slow(name) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """Rows of the Alpaca form, to train and to validate on."""
+    rng = random.Random(3)
+    path = tmp_path_factory.mktemp("alpaca") / "rows.jsonl"
+    made = [{"instruction": sentence(rng, rng.randint(1, 6)), "output": sentence(rng, 4 * (i + 1))} for i in range(SAMPLES)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights in a folder's safetensors files."""
+    return {key: value for path in sorted(folder.glob("*.safetensors")) for key, value in load_file(path).items()}
+
+
+@torch.no_grad()
+def plain_loss(model: torch.nn.Module, samples: list[dict]) -> float:
+    """The mean loss over the targets of all samples, one at a time, by transformers alone."""
+    total, targets = 0.0, 0
+    for row in samples:
+        ids, labels = torch.tensor(row["input_ids"])[None], torch.tensor(row["labels"])
+        total += cross_entropy(model.eval()(input_ids=ids, use_cache=False).logits[0], labels, reduction="sum").item()
+        targets += int((labels != -100).sum())
+    return total / targets
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.arange(5, 45)[None] * 7
+    return model.eval()(input_ids=ids, use_cache=False).logits
+
+
+@contextmanager
+def no_weight_goes_astray(model_class: type, folder: Path):
+    """The model in a folder, loaded by transformers alone, which finds each weight and leaves none."""
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    yield model
+
+
+def fine_tune(base: Path, folder: Path, rows: Path, *args: object) -> Run:
+    data = ("--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--max_new_tokens", 4)
+    steps = ("--max_steps", 2, "--per_device_train_batch_size", 2, "--metric_for_best_model", "none")
+    run_here("lora_finetune", "--model_name_or_path", base, "--output_dir", folder, *data, *steps, *args)
+    return Run(folder, 0, "")
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, family):
+    """Also: packed rows give what plain transformers gives for one sample at a time."""
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    model_class = make(family, base, more_weights=True)
+    config = ChatConfig(train_file=(str(rows),), validation_file=(str(rows),), seq_length=LENGTH)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    conversations = chat.Conversations(chat.prepare(config, tokenizer), "train")
+    samples = [conversations[i] for i in range(SAMPLES)]
+    packed_rows = len(Packed(conversations, LENGTH))
+
+    tuning = fine_tune(base, tuned, rows, "--merge_adapter", "--global_batch_size", packed_rows)
+    is_packed = "packed into" in capsys.readouterr().out
+
+    # The loss before training is that of plain transformers, also of packed rows; one step sees all samples.
+    with no_weight_goes_astray(model_class, base) as plain:
+        before = plain_loss(plain, samples)
+        first = next(row["eval_loss"] for row in tuning.rows if "eval_loss" in row)
+        assert first == pytest.approx(before, rel=1e-4)
+        if is_packed:
+            assert tuning.losses[1] == pytest.approx(before, rel=1e-4)
+        untouched = logits(plain)
+
+        # The adapter, on the class that the checkpoint names.
+        adapted = PeftModel.from_pretrained(plain, tuned / "final")
+        adapter = load_file(tuned / "final" / "adapter_model.safetensors")
+        loaded = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
+        assert sorted(adapter) == sorted(name.replace(".default", "") for name in loaded)
+        assert all(p.any() for name, p in adapter.items() if "lora_B" in name), "an adapter had no gradient"
+        by_peft = logits(adapted)
+    assert (by_peft - untouched).abs().max() > 1e-3
+
+    # The merged model, by the same class.
+    with no_weight_goes_astray(model_class, tuned / "merged") as merged:
+        torch.testing.assert_close(logits(merged), by_peft, rtol=1e-4, atol=1e-4)
+        assert tuning.last("eval_loss") == pytest.approx(plain_loss(merged, samples), rel=1e-4)
+        assert tuning.last("eval_loss") < before
+        assert merged.generation_config.temperature == 0.7
+    old, new = read(base), read(tuned / "merged")
+    assert sorted(old) == sorted(new)
+    outer = [name for name in old if OUTER.search(name)]
+    assert all(torch.equal(old[name], new[name]) for name in outer)
+    assert outer or not FAMILIES[family][2]
+    assert json.loads((tuned / "merged" / "config.json").read_text())["architectures"] == [model_class.__name__]
+    for file in base.glob("*processor*"):
+        assert (tuned / "merged" / file.name).read_bytes() == file.read_bytes()
+
+    if is_packed:
+        fine_tune(base, tmp_path / "alone", rows, "--packing", "off", "--global_batch_size", SAMPLES)
+        alone = load_file(tmp_path / "alone" / "final" / "adapter_model.safetensors")
+        for name, value in adapter.items():
+            assert (value - alone[name]).norm() <= 1e-4 * value.norm(), name
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_continued_pretraining(tmp_path, text_file, family):
+    base, folder = tmp_path / "base", tmp_path / "run"
+    model_class = make(family, base, more_weights=True)
+    data = ("--train_file", text_file, "--seq_length", 64, "--max_steps", 2, "--global_batch_size", 4)
+    run_here("pretrain", "--model_name_or_path", base, "--output_dir", folder, *data)
+    with no_weight_goes_astray(model_class, folder / "final"):
+        old, new = read(base), read(folder / "final")
+    assert set(new) <= set(old)
+    changed = {name for name in new if not torch.equal(old[name], new[name])}
+    assert changed
+    assert not any(OUTER.search(name) for name in changed)
+    assert json.loads((folder / "final" / "config.json").read_text())["architectures"] == [model_class.__name__]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_4_bits_train_or_are_refused_in_one_line(tmp_path, rows, family):
+    make(family, tmp_path / "base")
+    try:
+        tuning = fine_tune(tmp_path / "base", tmp_path / "run", rows, "--load_in_4bit", "--global_batch_size", 4)
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
+        return
+    assert load_file(tuning.folder / "final" / "adapter_model.safetensors")
+    first = next(row["eval_loss"] for row in tuning.rows if "eval_loss" in row)
+    assert tuning.last("eval_loss") < first
+
+
+# One family of several kinds of blocks with experts, one multimodal, one of experts alone.
+LAUNCHED = {"nemotron_h": "lora_finetune", "gemma3": "pretrain", "qwen3_moe": "lora_finetune", "qwen3_5": "lora_finetune"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("family", LAUNCHED)
+def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows, text_file, family, config):
+    make(family, tmp_path / "base", more_weights=True)
+    template = LAUNCHED[family]
+    given = ["--model_name_or_path", tmp_path / "base", "--max_steps", 4, "--save_steps", 2, "--global_batch_size", 4]
+    if template == "pretrain":
+        given += ["--train_file", text_file, "--seq_length", 64]
+    else:
+        given += ["--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--num_generations", 0]
+    one = run(template, tmp_path / "one", *given, "--per_device_train_batch_size", 4)
+    many = [*given, "--per_device_train_batch_size", 2]
+    two = run(template, tmp_path / "two", *many, processes=2, config=config)
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert two.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-4)
+
+    fault = {"TEMPLATES_FAULT": "update:kill@3"}
+    killed = run(template, tmp_path / "killed", *many, processes=2, config=config, env=fault, check=False)
+    assert killed.returncode != 0 and not (killed.folder / "final").exists()
+    again = run(template, tmp_path / "killed", *many, processes=2, config=config)
+    assert "resum" in again.output
+    assert again.losses == two.losses
+    ours, theirs = read(again.folder / "final"), read(two.folder / "final")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
