@@ -46,8 +46,8 @@ def figures(steps: dict[str, tuple], parameters: int, flops_a_token: float) -> d
 
 
 def ours(job: memory.Job) -> dict[str, Any]:
-    depth = job.config.num_hidden_layers
-    steps = {way: throughput.record(job, depth, throughput.Setting(way == "compiled")) for way in ("eager", "compiled")}
+    blocks = (*range(job.config.num_hidden_layers),)
+    steps = {way: throughput.record(job, blocks, throughput.Setting(way == "compiled")) for way in ("eager", "compiled")}
     return figures(steps, memory.count(job).all, flops_per_token(memory._on_meta(job), job.length) or 0.0)
 
 
@@ -112,8 +112,8 @@ def levers(job: memory.Job) -> str:
 
     build, limit, shares = memory._build, lm_loss.MAX_LOGITS, dict(throughput.SHARES)
 
-    def in_16_bits(job: memory.Job, depth: int, gathered: bool) -> torch.nn.Module:
-        model = build(job, depth, gathered)
+    def in_16_bits(job: memory.Job, chosen: tuple[int, ...], gathered: bool) -> torch.nn.Module:
+        model = build(job, chosen, gathered)
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         embeddings.register_forward_hook(lambda module, inputs, output: output.to(torch.bfloat16))
         return model

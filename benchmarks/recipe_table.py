@@ -2,6 +2,7 @@
 
     python benchmarks/recipe_table.py                                         # a small Llama, on what there is
     python benchmarks/recipe_table.py --hidden 2048 --layers 16 --heads 16 --length 2048 --rows 8      # on a GPU
+    python benchmarks/recipe_table.py --long                  # instead, what `plan` predicts for one long row
 
 Each row is a process of its own that makes the templates' optimizer step on the same global batch: tokens/s is the median
 of its steps, memory the allocator's peak in a step (weights, gradients, optimizer state and activations; on a CPU as
@@ -141,6 +142,35 @@ def row(
     return json.loads(done.stdout.splitlines()[-1])
 
 
+# Shapes as github.com/citsjtu2020/LLM-Prof, sglang/Model_Config.md, has them from the models' config.json.
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.1-8B": ("llama", {"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}),
+    "Qwen3-8B": ("qwen3", {"intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936, "head_dim": 128}),
+}
+LONG_TOKENS = 32768
+
+
+def predict() -> None:
+    """Print what one row of LONG_TOKENS takes on one device, as `python -m shared plan` predicts it."""
+    from transformers import AutoConfig
+
+    from shared.models import memory
+
+    settings = " | ".join(f"activations {setting}, GB (of 1,000 tokens)" for setting in memory.CHECKPOINTING)
+    print(f"| predicted | tokens | weights, GB | {settings} | peak full, GB |")
+    print("|" + "---|" * 7)
+    for name, (kind, shape) in LONG.items():
+        config = AutoConfig.for_model(kind, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, **shape)
+        for what, four_bits in (("LoRA", False), ("QLoRA", True)):
+            job = memory.Job(config, 1, LONG_TOKENS, lora_r=16, four_bits=four_bits)
+            ((_, _, peak),) = memory.plan(job, 1)
+            found = [peak.activations[setting] / 1e9 for setting in memory.CHECKPOINTING]
+            cells = " | ".join(f"{gb:.1f} ({1000 * gb / LONG_TOKENS:.2f})" for gb in found)
+            print(
+                f"| {name}, {what} | {LONG_TOKENS:,} | {peak.weights / 1e9:.1f} | {cells} | {peak.total('full') / 1e9:.1f} |"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"hidden": 384, "layers": 12, "heads": 6, "vocab": 4096, "length": 256, "rows": 8}.items():
@@ -150,7 +180,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--long", action="store_true", help="predict one long row of known models instead")
     args = parser.parse_args()
+    if args.long:
+        predict()
+        return
     if args.measure:
         print(json.dumps(measure(args, args.measure[0], int(args.measure[1]))))
         return

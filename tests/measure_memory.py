@@ -1,7 +1,8 @@
 """One optimizer step of two micro-batches as the templates make it, its peak seen by the allocator. Prints bytes.
 
-accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R LENGTH OUTPUT
+accelerate launch ... tests/measure_memory.py CHECKPOINTING LORA_R LENGTH OUTPUT [ARCHITECTURE]
 
+ARCHITECTURE is one of tests/small_models.py, in place of the Llama below.
 Rows of LENGTH tokens are packed, of documents of a quarter, where they are longer than 256.
 """
 
@@ -12,18 +13,23 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from shared.config.options import OptimConfig
 from shared.models import loss as lm_loss
-from shared.models.adapters import trained_in_fp32
+from shared.models.adapters import add_adapters
 from shared.models.blocks import set_gradient_checkpointing
+from shared.models.hub import from_architecture
+from shared.models.loading import class_of, freeze_outer_parts
+from shared.models.options import AdapterConfig
 from shared.parallel import sharding
 from shared.run import launch
 from shared.training import optim, step
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from recipe_table import traced_peak
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "benchmarks")]
+from recipe_table import traced_peak  # noqa: E402
+
+from tests.small_models import architectures  # noqa: E402
 
 SHAPE = {
     "hidden_size": 256,
@@ -38,22 +44,21 @@ SHAPE = {
 ROWS, LENGTH, LONG = 2, 256, 1024
 
 
-def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
+def main(checkpointing: str, lora_r: int, length: int, output: Path, architecture: str = "") -> None:
     accelerator = launch.start(0)
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     profiler.start()
     stored = torch.bfloat16 if accelerator.mixed_precision == "bf16" and lora_r else torch.float32
-    whole = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=stored, attn_implementation="sdpa")
+    shape = architectures()[architecture] if architecture else LlamaConfig(**SHAPE)
+    whole = from_architecture(class_of(shape), shape, dtype=stored)
+    freeze_outer_parts(whole)
     set_gradient_checkpointing(whole, checkpointing)
     if lora_r:
-        from peft import LoraConfig, get_peft_model
-
-        whole = get_peft_model(whole, LoraConfig(task_type="CAUSAL_LM", r=lora_r, target_modules="all-linear"))
-        whole = trained_in_fp32(whole)
+        whole = add_adapters(whole, AdapterConfig(lora_r=lora_r))
     whole.train()
     config = OptimConfig()
     prepared, optimizers = sharding.prepare(accelerator, whole, optim.build(whole, config), max_grad_norm=1.0)
-    lm_loss.fuse_head(accelerator, prepared, SHAPE["vocab_size"])
+    lm_loss.fuse_head(accelerator, prepared, shape.get_text_config().vocab_size)
     tokens = torch.zeros(ROWS, length, dtype=torch.int64)
     batch = {"input_ids": tokens, "labels": tokens}
     if length > LENGTH:
@@ -76,4 +81,4 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), *sys.argv[5:])

@@ -3,9 +3,81 @@
 from types import SimpleNamespace
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    NemotronHConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3VLConfig,
+)
 
 VOCAB = 64
+
+WIDE = {"vocab_size": 256, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+HEADS = WIDE | {"head_dim": 32}
+EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+
+
+def architectures():
+    """Configs of small models of each kind, by name: dense, mixture of experts, hybrid, multimodal."""
+    latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32, "qk_nope_head_dim": 32}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    mamba = {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 64}
+    siglip = vision | {"num_hidden_layers": 5, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    qwen = vision | {"num_heads": 2, "depth": 2, "out_hidden_size": 128, "deepstack_visual_indexes": [0]}
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6]}
+    routed = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+    return {
+        "llama": LlamaConfig(**HEADS, num_hidden_layers=4),
+        "gemma2": Gemma2Config(**HEADS, num_hidden_layers=6, sliding_window=64),
+        "gemma3_text": Gemma3TextConfig(**HEADS, num_hidden_layers=12, sliding_window=64),
+        "gpt_oss": GptOssConfig(**HEADS, num_experts_per_tok=2, num_local_experts=8, num_hidden_layers=4, sliding_window=64),
+        "deepseek_v3": DeepseekV3Config(
+            **(WIDE | EXPERTS | latent | routed | {"num_key_value_heads": 4}), num_hidden_layers=6, first_k_dense_replace=2
+        ),
+        "qwen3_next": Qwen3NextConfig(
+            **HEADS, **EXPERTS, **linear, num_hidden_layers=8, num_experts=8, shared_expert_intermediate_size=64
+        ),
+        "nemotron_h": NemotronHConfig(
+            **HEADS,
+            **EXPERTS,
+            **mamba,
+            **routed,
+            layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"],
+            moe_shared_expert_intermediate_size=64,
+        ),
+        "jamba": JambaConfig(
+            **WIDE,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_hidden_layers=8,
+            attn_layer_period=4,
+            attn_layer_offset=1,
+            mamba_d_state=4,
+            use_mamba_kernels=False,
+        ),
+        "lfm2": Lfm2Config(**WIDE, num_hidden_layers=6, full_attn_idxs=[2, 4]),
+        "mamba": MambaConfig(vocab_size=256, hidden_size=128, num_hidden_layers=4, state_size=4),
+        "gemma3": Gemma3Config(text_config=HEADS | {"num_hidden_layers": 4}, vision_config=siglip),
+        "qwen3_vl": Qwen3VLConfig(
+            text_config=HEADS | {"num_hidden_layers": 4, "rope_scaling": rope},
+            vision_config=qwen,
+            architectures=["Qwen3VLForConditionalGeneration"],
+        ),
+    }
 
 
 def llama(**changes):

@@ -1,12 +1,14 @@
 """Parameters and floating-point operations of a model, and what GPUs can do."""
 
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError, first_line
 
 
@@ -91,19 +93,45 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
 def experts_of(config: Any) -> tuple[Any, Any]:
     """(experts of a block, experts that a token is sent to) by a model's config. None for what it does not say."""
     text = config.get_text_config()
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    experts = next((n for name in names if (n := getattr(text, name, None))), None)
-    active = next((n for name in ("num_experts_per_tok", "moe_k", "moe_topk") if (n := getattr(text, name, None))), None)
+    all_names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    active_names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
+    experts, active = (
+        next((n for k in names if (n := getattr(text, k, None))), None) for names in (all_names, active_names)
+    )
     return experts, active
+
+
+def _attention_layers(model: nn.Module, outer: tuple[str, ...]) -> Iterator[nn.Module]:
+    """The outermost modules of softmax attention, by their classes' names. Linear attention and Mamba have none."""
+    last = "."
+    for name, module in model.named_modules():
+        is_attention = re.search(r"(?<!Linear)(?<!Delta)(?<!Lightning)(?<!RwkvSelf)(Attention|MLA)$", type(module).__name__)
+        if is_attention and not name.startswith((*outer, last)):
+            last = f"{name}."
+            yield module
+
+
+def _attention_size(attention: Any, text: Any, seq_length: float) -> float:
+    """Width times tokens that a token sees, of one layer."""
+    types, index = getattr(text, "layer_types", None), getattr(attention, "layer_idx", None)
+    kind = types[index] if types and index is not None else "sliding"  # without types, a window is that of all layers
+    window = getattr(text, "sliding_window", None) if "sliding" in kind else None
+    window = getattr(text, "attention_chunk_size", None) if "chunked" in kind else window
+    size = getattr(attention, "head_dim", None) or getattr(text, "head_dim", None)
+    if getattr(text, "qk_head_dim", None):  # latent attention: keys are wider than values
+        size = (text.qk_head_dim + text.v_head_dim) / 2
+    width = text.num_attention_heads * size if size else text.hidden_size
+    return width * min(window or seq_length, seq_length)
 
 
 def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
 
-    6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x layers x width x length for
-    attention (PaLM, arXiv 2204.02311, appendix B). Embeddings are look-ups and count nothing; the head counts for each
-    token, also where only the targets' logits are computed. Of experts those count that a token is sent to; None where
-    the config does not say how many of how many.
+    6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x width x length for each layer of
+    softmax attention (PaLM, arXiv 2204.02311, appendix B), or its window where that is shorter. Only what text runs through
+    counts. Embeddings are look-ups and count nothing; the head counts for each token, also where only the targets' logits
+    are computed. Of experts those count that a token is sent to; None where the config does not say how many of how many.
+    Linear attention and Mamba count by their matrices; their recurrence, a few per cent, is left out.
 
     Args:
         seq_length: tokens that see each other; of documents of several lengths the mean over their tokens.
@@ -115,18 +143,15 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     if head is not None and head.weight is embedding:
         looked_up.discard(embedding)
+    outer = tuple(f"{name}." for name in outer_parts(model))
     total = 0.0
     for name, parameter in model.named_parameters():
-        share = 1.0
-        if "experts" in name.split(".") or (experts and parameter.ndim == 3 and parameter.shape[0] == experts):
+        share, names = 1.0, name.split(".")
+        routed = "experts" in names or (experts and parameter.ndim == 3 and parameter.shape[0] == experts)
+        if routed and not any("shared" in part for part in names):
             if not isinstance(experts, int) or not isinstance(active, int):
                 return None
             share = active / experts
-        if parameter not in looked_up:
+        if parameter not in looked_up and not name.startswith(outer):
             total += (6 if parameter.requires_grad else 4) * share * _numel(parameter)
-    width = text.hidden_size
-    if getattr(text, "qk_head_dim", None):  # latent attention: keys are wider than values
-        width = text.num_attention_heads * (text.qk_head_dim + text.v_head_dim) / 2
-    elif getattr(text, "head_dim", None):
-        width = text.num_attention_heads * text.head_dim
-    return total + 12.0 * text.num_hidden_layers * width * seq_length
+    return total + 12.0 * sum(_attention_size(layer, text, seq_length) for layer in _attention_layers(model, outer))

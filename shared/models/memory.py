@@ -1,8 +1,9 @@
 """Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
 
 Weights, gradients and optimizer state, which a strategy divides, are counted. Activations and temporaries are measured: a
-forward and backward of one and of two blocks run on fake tensors, which have shapes and no
-contents, while the bytes of storages in use are counted. Deeper models are extrapolated linearly.
+forward and backward of one block of each kind, and of one more, run on fake tensors, which have shapes and no contents. The
+bytes of storages in use are counted. Deeper models are extrapolated linearly. Mamba and linear attention are measured as
+PyTorch computes them without kernels made for them, which need less.
 """
 
 import copy
@@ -12,18 +13,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shared.models import loss as lm_loss
-from shared.models.adapters import skip_input_casts
+from shared.models.adapters import add_adapters
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
 from shared.models.hub import from_architecture
-from shared.process.errors import ConfigError
+from shared.models.loading import class_of, freeze_outer_parts
+from shared.models.options import AdapterConfig
 
 CHECKPOINTING = ("none", "2", "full")  # recompute no block, every second, all
 # Bytes a weight: 4 bits, a scale of 1 byte for 64 weights, and 4 bytes for 256 of these scales.
@@ -58,7 +61,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters: all, those outside the blocks (embeddings, head, last norm), and those of one block."""
+    """Parameters: all, those outside of what FSDP wraps (embeddings, head, norms), and those of the largest block."""
 
     all: int
     trained: int
@@ -66,50 +69,72 @@ class Counts:
     trained_rest: int
     block: int
     trained_block: int
-    matrices: int  # in all blocks, that 4-bit loading would quantise
+    matrices: int  # that 4-bit loading would quantise
     block_matrices: int
+    kinds: tuple[int, ...]  # the kind of each block, by number: of one class, type and size
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The last block of each kind."""
+        return tuple(sorted({kind: i for i, kind in enumerate(self.kinds)}.values()))
 
 
-def _on_meta(job: Job, depth: int | None = None, gathered: bool = False) -> nn.Module:
-    """The model, with `depth` blocks if given, on the meta device.
-
-    Args:
-        gathered: weights in the compute dtype, as FSDP2 holds them after gathering.
+@cache
+def _on_meta(job: Job) -> Any:
+    """The model on the meta device, as a run trains it.
 
     Raises:
         ConfigError: there is no such model.
     """
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(job.config)
-    if depth is not None:
-        config = text = config.get_text_config()  # without the vision part
-        whole, text.num_hidden_layers = text.num_hidden_layers, depth
-        for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == whole:  # a setting for each block
-                setattr(text, name, (value * depth)[:depth])
-    dtype = torch.bfloat16 if job.mixed and (gathered or job.lora_r) else torch.float32
     with torch.device("meta"):
-        try:
-            model = from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="sdpa")
-        except ConfigError:  # some architectures have no sdpa
-            model = from_architecture(AutoModelForCausalLM, config, dtype=dtype, attn_implementation="eager")
+        model = from_architecture(
+            class_of(config), config, dtype=torch.bfloat16 if job.mixed and job.lora_r else torch.float32
+        )
+        freeze_outer_parts(model)
         if job.lora_r:
-            from peft import LoraConfig, get_peft_model
-
-            lora = LoraConfig(task_type="CAUSAL_LM", r=job.lora_r, target_modules="all-linear")
-            model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-            skip_input_casts(model)
+            model = add_adapters(model, AdapterConfig(lora_r=job.lora_r))
     return model
 
 
-def _build(job: Job, depth: int, gathered: bool) -> nn.Module:
-    """The model with `depth` blocks, of tensors of the fake mode that this is called in."""
-    model: Any = _on_meta(job, depth, gathered)
-    head = model.get_output_embeddings()
+def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
+    """The model with these of its blocks only, of tensors of the fake mode that this is called in.
+
+    Args:
+        gathered: weights in the compute dtype, as FSDP2 holds them after gathering.
+    """
+    whole = _on_meta(job)
+    blocks = repeated_blocks(whole)
+    places = next(m for m in whole.modules() if isinstance(m, nn.ModuleList) and [*m] == blocks)
+    of_whole = places._modules
+    with unset_fake_temporarily():
+        again = [copy.deepcopy(blocks[i]) if i in chosen[:place] else blocks[i] for place, i in enumerate(chosen)]
+        places._modules = {str(place): block for place, block in enumerate(again)}
+        model = copy.deepcopy(whole)
+    places._modules = of_whole
+    config = model.config.get_text_config()
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == len(blocks):  # a setting for each block
+            vars(config)[name] = [value[i] for i in chosen]
+    vars(config)["num_hidden_layers"] = len(chosen)
+    to_fake(model, torch.bfloat16 if job.mixed and gathered else torch.float32).train()
+    _fuse_head(model)
+    return model
+
+
+def _fuse_head(model: Any) -> None:
+    """Let the head compute the loss, unless the model changes what its head returns: see `loss.fuse_head`."""
+    head, returned = model.get_output_embeddings(), []
     if lm_loss.is_plain(head):
         lm_loss.attach(head)
-    return to_fake(model, torch.bfloat16 if job.mixed and gathered else torch.float32).train()
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        hooks = [head.register_forward_hook(lambda *given: returned.append(given[-1]))]
+        hooks += [model.register_forward_hook(lambda *given: returned.append(given[-1].logits))]
+        lm_loss.causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
+        if returned[0] is not returned[1]:
+            del head.forward
+        for hook in hooks:
+            hook.remove()
 
 
 def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:
@@ -127,29 +152,38 @@ def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Mo
     return model
 
 
+@cache
 def count(job: Job) -> Counts:
-    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or has no equal blocks."""
-    model = _on_meta(job)
-    chosen = repeated_blocks(model)
-    if len({sum(p.numel() for p in block.parameters()) for block in chosen}) > 1:
-        raise ConfigError(
-            f"{type(job.config).__name__}: its blocks differ in size, so memory cannot be extrapolated from two"
-        )
+    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or has no blocks."""
+    from transformers.pytorch_utils import Conv1D
 
-    def number(modules: list[nn.Module], *, trained: bool = False, matrices: bool = False) -> int:
-        found = {p: n for module in modules for n, p in module.named_parameters() if p.requires_grad or not trained}
-        return sum(p.numel() for p, n in found.items() if not matrices or (p.ndim == 2 and "lora_" not in n))
+    model = _on_meta(job)
+    blocks, head = repeated_blocks(model), model.get_output_embeddings()
+    wrapped = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(blocks)
+    shapes = [(type(b), t, *(p.shape for p in b.parameters())) for b, t in zip(blocks, types, strict=True)]
+
+    def number(modules: list[nn.Module], trained: bool = False) -> int:
+        found = {p for module in modules for p in module.parameters() if p.requires_grad or not trained}
+        return sum(p.numel() for p in found)
+
+    def matrices(module: nn.Module) -> int:
+        linear = [
+            m for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head and "lora_" not in n
+        ]
+        return sum(m.weight.numel() for m in linear)
 
     everything, trained = number([model]), number([model], trained=True)
     return Counts(
         all=everything,
         trained=trained,
-        rest=everything - number(chosen),
-        trained_rest=trained - number(chosen, trained=True),
-        block=number(chosen[:1]),
-        trained_block=number(chosen[:1], trained=True),
-        matrices=number(chosen, matrices=True),
-        block_matrices=number(chosen[:1], matrices=True),
+        rest=everything - number(blocks + wrapped),
+        trained_rest=trained - number(blocks + wrapped, trained=True),
+        block=max(number([block]) for block in blocks),
+        trained_block=max(number([block], trained=True) for block in blocks),
+        matrices=matrices(model),
+        block_matrices=max(map(matrices, blocks)),
+        kinds=tuple(map(shapes.index, shapes)),
     )
 
 
@@ -184,47 +218,60 @@ class _LiveBytes(TorchDispatchMode):
 
 
 @cache
-def _measure(job: Job, depth: int, checkpointing: str, gathered: bool) -> tuple[float, float]:
-    """Bytes at the peak around the loss and at the peak in the blocks' backward, weights and gradients left out.
+def _measure(job: Job, chosen: tuple[int, ...], checkpointing: str, gathered: bool) -> list[float]:
+    """Bytes at the peak around the loss, in the backward of each of these blocks, the last one first, and after them.
 
-    Measured in the second of two micro-batches, when gradients exist.
+    Weights and gradients are left out. Measured in the second of two micro-batches, when gradients exist.
     """
     with FakeTensorMode():
-        model = _build(job, depth, gathered)
+        model = _build(job, chosen, gathered)
         set_gradient_checkpointing(model, checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
-        around_loss: list[float] = []
-        repeated_blocks(model)[-1].register_full_backward_pre_hook(lambda *_: around_loss.append(live.cut()))
-        with _LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        peaks: list[float] = []
+        live = _LiveBytes([*model.parameters(), *model.buffers()])
+        for module in (*repeated_blocks(model), model.get_input_embeddings()):
+            module.register_full_backward_pre_hook(lambda *_: peaks.append(live.cut()))
+        with live:
             for _ in range(2):
                 live.peak = live.now
+                peaks.clear()
                 with torch.autocast("cpu", torch.bfloat16, enabled=job.mixed):
                     loss = lm_loss.causal_lm_loss(model, batch)
                 loss.backward()
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return around_loss[-1] - gradients, live.peak - gradients
+    return [peak - gradients for peak in (*peaks, live.peak)]
 
 
 def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_blocks: float = 0) -> dict[str, float]:
     """Bytes of activations and temporaries by gradient checkpointing.
 
+    One block of each kind is measured, in the order of each kind's last one, and then one more of each. What blocks keep
+    adds up; temporaries exist once.
+
     Args:
         gathered: for weights as FSDP2 gathers them.
         around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
     """
-    depth = job.config.get_text_config().num_hidden_layers
-    peaks: dict[str, list[float]] = {setting: [] for setting in CHECKPOINTING}
-    for moment, more in ((0, around_loss), (1, in_blocks)):
-        lines = {}
-        for setting in ("none", "full"):
-            one, two = (_measure(job, blocks, setting, gathered)[moment] for blocks in (1, 2))
-            lines[setting] = (2 * one - two + more, two - one)  # without blocks, and for each
-        (start, slope), (start_full, slope_full) = lines["none"], lines["full"]
-        peaks["none"].append(start + slope * depth)
-        peaks["2"].append(max(start, start_full) + (slope + slope_full) / 2 * depth)
-        peaks["full"].append(start_full + slope_full * depth)
-    return {setting: max(found) for setting, found in peaks.items()}
+    kinds, chosen = count(job).kinds, count(job).last
+    # The moments are those of `_measure`. At each, the blocks up to one keep what they need in their backward.
+    ends = [len(kinds) - 1, *chosen[::-1]]
+    measured = np.array([[block <= end for end in ends] for block in chosen])  # [kinds, moments]
+    real = np.array([[kinds[: end + 1].count(kinds[block]) for end in ends] for block in chosen])
+    starts, lines, after = {}, {}, {}
+    for setting in ("none", "full"):
+        one = np.array(_measure(job, chosen, setting, gathered))
+        more = np.array([_measure(job, (block, *chosen), setting, gathered)[: len(ends)] for block in chosen])
+        each = more - one[: len(ends)]
+        starts[setting], lines[setting] = one[: len(ends)] - (measured * each).sum(0), (real * each).sum(0)
+        after[setting] = one[len(ends) :]
+    peaks = {setting: starts[setting] + lines[setting] for setting in starts}
+    peaks["2"] = np.maximum(starts["none"], starts["full"]) + (lines["none"] + lines["full"]) / 2
+    after["2"] = np.maximum(after["none"], after["full"])
+    return {
+        setting: float(max(peaks[setting][0] + around_loss, *peaks[setting][1:] + in_blocks, *after[setting] + in_blocks))
+        for setting in CHECKPOINTING
+    }
 
 
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
@@ -237,7 +284,8 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     cast = 2 if job.mixed else 4
     frozen, trained = numbers.all - numbers.trained, numbers.trained
     in_4bits = numbers.matrices if job.four_bits else 0
-    weights = (frozen - in_4bits) * cast + in_4bits * NF4_BYTES + trained * 4
+    stored = cast if job.lora_r else 4
+    weights = (frozen - in_4bits) * stored + in_4bits * NF4_BYTES + trained * 4
     gradients, optimizer = trained * 4, trained * 8
     whole = activations(job)
     if job.four_bits:
@@ -261,6 +309,6 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
             setattr(narrow, width, getattr(text, width) // devices)
         piece = Job(cut, job.batch, job.length, job.mixed, job.lora_r, packed=job.packed)
         local = count(piece)
-        mine = (local.all - local.trained) * cast + local.trained * 4
+        mine = (local.all - local.trained) * stored + local.trained * 4
         yield "tensor_parallel", devices, Peak(mine, local.trained * 4, local.trained * 8, activations(piece))
     yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)

@@ -1,7 +1,8 @@
 """How long one optimizer step takes on one GPU, on paper: from shapes and data sheets. An estimate; nothing is measured.
 
-The model runs forward and backward with one block and with two, and AdamW steps, on fake tensors. Each operator's FLOPs (as
-PyTorch counts them, half of attention's where it is causal) and bytes are recorded. Deeper models are extrapolated linearly.
+The model runs forward and backward with one block of each kind and with one more, and AdamW steps, on fake tensors. Each
+operator's FLOPs (as PyTorch counts them, half of attention's where it is causal) and bytes are recorded. Deeper models are
+extrapolated linearly.
 An operator takes as long as its FLOPs at the assumed rate or its bytes at the assumed bandwidth, whichever is longer.
 
 Eager, each operator reads its inputs and writes its outputs. Compiled, the operators between matrix products and attention
@@ -161,12 +162,12 @@ def record_step(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[
 
 
 @cache
-def record(job: memory.Job, depth: int, setting: Setting) -> tuple[list[Operator], ...]:
-    """`record_step` of the model with `depth` blocks."""
+def record(job: memory.Job, chosen: tuple[int, ...], setting: Setting) -> tuple[list[Operator], ...]:
+    """`record_step` of the model with these of its blocks only."""
     with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
-        model: Any = memory._build(job, depth, gathered=False)
+        model = memory._build(job, chosen, gathered=False)
         head = model.get_output_embeddings()
-        if lm_loss.is_plain(head):
+        if "forward" in vars(head):  # it computes the loss
             lm_loss.attach(head, compiled=setting.compiled)
             if not setting.fused:
                 del head.forward
@@ -201,16 +202,23 @@ def estimate(job: memory.Job, setting: Setting, gpu: GPU) -> np.ndarray:
         none, full = (estimate(job, replace(setting, checkpointing=c), gpu) for c in ("none", "full"))
         return (none + full) / 2
 
-    def step(depth: int, compiled: bool, fp8: bool) -> tuple[np.ndarray, np.ndarray]:
-        first, later, update = record(job, depth, replace(setting, fp8=False, micro_batches=1))
+    def step(chosen: tuple[int, ...], compiled: bool, fp8: bool) -> np.ndarray:
+        first, later, update = record(job, chosen, replace(setting, fp8=False, micro_batches=1))
         one, more = (costs(fuse(ops) if compiled else ops, gpu, fp8=fp8) for ops in (first, later))
-        return one + (setting.micro_batches - 1) * more, costs(update, gpu)
+        return np.stack([one + (setting.micro_batches - 1) * more, costs(update, gpu)])
 
-    depth = job.config.get_text_config().num_hidden_layers
-    (one, update), (two, update_two) = (step(d, setting.compiled, setting.fp8) for d in (1, 2))
-    blocks, update = depth * (two - one), update + (depth - 1) * (update_two - update)
-    (one, _), (two, _) = (step(d, setting.compiled and setting.fused, False) for d in (1, 2))
-    return np.vstack([blocks, (2 * one - two).sum(0), update.sum(0)])
+    numbers = memory.count(job)
+
+    def split(compiled: bool, fp8: bool) -> tuple[np.ndarray, np.ndarray]:
+        """What all blocks cost, and the rest: [micro-batches and update, kinds, figures]."""
+        one = step(numbers.last, compiled, fp8)
+        each = [step((block, *numbers.last), compiled, fp8) - one for block in numbers.last]
+        counts = [numbers.kinds.count(numbers.kinds[block]) for block in numbers.last]
+        return sum(n * cost for n, cost in zip(counts, each, strict=True)), one - sum(each)
+
+    blocks, rest = split(setting.compiled, setting.fp8)
+    _, ends = split(setting.compiled and setting.fused, False)
+    return np.vstack([blocks[0], ends[0].sum(0), (blocks[1] + rest[1]).sum(0)])
 
 
 def mfu(job: memory.Job, tokens_per_second: float, gpu: GPU) -> float:

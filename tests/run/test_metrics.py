@@ -25,7 +25,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     state = TrainState()
     logger = metrics.Logger(two, QUIET, tmp_path, state, 4, {}, template="x", flops=3.0)
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
-    window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4)
+    window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None)
     step = Step(two, [], window, number=1, rate=0.1, verdict=lambda *_: torch.tensor(True))
     for loss in (4.0, 8.0):
         step.record(torch.tensor(loss))

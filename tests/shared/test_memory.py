@@ -8,12 +8,13 @@ import sys
 from unittest import mock
 
 import pytest
-from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfig, JambaConfig, LlamaConfig
+from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfig, LlamaConfig
 
 from shared.commands import plan
 from shared.models import memory
 from shared.process.errors import ConfigError
 from tests.conftest import LAUNCHER, ROOT, free_port
+from tests.small_models import architectures
 
 SCRIPT = ROOT / "tests" / "measure_memory.py"
 
@@ -25,6 +26,25 @@ def measure_memory():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def measure(folder, config, precision, *arguments, architecture=""):
+    """What tests/measure_memory.py sees in a launch with this config."""
+    facts = folder / "facts.json"
+    argv = [
+        "--mixed_precision",
+        precision,
+        str(SCRIPT),
+        *map(str, arguments),
+        str(facts),
+        *([architecture] * bool(architecture)),
+    ]
+    if config:
+        launch_config = str(ROOT / "accelerate_configs" / f"{config}.yaml")
+        argv = ["--config_file", launch_config, "--main_process_port", str(free_port()), *argv]
+    code, output = LAUNCHER.run(argv, dict(os.environ))
+    assert code == 0, output
+    return json.loads(facts.read_text())
 
 
 @pytest.mark.parametrize(
@@ -48,14 +68,7 @@ def test_predicted_peak_is_within_15_percent_of_the_allocators(
     shape = (LlamaConfig(**measure_memory.SHAPE), measure_memory.ROWS, length)
     job = memory.Job(*shape, precision == "bf16", lora_r, packed=bool(packed))
     predicted = {name: peak for name, _, peak in memory.plan(job, processes)}[config or "single_gpu"].total(checkpointing)
-    argv = [str(SCRIPT), checkpointing, str(lora_r), str(length), str(tmp_path / "facts.json")]
-    argv = ["--mixed_precision", precision, *argv]
-    if config:
-        launch_config = str(ROOT / "accelerate_configs" / f"{config}.yaml")
-        argv = ["--config_file", launch_config, "--main_process_port", str(free_port()), *argv]
-    code, output = LAUNCHER.run(argv, dict(os.environ))
-    assert code == 0, output
-    measured = json.loads((tmp_path / "facts.json").read_text())
+    measured = measure(tmp_path, config, precision, checkpointing, lora_r, length)
     assert measured["strategy"].split()[0] == {None: "1", "ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "TP"}[config]
     assert predicted == pytest.approx(measured["peak"], rel=0.15)
 
@@ -83,11 +96,35 @@ def deepseek(blocks, dense, **changes):
     )
 
 
-def test_blocks_that_two_cannot_stand_for_are_refused_in_one_line():
-    with pytest.raises(ConfigError, match="DeepseekV3Config: its blocks differ in size"):
-        list(memory.plan(memory.Job(deepseek(7, 2), 1, 8), 1))
-    with pytest.raises(ConfigError, match="JambaForCausalLM has no list of equal blocks"):
-        memory.count(memory.Job(JambaConfig(**SMALL, num_hidden_layers=8, num_experts=2), 1, 8))
+@pytest.mark.parametrize(
+    ("name", "length", "lora_r", "checkpointing"),
+    [
+        ("qwen3_next", 256, 0, "none"),
+        pytest.param("gpt_oss", 256, 4, "none", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 256, 4, "none", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", 256, 4, "full", marks=pytest.mark.slow),
+        pytest.param("gemma2", 256, 0, "none", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 256, 0, "full", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", 256, 0, "none", marks=pytest.mark.slow),
+        pytest.param("lfm2", 256, 0, "none", marks=pytest.mark.slow),
+        pytest.param("nemotron_h", 128, 0, "none", marks=pytest.mark.slow),
+        pytest.param("mamba", 128, 0, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_several_kinds_of_blocks_are_predicted_within_5_percent(tmp_path, name, length, lora_r, checkpointing):
+    job = memory.Job(architectures()[name], 2, length, False, lora_r)
+    ((_, _, peak),) = memory.plan(job, 1)
+    measured = measure(tmp_path, None, "no", checkpointing, lora_r, length, architecture=name)
+    assert peak.total(checkpointing) == pytest.approx(measured["peak"], rel=0.05)
+
+
+def test_counts_follow_kinds_of_blocks():
+    """Two dense blocks, then four of experts; fused experts carry adapters and are not quantised."""
+    numbers = memory.count(memory.Job(architectures()["deepseek_v3"], 1, 8, lora_r=4, four_bits=True))
+    assert numbers.kinds == (0, 0, 2, 2, 2, 2) and numbers.last == (1, 5)
+    experts = 4 * 8 * 3 * 64 * 128
+    assert numbers.matrices < numbers.all - experts
+    assert numbers.trained > 4 * 8 * 4 * (128 + 128 + 64 + 128)
 
 
 def test_a_model_that_has_no_sdpa_attention_is_planned():
@@ -102,7 +139,7 @@ def test_what_sees_pictures_is_counted_but_not_measured():
     config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
     ((_, _, peak),) = memory.plan(memory.Job(config, 1, 8), 1)
     ((_, _, alone),) = memory.plan(memory.Job(config.get_text_config(), 1, 8), 1)
-    assert peak.activations == alone.activations and peak.weights > alone.weights
+    assert peak.activations == pytest.approx(alone.activations, rel=1e-3) and peak.weights > alone.weights
 
 
 def test_quantised_blocks_are_found_whatever_their_name():

@@ -11,6 +11,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,12 +36,12 @@ from shared.models.card import model_card
 from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
 from shared.models.generation import continuations, end_generation_at, first_lines
-from shared.models.hub import from_hub, identity_of_frozen, override
-from shared.models.loading import outer_parts
+from shared.models.hub import from_architecture, from_hub, identity_of_frozen, override
+from shared.models.loading import class_of, outer_parts
 from shared.models.loss import causal_lm_loss
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
-from tests.small_models import VOCAB, llama, make, tokens, words
+from tests.small_models import VOCAB, architectures, llama, make, tokens, words
 
 # Gradient checkpointing ----------------------------------------------------------------------------------------------
 
@@ -216,6 +217,34 @@ def test_flops_of_experts_are_those_of_the_ones_that_a_token_is_sent_to(name):
         assert per_length == pytest.approx(12 * 2 * config.num_attention_heads * 160)
     subject.config.num_experts_per_tok = 0
     assert flops_per_token(subject, 100) is None
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_flops_are_those_that_torch_counts(name):
+    """Within 1 %, and 5 % with a recurrence, which is left out. torch counts depthwise convolutions as dense."""
+    config = architectures()[name]
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    subject = from_architecture(class_of(config), config, **options).eval()
+    with FlopCounterMode(display=False) as counter:
+        subject(input_ids=tokens(1, 64), use_cache=False).logits.sum().backward()
+    counted = sum(n for kind, n in counter.get_flop_counts()["Global"].items() if "convolution" not in str(kind)) / 64
+    recurrent = name in ("qwen3_next", "nemotron_h", "jamba", "mamba")
+    assert flops_per_token(subject, 64) == pytest.approx(counted, rel=0.05 if recurrent else 0.01)
+
+
+def test_flops_of_attention_end_with_its_window():
+    """Of 12 layers every sixth sees all tokens, the others 64."""
+    subject = on_meta(architectures()["gemma3_text"])
+    assert flops_per_token(subject, 300) - flops_per_token(subject, 200) == 12 * 2 * 4 * 32 * 100
+
+
+def test_flops_of_adapters_on_experts_are_those_of_the_ones_that_a_token_is_sent_to():
+    subject = on_meta(architectures()["deepseek_v3"])
+    whole = flops_per_token(subject.requires_grad_(False), 64)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = get_peft_model(subject, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=experts))
+    # 6 times (128 x 128 of o_proj), 4 times (128 x (2 x 64) and 64 x 128) of 2 experts.
+    assert flops_per_token(adapted, 64) - whole == 6 * 4 * (6 * (128 + 128) + 4 * 2 * (128 + 128 + 64 + 128))
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------

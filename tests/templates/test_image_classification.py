@@ -400,7 +400,7 @@ def test_every_rank_skips_the_same_damaged_images(base, image_folder, tmp_path):
     (folder / "train/cat/0.png").write_bytes(b"")
     (folder / "train/dog/1.png").write_bytes((folder / "train/dog/1.png").read_bytes()[:300])
     (folder / "val/owl/2.png").write_text("not a picture")
-    flags = (*base, "--per_device_train_batch_size", 4, "--train_dir", folder)
+    flags = (*(folder if flag == image_folder else flag for flag in base), "--per_device_train_batch_size", 4)
     refused = run("image_classification", tmp_path / "refused", *flags, processes=2, check=False)
     assert refused.returncode != 0
     assert f"error: {folder}/train/cat/0.png: the file is empty, and 2 more cannot be read" in refused.output
@@ -413,7 +413,8 @@ def test_every_rank_skips_the_same_damaged_images(base, image_folder, tmp_path):
 
 def test_an_image_that_vanishes_later_ends_the_run_with_its_path(base, image_folder, tmp_path):
     folder = shutil.copytree(image_folder, tmp_path / "images")
-    flags = (*base, "--per_device_train_batch_size", 8, "--train_dir", folder, "--dataloader_num_workers", 2)
+    flags = (*(folder if flag == image_folder else flag for flag in base), "--per_device_train_batch_size", 8)
+    flags = (*flags, "--dataloader_num_workers", 2)
     run_here("image_classification", *flags, "--output_dir", tmp_path / "first", "--max_steps", 1)
     path = folder / "train/dog/1.png"
     times = path.stat().st_mtime_ns
