@@ -91,7 +91,7 @@ def printed(output: str, name: str) -> str:
 def error(output: str) -> str:
     """The last line of a run that failed, without the checkpoint's name."""
     last = ([text for text in output.splitlines() if text.strip()] or ["nothing printed"])[-1]
-    return re.sub(r"^error: (/\S+: )?", "", last)
+    return re.sub(r"^error: (/\S+: )?", "", last)[:120]
 
 
 def can_be_tensor_parallel(base: Path) -> str:
@@ -107,7 +107,7 @@ def can_be_tensor_parallel(base: Path) -> str:
             tensor_parallel(model, SimpleNamespace(size=lambda: 2, device_type="meta"))  # type: ignore[arg-type]
         except ConfigError as refusal:
             reason = re.search(r"\((.+)\)", str(refusal))
-            return f"no: {reason[1] if reason else refusal}"
+            return f"no: {reason[1] if reason else refusal}".replace("its plan: none", "no plan").replace("its plan: ", "")
     return "yes"
 
 
