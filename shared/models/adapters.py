@@ -13,7 +13,7 @@ from shared.models.checks import learn_padding_token
 from shared.models.hub import from_hub
 from shared.models.loading import load_causal_lm
 from shared.models.options import AdapterConfig
-from shared.models.targets import find_targets
+from shared.models.targets import find_targets, not_to_quantise
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
@@ -32,6 +32,7 @@ def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=adapter.load_in_4bit,
             load_in_8bit=adapter.load_in_8bit,
+            llm_int8_skip_modules=not_to_quantise(name, adapter.text_only),  # for 4 bits, too
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,

@@ -73,8 +73,15 @@ def outer_parts(model: Any) -> list[str]:
     return list(outer(model, ""))
 
 
+def parts_that_choose(model: nn.Module) -> list[str]:
+    """The names of modules that choose the tokens that sparse attention sees: their choice has no gradient."""
+    return [name for name, module in model.named_modules() if type(module).__name__.endswith("Indexer")]
+
+
 def freeze_outer_parts(model: Any) -> None:
-    """Freeze the parts that text does not pass through: no gradient reaches them, and DDP would wait for one."""
+    """Freeze the parts that text gives no gradient: DDP would wait for one."""
+    for name in parts_that_choose(model):
+        model.get_submodule(name).requires_grad_(False)
     if model.config.get_text_config() is not model.config:
         used = {parameter for module in _inside(model) for parameter in module.parameters()}
         for parameter in set(model.parameters()) - used:

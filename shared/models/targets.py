@@ -7,13 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
 from shared.models.counts import experts_of
-from shared.models.loading import outer_parts
+from shared.models.hub import from_architecture, from_hub
+from shared.models.loading import class_of, outer_parts, parts_that_choose
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
+from shared.process.printing import print_main
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     """
     outer = outer_parts(base)
     modules = {name: module for name, module in base.named_modules() if name}
-    parameters = [name for name, _ in base.named_parameters()]
+    parameters = dict(base.named_parameters())
     for flag, names in (("lora_target_modules", adapter.lora_target_modules), ("modules_to_save", adapter.modules_to_save)):
         for name in names if names != ("all-linear",) else ():  # PEFT skips unknown names if one matches
             if not _matches(modules, [name]) and not (flag == "lora_target_modules" and _matches(parameters, [name])):
@@ -49,6 +53,7 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         return Targets(named, rest, towers or None, [])
     left_out: dict[str, list[str]] = {}
     experts, _ = experts_of(base.config)
+    choosers = parts_that_choose(base)
     chosen = []
     for name, module in modules.items():
         is_linear = isinstance(module, nn.Linear | Conv1D) and module is not base.get_output_embeddings()
@@ -59,8 +64,10 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
             why = "routers"
         elif "experts" in parent.split(".") and not adapter.lora_experts:
             why = "--no_lora_experts"
-        elif type(module).__module__.startswith("transformers.models."):
-            why = "layers of a kind of their own"
+        elif any(name.startswith(f"{part}.") for part in choosers):
+            why = "they choose tokens, and get no gradient"
+        elif not _is_one_product(module):
+            why = "more than one matrix product"
         elif _reads_weight(modules.get(parent, base), child) or not _peft_takes(base, child):
             why = "the weight is read past the adapter"
         else:
@@ -77,6 +84,9 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         else:
             left_out.setdefault("--no_lora_experts", []).extend(fused)
     is_quantised = adapter.load_in_4bit or adapter.load_in_8bit
+    if is_quantised and fused:
+        size = sum(parameters[name].numel() for name in fused)
+        print_main(f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes quantises linear layers only")
     if adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa":
         why, cannot = "not with --lora_dropout, --use_dora or --init_lora_weights pissa", by_parameter
     else:
@@ -90,6 +100,25 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     exclude = "|".join([*([towers] if towers else []), *(rf"(.*\.)?{re.escape(name)}" for name in others)])
     about = [f"{', '.join(_shortest(set(names), [], parts=2))} ({why})" for why, names in left_out.items()]
     return Targets(sorted(short), target_parameters, exclude or None, about)
+
+
+def not_to_quantise(name: str, text_only: bool) -> list[str] | None:
+    """The modules of the checkpoint `name` that stay in 16 bits; None: as the library chooses, all but the head.
+
+    These are parts that text does not pass through, which are saved as they were, and layers whose weight is read as it is.
+    """
+    config = from_hub(AutoConfig, name)
+    with torch.device("meta"):
+        model = from_architecture(class_of(config, text_only), config)
+    modules = dict(model.named_modules())
+    linear = [(name, module) for name, module in modules.items() if isinstance(module, nn.Linear)]
+    kept = outer_parts(model)
+    for name, module in linear:
+        parent, _, child = name.rpartition(".")
+        if _reads_weight(modules[parent], child, also_dtype=True) or not _is_one_product(module):
+            kept.append(name)
+    head = [name for name, module in linear if module is model.get_output_embeddings()]
+    return [*kept, *head] if kept else None
 
 
 def describe(model: nn.Module) -> str:
@@ -146,13 +175,25 @@ def _fused_experts(modules: dict[str, Any], outer: list[str], experts: int | Non
     ]
 
 
-def _reads_weight(parent: Any, child: str) -> bool:
+def _is_one_product(module: Any) -> bool:
+    """Whether a linear layer of a class of the model's own, as routers are, still maps [..., in] to [..., out]."""
+    if not type(module).__module__.startswith("transformers.models."):
+        return True
+    try:
+        found = module(module.weight.new_zeros(2, 3, module.in_features))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == (2, 3, module.out_features)
+
+
+def _reads_weight(parent: Any, child: str, also_dtype: bool = False) -> bool:
     """Whether a module's code uses a layer's weight itself, as kernels of whole Mamba blocks do: no adapter would count."""
     try:
         source = inspect.getsource(type(parent))
     except (OSError, TypeError):
         return False
-    return bool(re.search(rf"self\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape|size))", source))
+    harmless = r"(?!\.(device|shape|size))" if also_dtype else r"(?!\.(dtype|device|shape|size))"
+    return bool(re.search(rf"self\.{re.escape(child)}\.weight\b{harmless}", source))
 
 
 def _peft_takes(base: Any, child: str) -> bool:
