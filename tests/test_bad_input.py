@@ -169,11 +169,11 @@ def test_archives_are_not_unpacked(attempt, tmp_path):
         ("image_classification", "--train_dir", "--train_dir FILE: no such folder"),
     ],
 )
-def test_a_file_where_a_folder_is_expected(attempt, image_folder, tmp_path, template, flag, message):
+def test_a_file_where_a_folder_is_expected(attempt, tmp_path, template, flag, message):
     file = tmp_path / "file"
     file.write_bytes(LINES)
     (tmp_path / "data.jsonl").write_bytes(LINES)
-    data = ("--train_dir", image_folder) if template == "image_classification" else ("--train_file", tmp_path / "data.jsonl")
+    data = () if template == "image_classification" else ("--train_file", tmp_path / "data.jsonl")
     assert attempt(template, *data, flag, file).startswith(message.replace("FILE", str(file)))
 
 
