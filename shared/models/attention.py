@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.data.loader import cu_seqlens_of
+from shared.models.loading import parts_that_choose
 from shared.parallel.gradients import end_step
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
@@ -283,8 +284,9 @@ def isolate_documents(
 ) -> tuple[bool, str]:
     """Check that packed documents do not see each other, and use the fastest attention.
 
-    A document must have the same logits wherever it lies in a row and whatever lies before it. The rows are tried in each
-    `Form` that the model may take.
+    A document must have the logits that it has alone, wherever it lies in a row and whatever lies before it. The rows are
+    tried in each `Form` that the model may take. Layers that choose tokens for sparse attention are not packed: a trial of
+    few tokens, all of which they choose, shows nothing.
 
     On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost grows with the square of the
     row length. It must give the same as the mask: results, gradients and the model's logits are compared on this device.
@@ -309,18 +311,21 @@ def isolate_documents(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
     other = torch.cat([(tokens[:, :8] + 1) % vocab_size, tokens[:, 8:]], 1)  # another document before the second
-    swapped = tokens.roll(8, 1)  # the second document comes first
+    alone = tokens.roll(8, 1)  # the second document comes first, and sees nothing of what follows
     position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
     cu_seqlens = torch.from_numpy(cu_seqlens_of(position_ids.cpu().numpy())).to(device)
 
-    def logits(*variants: torch.Tensor) -> tuple[list[torch.Tensor], list[tuple[Heads, bool]]]:
-        """(logits of each variant of the tokens, calls of attention)"""
+    def logits(
+        *variants: torch.Tensor, alone: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], list[tuple[Heads, bool]]]:
+        """(logits of each variant of the tokens, then of those not packed; calls of attention)"""
         global _calls
         calls: list[tuple[Heads, bool]] = []
         _calls = calls
         try:
             with _as_in_an_evaluation(model):
-                batches = ({"input_ids": t, "position_ids": position_ids, "cu_seqlens": cu_seqlens} for t in variants)
+                batches = [{"input_ids": t, "position_ids": position_ids, "cu_seqlens": cu_seqlens} for t in variants]
+                batches += [{"input_ids": alone}] if alone is not None else []
                 found = [forward_rows(model, batch).logits.float() for batch in batches]
         finally:
             _calls = None
@@ -333,19 +338,22 @@ def isolate_documents(
     _use(None)
     is_flat = str(settings._attn_implementation).startswith("flash")
     axes = (4, 1) if "mrope_section" in (getattr(settings, "rope_parameters", None) or {}) else (1,)
-    forms = [Form(flat, bounds, n) for flat, bounds in ((is_flat, False), (True, True)) for n in axes]
-    hint = ""
+    if parts_that_choose(whole):
+        forms, hint = [], ": it chooses the tokens that it sees from the whole row"
+    else:
+        hint = ""
+        forms = [Form(flat, bounds, n) for flat, bounds in ((is_flat, False), (True, True)) for n in axes]
     for form in forms:
         _form = form
         try:
-            (masked, changed, moved), calls = logits(tokens, other, swapped)
-        except (TypeError, ValueError, RuntimeError) as error:  # a model may not take this form
+            (masked, changed, expected), calls = logits(tokens, other, alone=alone)
+        except Exception as error:  # a model may raise anything if it does not take this form
             end_step(model)
             if is_out_of_memory(error):
                 raise
             hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
             continue
-        if apart(masked, changed) and _relative(moved[:, :8], masked[:, 8:]) < MAX_ERROR:
+        if apart(masked, changed) and _relative(masked[:, 8:], expected[:, :8]) < MAX_ERROR:
             break
     else:
         _form = Form()
