@@ -315,17 +315,16 @@ def isolate_documents(
     position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
     cu_seqlens = torch.from_numpy(cu_seqlens_of(position_ids.cpu().numpy())).to(device)
 
-    def logits(
-        *variants: torch.Tensor, alone: torch.Tensor | None = None
-    ) -> tuple[list[torch.Tensor], list[tuple[Heads, bool]]]:
-        """(logits of each variant of the tokens, then of those not packed; calls of attention)"""
+    def packed(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input_ids": ids, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
+
+    def logits(*batches: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[Heads, bool]]]:
+        """(logits of each batch, calls of attention)"""
         global _calls
         calls: list[tuple[Heads, bool]] = []
         _calls = calls
         try:
             with _as_in_an_evaluation(model):
-                batches = [{"input_ids": t, "position_ids": position_ids, "cu_seqlens": cu_seqlens} for t in variants]
-                batches += [{"input_ids": alone}] if alone is not None else []
                 found = [forward_rows(model, batch).logits.float() for batch in batches]
         finally:
             _calls = None
@@ -346,7 +345,7 @@ def isolate_documents(
     for form in forms:
         _form = form
         try:
-            (masked, changed, expected), calls = logits(tokens, other, alone=alone)
+            (masked, changed, expected), calls = logits(packed(tokens), packed(other), {"input_ids": alone})
         except Exception as error:  # a model may raise anything if it does not take this form
             end_step(model)
             if is_out_of_memory(error):
@@ -374,7 +373,7 @@ def isolate_documents(
         return True, f"{by_mask}: {why}"
     _use(kernel)
     try:
-        (found, changed), calls = logits(tokens, other)
+        (found, changed), calls = logits(packed(tokens), packed(other))
         if not any(by_kernel for _, by_kernel in calls):
             why = "every block needs one (window, bias, dropout)"
         elif not apart(found, changed) or _relative(found, masked) > 4 * MAX_ERROR:

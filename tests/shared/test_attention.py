@@ -238,7 +238,7 @@ class LeaksOverSeveralRows(SumsAll):
     """As kernels do that look at the positions of a single row only."""
 
     def forward(self, input_ids, position_ids=None, use_cache=None, cu_seq_lens_q=None, seq_idx=None):
-        if len(input_ids) > 1:
+        if len(input_ids) > 1 and position_ids is not None:
             return super().forward(input_ids)
         return SimpleNamespace(logits=self.embedding(input_ids))
 
