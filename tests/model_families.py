@@ -132,7 +132,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", {TEXT: {"layer_types": WINDOWS}}, None),
     "gemma4": ("Gemma4ForConditionalGeneration", GEMMA4, None),
     "mistral3": ("Mistral3ForConditionalGeneration", {}, None),
-    "mistral_large4": ("MistralLarge4ForConditionalGeneration", {}, None),
+    # It sees all tokens of a sample: scores of a random indexer tie, and which token is chosen depends on the padding.
+    "mistral_large4": ("MistralLarge4ForConditionalGeneration", {TEXT: {"index_topk": 128}}, None),
     "internvl": ("InternVLForConditionalGeneration", {}, None),
     "smolvlm": ("SmolVLMForConditionalGeneration", {}, None),
     "glm4v": ("Glm4vForConditionalGeneration", {TEXT: MROPE}, None),

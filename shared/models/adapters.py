@@ -1,11 +1,13 @@
 """LoRA adapters: making, saving and merging them; their precision; quantised bases."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from safetensors.torch import load_file
 from torch import nn
 
 from shared.config.options import SpeedConfig
@@ -148,7 +150,14 @@ def merge(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Ac
 
     base = load_base(name, adapter, speed, accelerator, torch.device("cpu"))
     base = base.dequantize() if adapter.load_in_4bit or adapter.load_in_8bit else base
-    return PeftModel.from_pretrained(base, str(adapter_folder)).merge_and_unload()  # type: ignore[operator]
+    model: Any = PeftModel.from_pretrained(base, str(adapter_folder))
+    saved = load_file(adapter_folder / "adapter_model.safetensors")
+    loaded = {key.replace(".default", ""): value for key, value in model.state_dict().items()}
+    if lost := [
+        key for key, value in saved.items() if re.search(r"\.lora_[AB]\.", key) and not torch.equal(loaded[key].cpu(), value)
+    ]:
+        raise ConfigError(f"{adapter_folder}: PEFT does not load {len(lost)} of its weights, such as {lost[0]}: not merged")
+    return model.merge_and_unload()
 
 
 def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -91,6 +92,10 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         why, cannot = "not with --lora_dropout, --use_dora or --init_lora_weights pissa", by_parameter
     else:
         why, cannot = "quantised", [name for name in by_parameter if is_quantised and name not in fused]
+    if lost := _lost_by_peft(base, [*chosen, *(name.removesuffix(".weight") for name in by_parameter)]):
+        left_out["PEFT would not load them"] = lost
+        chosen = [name for name in chosen if name not in lost]
+        by_parameter = [name for name in by_parameter if name.removesuffix(".weight") not in lost]
     if cannot:
         left_out[why], by_parameter = cannot, [name for name in by_parameter if name not in cannot]
     target_parameters = _shortest(set(by_parameter), [name for name in parameters if name not in by_parameter], parts=2)
@@ -205,6 +210,22 @@ def _peft_takes(base: Any, child: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _lost_by_peft(base: Any, names: list[str]) -> list[str]:
+    """The adapters whose weights PEFT would look for under another name: it renames keys as those of old checkpoints."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    @cache
+    def is_lost(name: str) -> bool:
+        key = f"base_model.model.{name}.lora_A.weight"
+        try:
+            return key not in convert_peft_adapter_state_dict_for_transformers(base, LoraConfig(), {key: torch.zeros(1, 1)})
+        except Exception:  # as for weights that it would join: they keep their names
+            return False
+
+    return [name for name in names if is_lost(re.sub(r"\.\d+\.", ".0.", name))]  # one block stands for all
 
 
 def _names_that_peft_keeps(base: Any, names: set[str]) -> set[str]:
