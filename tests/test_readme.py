@@ -241,6 +241,10 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
         "facebook/convnext-tiny-224": folder / "convnext",
         "chats.jsonl": chat_file,
         "more.jsonl": folder / "more.jsonl",
+        # there is no network here: tests/shared/test_remote.py reads such files from servers of its own
+        "https://example.com/chats.jsonl.gz": chat_file,
+        "s3://bucket/a.parquet": text_file,
+        "s3://bucket/b.parquet": text_file,
         "corpus/": folder / "corpus",
         "/data": folder / "corpus",  # mounted there
         "photos/": image_folder,
