@@ -6,6 +6,7 @@ A family's entry has the class, what its config needs beside `SIZES`, and the na
 have and the class does not load, such as the extra blocks that predict more than one token.
 """
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -187,7 +188,7 @@ def make(family: str, folder: Path, *, more_weights: bool = False, **changes: An
 
     from shared import demo
 
-    name, own, extra = FAMILIES[family]
+    name, own, extra = copy.deepcopy(FAMILIES[family])  # configs change what they are given
     model_class = getattr(transformers, name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo.MODEL)
     config = model_class.config_class(**shape(model_class.config_class, own | changes, tokenizer))
