@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.data.loader import cu_seqlens_of
-from shared.models.loading import parts_that_choose
+from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
@@ -23,8 +23,6 @@ MAX_ERROR = 0.02  # relative, of the kernel's results in 16 bits, against fp32; 
 HARMLESS = {"is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 HARMLESS |= {"output_attentions", "output_hidden_states", "use_cache", "cache_position", "return_dict"}
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # names in model configs
-
-INPUTS: tuple[str, ...] = ("input_ids", "position_ids")
 
 Heads = tuple[int, int, int, int, torch.dtype]  # query heads, key and value heads, query size, value size, compute dtype
 
@@ -257,7 +255,7 @@ _form = Form()  # of the model in training: see `isolate_documents`
 
 def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
     """A model's outputs for a batch of rows, packed or not: see `loss.causal_lm_loss`."""
-    inputs = {key: batch[key] for key in INPUTS if key in batch}
+    inputs: dict[str, torch.Tensor] = {k: v for k, v in batch.items() if k in ("input_ids", "position_ids")}
     positions = inputs.get("position_ids")
     if positions is not None:
         if _form.flat:
@@ -273,7 +271,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
 
 def describe(model: Any) -> str:
     """The attention that a model computes, for the summary."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = without_adapters(model)
     used = model.config.get_text_config()._attn_implementation
     return f"{used}: {type(model).__name__} has no sdpa" if used == "eager" and not model._supports_sdpa else used
 
@@ -305,8 +303,7 @@ def isolate_documents(
         ConfigError: see `required`.
     """
     global _form
-    whole: Any = extract_model_from_parallel(model)
-    whole = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    whole = without_adapters(extract_model_from_parallel(model))
     name, settings = type(whole).__name__, whole.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)

@@ -54,6 +54,11 @@ def load_causal_lm(name: str, *, attn_implementation: str, text_only: bool = Fal
     return model
 
 
+def without_adapters(model: Any) -> Any:
+    """The model itself, out of PEFT's wrapper if it is in one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _inside(model: Any) -> set[Any]:
     return {model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()} - {None}
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from shared.data.order import IGNORED
 from shared.models.attention import forward_rows
 from shared.models.counts import experts_of
+from shared.models.loading import without_adapters
 from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
 from shared.process.ranks import data_parallel_size, world_size
@@ -229,9 +230,7 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
     model.eval()
     trial = {"input_ids": tokens, "labels": labels}
     # Compiled blocks must not see these few tokens: they would specialise on the size of their first input.
-    whole = accelerator.unwrap_model(model)
-    whole = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
-    why = f"{type(whole).__name__} changes what its head returns"
+    why = f"{type(without_adapters(accelerator.unwrap_model(model))).__name__} changes what its head returns"
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
         attach(head, compiled=compiled)
