@@ -90,8 +90,8 @@ LABEL = {"125M": "125M", "1B": "1.2B", "8B": "8B"}
 
 def _trains(template: str, *needs: str, flags: str = "") -> Row:
     needs, rehearsed = (*LAUNCHED, *needs), template == "image_classification"  # tests launch the others, too
-    options = {"name": template, "flags": flags}
-    return Row(f"{' '.join([template, flags]).strip()} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed)
+    options, name = {"name": template, "flags": flags}, " ".join([template, *flags.split()])
+    return Row(f"{name} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed)
 
 
 def _resumes(template: str, deterministic: bool, *needs: str) -> Row:
