@@ -183,7 +183,7 @@ class MultiLabelPredictions:
         names = [f"{short(self.classes[i])} ({by_class['support'][i]:,})" for i in shown]
         axes.barh(range(len(shown)), by_class["average_precision"][shown], tick_label=names, label="average precision")
         axes.plot(by_class["f1"][shown], range(len(shown)), "k|", markersize=9, label="F1 at the threshold")
-        axes.legend(loc="lower left")
+        figure.legend(loc="outside lower center", ncols=2)
         figure.savefig(file, dpi=110)
 
     def _draw_mistakes(self, file: Path, images: Images) -> None:
