@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,63 @@ def scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.stack([labels.float(), predicted.float(), confidence, loss, above.float()], dim=1)
 
 
+def gather_rows(accelerator: Accelerator, batches: list[torch.Tensor], num_images: int) -> np.ndarray:
+    """What all ranks keep, each image once, in the order of the data set: [num_images, values] fp64. Every rank calls this.
+
+    Args:
+        batches: this rank's, of each window in order, [per device, values]; all ranks have equally many. The first value is
+            -100 in rows that do not count.
+        num_images: size of the data set; the rest fills the last window.
+    """
+    mine = torch.stack(batches)  # [windows, per device, values]
+    everything = accelerator.gather(mine).view(accelerator.num_processes, *mine.shape)
+    rows = everything.transpose(0, 1).flatten(0, 2).double().cpu().numpy()
+    rows = rows[rows[:, 0] != IGNORED]
+    assert len(rows) == num_images
+    return rows
+
+
+def write_report(run_dir: Path, content: dict[str, Any], pictures: dict[str, Callable[[Path], None]]) -> list[Path]:
+    """Write evaluation.json and the pictures of an evaluation into the run's folder. Call on one rank.
+
+    Args:
+        pictures: by file name, a function that draws into the file, or draws nothing.
+
+    Returns:
+        The pictures that were drawn.
+    """
+    (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    for name, draw in pictures.items():
+        (run_dir / name).unlink(missing_ok=True)  # of an evaluation before
+        try:
+            draw(run_dir / name)
+        except Exception as error:  # a font or an image must not cost the model
+            print_main(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
+    return [run_dir / name for name in pictures if (run_dir / name).exists()]
+
+
+def draw_images(file: Path, title: str, images: Images, tiles: list[tuple[int, str]]) -> None:
+    """Draw images with a text above each, if there are any.
+
+    Args:
+        tiles: (number of an image, its text).
+    """
+    from matplotlib.figure import Figure
+
+    if not tiles:
+        return
+    rows = math.ceil(len(tiles) / 8)
+    figure = Figure(figsize=(14, 2.1 * rows + 0.5), layout="constrained")
+    figure.suptitle(title)
+    for place, (number, text) in enumerate(tiles, 1):
+        image = images[number]["image"]
+        image.thumbnail((160, 160))
+        axes = figure.add_subplot(rows, 8, place, xticks=[], yticks=[])
+        axes.set_title(text, fontsize=8)
+        axes.imshow(image)
+    figure.savefig(file, dpi=110)
+
+
 @dataclass(frozen=True)
 class Predictions:
     """One entry an image, in the order of the data set; all arrays [images]."""
@@ -49,6 +108,8 @@ class Predictions:
     above: np.ndarray  # classes that were scored above the true one
     classes: tuple[str, ...]
 
+    of_batch = staticmethod(scores)
+
     @classmethod
     def gather(
         cls, accelerator: Accelerator, batches: list[torch.Tensor], num_images: int, classes: tuple[str, ...]
@@ -56,14 +117,9 @@ class Predictions:
         """The predictions of all ranks, each image once. Every rank calls this and gets all.
 
         Args:
-            batches: this rank's `scores` of each window in order, [per device, 5]; all ranks have equally many.
-            num_images: size of the data set; the rest fills the last window.
+            batches, num_images: see `gather_rows`; what `scores` gave.
         """
-        mine = torch.stack(batches)  # [windows, per device, 5]
-        everything = accelerator.gather(mine).view(accelerator.num_processes, *mine.shape)
-        rows = everything.transpose(0, 1).flatten(0, 2).double().cpu().numpy()
-        rows = rows[rows[:, 0] != IGNORED]
-        assert len(rows) == num_images
+        rows = gather_rows(accelerator, batches, num_images)
         integers = rows[:, [0, 1, 4]].astype(np.int64).T
         return cls(integers[0], integers[1], rows[:, 2], rows[:, 3], integers[2], classes)
 
@@ -83,6 +139,17 @@ class Predictions:
             values["eval_top5_accuracy"] = (self.above < 5).mean()
         values["eval_macro_f1"] = by_class["f1"][by_class["support"] > 0].mean()
         return {name: float(value) for name, value in values.items()}
+
+    def headline(self) -> str:
+        return f"{self.summary()['eval_accuracy']:.2%} of {len(self.labels):,} validation images are right"
+
+    def for_config(self) -> dict[str, Any]:
+        """What final/config.json says besides the names of the classes."""
+        return {}
+
+    def usage(self, load: str) -> str:
+        """The lines of the model card that use the pipeline which `load` makes."""
+        return load
 
     def mistakes(self) -> np.ndarray:
         """The images that were classified wrongly, the most confident mistake first."""
@@ -110,16 +177,11 @@ class Predictions:
                 for i in self.mistakes()
             ],
         }
-        (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        matrix, page = run_dir / "confusion_matrix.png", run_dir / "mistakes.png"
-        page.unlink(missing_ok=True)  # of an evaluation before
-        try:
-            self._draw_confusion(matrix)
-            if len(self.mistakes()):
-                self._draw_mistakes(page, images)
-        except Exception as error:  # a font or an image must not cost the model
-            print_main(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
-        return [path for path in (matrix, page) if path.exists()]
+        draw: Any = {
+            "confusion_matrix.png": self._draw_confusion,
+            "mistakes.png": partial(self._draw_mistakes, images=images),
+        }
+        return write_report(run_dir, content, draw)
 
     def _draw_confusion(self, file: Path) -> None:
         from matplotlib.figure import Figure
@@ -135,28 +197,19 @@ class Predictions:
         figure = Figure(figsize=(side, side), layout="constrained")
         axes = figure.add_subplot(title=title)
         matrix = confusion_matrix(self.labels, self.predicted, labels=shown)
-        display = ConfusionMatrixDisplay(matrix, display_labels=[_short(self.classes[i]) for i in shown])
+        display = ConfusionMatrixDisplay(matrix, display_labels=[short(self.classes[i]) for i in shown])
         display.plot(ax=axes, cmap="Blues", xticks_rotation="vertical", colorbar=False, text_kw={"fontsize": 8})
         figure.savefig(file, dpi=110)
 
     def _draw_mistakes(self, file: Path, images: Images) -> None:
-        from matplotlib.figure import Figure
-
-        chosen = self.mistakes()[:MISTAKES]
-        rows = math.ceil(len(chosen) / 8)
-        figure = Figure(figsize=(14, 2.1 * rows + 0.5), layout="constrained")
-        figure.suptitle(f"the most confident of {len(self.mistakes()):,} mistakes")
-        for place, i in enumerate(chosen, 1):
-            image = images[int(i)]["image"]
-            image.thumbnail((160, 160))
-            true, predicted = _short(self.classes[self.labels[i]]), _short(self.classes[self.predicted[i]])
-            axes = figure.add_subplot(rows, 8, place, xticks=[], yticks=[])
-            axes.set_title(f"pred {predicted} {self.confidence[i]:.0%}\ntrue {true}", fontsize=8)
-            axes.imshow(image)
-        figure.savefig(file, dpi=110)
+        tiles = []
+        for i in self.mistakes()[:MISTAKES]:
+            true, predicted = short(self.classes[self.labels[i]]), short(self.classes[self.predicted[i]])
+            tiles.append((int(i), f"pred {predicted} {self.confidence[i]:.0%}\ntrue {true}"))
+        draw_images(file, f"the most confident of {len(self.mistakes()):,} mistakes", images, tiles)
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     """At most 18 characters, without $ (it starts a formula in matplotlib) and without bytes that are not Unicode."""
     name = name.encode("utf-8", "backslashreplace").decode()
     return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

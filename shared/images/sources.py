@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class Found:
     """All images that a config names, before any is opened."""
 
     name: str
-    labels: list[str]
+    labels: list[Any]  # names of classes; with --problem_type multi_label a tuple of names for each image
     held_out_from: int | None  # images from this number on are for validation; None: not split yet
     about: str  # where the validation images come from, for people
     paths: list[str] = field(default_factory=list)  # empty for the rows of a table
@@ -123,7 +123,7 @@ class Found:
             "name": self.name,
             "about": self.about,
             "held_out_from": self.held_out_from,
-            "classes": in_order(set(self.labels)),
+            "classes": in_order({name for label in self.labels for name in ([label] if isinstance(label, str) else label)}),
         }
 
 
@@ -190,14 +190,11 @@ def listed(config: ImageConfig) -> Found:
         for file in files:
             for where, record in records.read_records([file]):
                 image = record[_column(record, config, "image", where)]
-                label = record[_column(record, config, "label", where)]
-                label = label.strip() if isinstance(label, str) else label  # CSV keeps the space after a comma
+                label = _label(record[_column(record, config, "label", where)], config, where)
                 if not isinstance(image, str) or not image:
                     raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
-                if not isinstance(label, str | int) or label == "":
-                    raise ConfigError(f"{where}: the label is {records.kind(label)}, expected a name or a number")
                 found.paths.append(os.path.join(file.parent, image))
-                found.labels.append(str(label))
+                found.labels.append(label)
     if not found.paths:
         raise ConfigError(f"--train_file {found.name}: no records in it")
     return found
@@ -211,6 +208,32 @@ def _column(record: Any, config: ImageConfig, kind: str, where: str) -> str:
         wanted = repr(named) if named else f"{', '.join(COLUMNS[kind][:-1])} or {COLUMNS[kind][-1]}"
         raise ConfigError(f"{where}: no column {wanted} (has: {', '.join(record)}); name it with --{kind}_column")
     return column
+
+
+def _label(value: Any, config: ImageConfig, where: str, name_of: Callable[[Any], str] = str) -> str | tuple[str, ...]:
+    """The name of an image's class; with --problem_type multi_label the names of its classes, sorted, perhaps none."""
+    expected = "expected a name or a number"
+    value = value.strip() if isinstance(value, str) else value  # CSV keeps the space after a comma
+    if config.is_multi_label:
+        names = value.split("|") if isinstance(value, str) and value else [] if value == "" else value
+        names = [names] if isinstance(names, int) else names
+        if not isinstance(names, list):
+            raise ConfigError(f"{where}: the label is {records.kind(value)}, expected a list of names, or text: name|name")
+        names = [name.strip() if isinstance(name, str) else name for name in names]
+        for name in names:
+            if not isinstance(name, str | int) or name == "":
+                raise ConfigError(f"{where}: one of the labels is {records.kind(name)}, {expected}")
+        return tuple(sorted({str(name_of(name)) for name in names}))
+    if isinstance(value, list):
+        raise ConfigError(f"{where}: the label is a list, {expected}; --problem_type multi_label takes lists")
+    if not isinstance(value, str | int) or value == "":
+        raise ConfigError(f"{where}: the label is {records.kind(value)}, {expected}")
+    if isinstance(value, str) and "|" in value and config.problem_type is None:
+        raise ConfigError(
+            f"{where}: the label is {value!r}: for several labels add --problem_type multi_label, for one of this name "
+            "--problem_type single_label"
+        )
+    return str(name_of(value))
 
 
 # Data sets -------------------------------------------------------------------------------------------------------------
@@ -240,14 +263,16 @@ def open_table(config: ImageConfig) -> Table:
 
 
 def rows_of(config: ImageConfig, table: Table) -> Found:
-    labels: list[str] = []
+    labels: list[Any] = []
     for split, rows in table.splits.items():
         column = _column(rows.features, config, "label", table.name)
-        to_name = getattr(rows.features[column], "int2str", str)
+        feature = rows.features[column]
+        to_name = getattr(getattr(feature, "feature", feature), "int2str", str)  # of a class, or of a list of classes
         for row, value in enumerate(rows[column]):
-            if not isinstance(value, str | int) or value == -1:  # -1: test sets without labels
-                raise ConfigError(f"{table.name}:{split}: row {row}: the label is {value}, expected a class")
-            labels.append(str(to_name(value)))
+            where = f"{table.name}:{split}: row {row}"
+            if value is None or -1 in (value if isinstance(value, list) else [value]):  # -1: test sets without labels
+                raise ConfigError(f"{where}: the label is {value}, expected a class")
+            labels.append(_label(value, config, where, to_name))
     sizes = [len(rows) for rows in table.splits.values()]
     version = " ".join(rows._fingerprint for rows in table.splits.values())
     held_out_from = sizes[0] if len(sizes) > 1 else None

@@ -114,7 +114,10 @@ def _to_patches(model: Any, args: tuple[()], options: dict[str, Any]) -> tuple[t
 
 
 def name_classes(config: Any, classes: tuple[str, ...]) -> None:
-    """Put the names of the classes, and so their number, into a model's config."""
+    """Put the names of the classes, and so their number, into a model's config. What it said of several labels goes."""
+    if config.problem_type == "multi_label_classification":
+        config.problem_type = None
+    config.__dict__.pop("thresholds", None)
     config.num_labels = len(classes)  # PVT's configs have a number of their own
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: number for number, name in config.id2label.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Loss, accuracy if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
+    """Loss, a score of the validation if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
     from matplotlib.figure import Figure
 
     if not metrics.exists():
@@ -14,8 +14,9 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     keys = {key for row in rows for key in row}
     unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
     titles: dict[str, dict[str, str | None]] = {"loss": {"loss": "training", "eval_loss": "validation"}}
-    if "eval_accuracy" in keys:
-        titles["validation accuracy"] = {"eval_accuracy": None}
+    for name, title in {"eval_accuracy": "accuracy", "eval_map": "mean average precision"}.items():
+        if name in keys:
+            titles[f"validation {title}"] = {name: None}
     titles["learning rate"] = {"learning_rate": None}
     titles[f"{unit} per second"] = {f"processed_{unit}_per_second": "processed", f"trained_{unit}_per_second": "trained"}
     figure = Figure(figsize=(4 * len(titles), 3.6), layout="constrained")

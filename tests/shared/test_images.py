@@ -541,7 +541,15 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
         ({"image": "a.png", "label": None}, "the label is null, expected a name or a number"),
         ({"image": "a.png", "label": ""}, "the label is empty, expected a name or a number"),
         ({"image": "a.png", "label": 1.5}, "the label is a float, expected a name or a number"),
-        ({"image": "a.png", "label": ["x"]}, "the label is a list, expected a name or a number"),
+        (
+            {"image": "a.png", "label": ["x"]},
+            "the label is a list, expected a name or a number; --problem_type multi_label takes lists",
+        ),
+        (
+            {"image": "a.png", "label": "x|y"},
+            "the label is 'x|y': for several labels add --problem_type multi_label, for one of this name "
+            "--problem_type single_label",
+        ),
         ({"image": None, "label": "x"}, "the image is null, expected a path"),
         ({"image": 3, "label": "x"}, "the image is an int, expected a path"),
         ({"image": "", "label": "x"}, "the image is empty, expected a path"),
