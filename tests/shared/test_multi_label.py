@@ -17,6 +17,7 @@ from shared.data.order import IGNORED
 from shared.images.augment import mix
 from shared.images.files import Images, prepare
 from shared.images.options import ImageConfig
+from shared.process.errors import ConfigError
 from tests.conftest import paint
 
 LABELS = [["cat"], [], ["dog", "cat"], ["7"], ["dog", "7"], ["cat"], ["dog"], ["cat", "dog", "7"], [], ["7"]]
@@ -82,9 +83,8 @@ def test_lists_and_texts_in_any_file_are_the_same_data(tmp_path, monkeypatch):
     assert all(parts == found[0] for parts in found)
     train, validation = found[0]
     assert sorted(train + validation) == [*range(10)] and len(validation) == 3  # of 7, of cat, and of those without a label
-    text = str(tmp_path / "a.csv")
-    with pytest.raises(Exception, match="--problem_type multi_label"):
-        prepare(ImageConfig(train_file=(text,)))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the label is a list, .*; --problem_type multi_label takes lists"):
+        prepare(ImageConfig(train_file=(str(tmp_path / "a.jsonl"),)))
     (tmp_path / "b.csv").write_text("image,label\n" + "".join(f"{n}.png,{'a|b' if n % 2 else 'c'}\n" for n in range(8)))
     one = prepare(ImageConfig(train_file=(str(tmp_path / "b.csv"),), problem_type="single_label"))
     assert one.classes == ("a|b", "c")
