@@ -34,7 +34,8 @@ class RegressionPredictions:
         cls, accelerator: Accelerator, batches: list[torch.Tensor], num_samples: int, classes: tuple[str, ...], noun: str
     ) -> "RegressionPredictions":
         """See `report.Predictions.gather`; `batches` are of `of_batch`."""
-        return cls(*gather_rows(accelerator, batches, num_samples).T, noun)
+        labels, predicted = gather_rows(accelerator, batches, num_samples).T
+        return cls(labels, predicted, noun)
 
     def summary(self) -> dict[str, float]:
         """eval_loss, the mean squared error, and the correlations; 0 where nothing defines them."""
