@@ -262,7 +262,12 @@ class _Building:
         most = np.argsort(-counts, kind="stable")[:10]
         about += "".join(f"{', ' if i else '; '}{classes[c]} {counts[c]:,}" for i, c in enumerate(most))
         about += f" and {len(counts) - 10:,} more classes" if len(counts) > 10 else ""
-        meta: dict[str, Any] = {"classes": classes, "problem_type": problem_type, "about": about, "unused": sorted(self.unused)}
+        meta: dict[str, Any] = {
+            "classes": classes,
+            "problem_type": problem_type,
+            "about": about,
+            "unused": sorted(self.unused),
+        }
         meta |= {"sha256": self._digest(labels, index, classes), "has_types": self.has_types}
         meta |= {"pairs": self.config.text_pair_column is not None}
         meta |= {"sources": dict(zip(sizes, np.bincount(of, minlength=len(sizes)).tolist(), strict=True))}
