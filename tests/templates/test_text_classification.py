@@ -93,7 +93,7 @@ def scores_of(folder, records, pairs):
     classify = pipeline("text-classification", model=str(folder / "final"), device="cpu", truncation=True, top_k=None)
     texts = [{"text": r["premise"], "text_pair": r["hypothesis"]} if pairs else r["premise"] for r in records]
     names = [*classify.model.config.id2label.values()]
-    answers = [{answer["label"]: answer["score"] for answer in classify(text)} for text in texts]
+    answers = [{answer["label"]: answer["score"] for answer in of_one} for of_one in classify(texts)]
     return np.array([[answer[name] for name in names] for answer in answers])
 
 
