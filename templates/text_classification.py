@@ -70,6 +70,7 @@ from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_tokens_fit
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option
+from shared.models.loading import without_adapters
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
@@ -105,6 +106,7 @@ def prepare_model(run: Run, model: Any, data: labelled.TextData, sample: Batch) 
         whole = (*classifier.text_heads(model), *(name for name, _ in model.named_modules() if name.endswith("pooler")))
         adapter = AdapterConfig(lora_r=config.lora_r, lora_alpha=config.lora_alpha, modules_to_save=whole)
         model = adapters.add_adapters(model, adapter, "SEQ_CLS")
+    classifier.make_shardable(without_adapters(model), of_text=True)
     device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
     model.to(device)
     with run.accelerator.autocast():

@@ -187,15 +187,19 @@ def name_classes(config: Any, classes: tuple[str, ...]) -> None:
         (getattr(config, "model_args", None) or {}).pop(key, None)
 
 
-def make_shardable(model: Any) -> None:
-    """Give an image model what FSDP2 of Accelerate asks for: input embeddings (none) and the class names of its blocks."""
-    # Patch embeddings are in blocks already, or none are known.
-    model.get_input_embeddings = lambda: None
+def make_shardable(model: Any, *, of_text: bool = False) -> None:
+    """Give a classifier what FSDP2 of Accelerate asks for: input embeddings and the class names of its blocks.
+
+    There are no embeddings to cut where they are in blocks already (BERT's), or of images.
+    """
     if not {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ()):
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
         alike = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
         names = {type(blocks[0]).__name__ for blocks in alike if any(True for block in blocks for _ in block.parameters())}
         model._no_split_modules = sorted(names)
+    blocks = (module for module in model.modules() if type(module).__name__ in model._no_split_modules)
+    if not of_text or model.get_input_embeddings() in {part for block in blocks for part in block.modules()}:
+        model.get_input_embeddings = lambda: None
 
 
 def freeze_backbone(model: nn.Module) -> None:
