@@ -251,9 +251,7 @@ def test_adapters_are_killed_and_resumed_bit_for_bit_and_serve_as_they_were_meas
     assert {path.name for path in (again.folder / "adapter").iterdir()} >= {"adapter_model.safetensors"}
 
 
-@pytest.mark.parametrize(
-    "flags", [("--gradient_checkpointing", "full", "--dataloader_num_workers", 1), slow(("--torch_compile",))]
-)
+@pytest.mark.parametrize("flags", [("--gradient_checkpointing", "full"), slow(("--torch_compile",))])
 def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, tmp_path, flags):
     run_here("text_classification", *base, "--per_device_train_batch_size", 4, "--output_dir", tmp_path, *flags)
     other = Run(tmp_path, 0, "")
@@ -314,10 +312,9 @@ def test_bad_input_is_one_config_error(base, tmp_path, records, flags, message):
 def test_an_unknown_label_to_validate_on_is_named(base, tmp_path):
     val = tmp_path / "val.jsonl"
     val.write_text(json.dumps({"premise": "a", "hypothesis": "b", "grade": "excellent"}) + "\n")
-    with pytest.raises(
-        ConfigError, match=r"val.jsonl:1: the label 'excellent' is none of the training data \(bad, fair, good\)"
-    ):
-        run_here("text_classification", *base, "--validation_file", val, "--output_dir", tmp_path / "run")
+    flags = [val if str(flag).endswith("val.jsonl") else flag for flag in base]
+    with pytest.raises(ConfigError, match=r"val.jsonl:1: the label 'excellent' is none of .* \(bad, fair, good\)"):
+        run_here("text_classification", *flags, "--output_dir", tmp_path / "run")
 
 
 @pytest.mark.slow
