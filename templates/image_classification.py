@@ -80,12 +80,12 @@ from transformers import AutoConfig, AutoModelForImageClassification, ResNetConf
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
+from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy
 from shared.data.order import IGNORED, Batch, Order
+from shared.data.report import Predictions
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
-from shared.images.multi_label import MultiLabelPredictions, binary_cross_entropy
 from shared.images.processor import ToModel, image_processor
-from shared.images.report import Predictions
 from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing

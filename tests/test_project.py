@@ -14,7 +14,7 @@ import yaml
 from shared.commands.new import FLAGS, imports, templates
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 
-NAMES = ("full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline")
+NAMES = ("full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline", "text_classification")
 
 
 def shared(*arguments, cwd=ROOT, check=True):
@@ -44,11 +44,11 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert not modules & {f"shared/{unused}.py" for unused in ("commands/new", "commands/plan", "models/memory")}
     users = {
         "images/files": "image_classification",
-        "models/adapters": "lora_finetune",
+        "models/adapters": "lora_finetune text_classification",
         "models/pipeline": "pretrain_pipeline",
     }
     for unused, user in users.items():
-        assert (f"shared/{unused}.py" in modules) == (name == user)
+        assert (f"shared/{unused}.py" in modules) == (name in user.split())
     for place in {Path(*name.split(".")) for module in modules for name in imports(folder / module)}:
         for file in (place.with_suffix(".py"), place / "__init__.py"):
             assert (folder / file).exists() or not (place.parts[0] == "shared" and (ROOT / file).exists()), file
@@ -57,9 +57,9 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     packages = {line.split("==")[0] for line in pins}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert ("torchvision" in packages) == ("onnxscript" in packages) == (name == "image_classification")
-    assert ("peft" in packages) == (name == "lora_finetune")
+    assert ("peft" in packages) == (name in ("lora_finetune", "text_classification"))
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    with_deepspeed = name in ("full_finetune", "lora_finetune", "pretrain")
+    with_deepspeed = name in ("full_finetune", "lora_finetune", "pretrain", "text_classification")
     assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
 
     assert os.access(folder / "jobs/slurm.sh", os.X_OK) and (folder / "shared/LICENSE").read_text().strip()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,11 +17,12 @@ from tqdm import tqdm
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.data.order import Row, permute
+from shared.data.labels import hold_out, in_order, rarest
+from shared.data.order import Row
 from shared.images import sources
 from shared.images.decoding import BadImage, decode
 from shared.images.options import ImageConfig
-from shared.images.sources import Files, Found, Joined, Table, in_order
+from shared.images.sources import Files, Found, Joined, Table
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main, redact
@@ -71,6 +73,30 @@ class Images(Dataset):
     def where(self, number: int) -> str:
         """The path of an image, or its row in the table."""
         return self.source.where(int(self.index[number, 0]))
+
+    def shown(self, number: int) -> dict[str, Any]:
+        return {"image": self.where(number)}
+
+    def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
+        """Draw images with a text above each, if there are any.
+
+        Args:
+            tiles: (number of an image, its text).
+        """
+        from matplotlib.figure import Figure
+
+        if not tiles:
+            return
+        rows = math.ceil(len(tiles) / 8)
+        figure = Figure(figsize=(14, 2.1 * rows + 0.5), layout="constrained")
+        figure.suptitle(title)
+        for place, (number, text) in enumerate(tiles, 1):
+            image = self[number]["image"]
+            image.thumbnail((160, 160))
+            axes = figure.add_subplot(rows, 8, place, xticks=[], yticks=[])
+            axes.set_title(text, fontsize=8)
+            axes.imshow(image)
+        figure.savefig(file, dpi=110)
 
     def counts(self, classes: int, often: np.ndarray | None = None) -> np.ndarray:
         """How many images each class has, [classes]; an image counts as `often` as [n] says."""
@@ -287,38 +313,3 @@ def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -
     if both := sum(path in trained for path in paths(validation)):
         what = f"{both:,} of the {len(validation):,} images to validate on"
         print_main(f"warning: {what} are trained on, too: their accuracy says little")
-
-
-def rarest(hot: np.ndarray) -> np.ndarray:
-    """The rarest class of each image, by which images with several labels are held out.
-
-    Args:
-        hot: [n, classes], 1 for each class that an image has.
-
-    Returns:
-        [n] int64; the number of classes for images without a label.
-    """
-    order = np.argsort(hot.sum(axis=0), kind="stable")
-    return np.where(hot.any(axis=1), order[hot[:, order].argmax(axis=1)], hot.shape[1])
-
-
-def hold_out(labels: np.ndarray, percent: float) -> np.ndarray:
-    """Which images to validate on: the same share of every class, at least one image, and never all images of a class.
-
-    The choice depends only on the labels and their order, not on a seed.
-
-    Args:
-        labels: [n] int64, class numbers.
-        percent: per cent of each class.
-
-    Returns:
-        [n] bool.
-    """
-    held_out = np.zeros(len(labels), dtype=bool)
-    order = np.argsort(labels, kind="stable")
-    classes, starts = np.unique(labels[order], return_index=True)
-    for label, members in zip(classes, np.split(order, starts[1:]), strict=True):
-        count = min(max(1, round(len(members) * percent / 100)), len(members) - 1)
-        chosen = permute(np.arange(count), len(members), (int(label),)) if count else np.zeros(0, dtype=np.int64)
-        held_out[members[chosen]] = True
-    return held_out

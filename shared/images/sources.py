@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from PIL import Image
 
 from shared.data import prepared, records
 from shared.data.files import find_files, walk
+from shared.data.labels import in_order, label_of
 from shared.images.decoding import BadImage
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
@@ -127,11 +128,6 @@ class Found:
         }
 
 
-def in_order(classes: Iterable[str]) -> list[str]:
-    """The names of classes, numbers first and by value."""
-    return sorted(classes, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
-
-
 # Class folders ---------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +186,7 @@ def listed(config: ImageConfig) -> Found:
         for file in files:
             for where, record in records.read_records([file]):
                 image = record[_column(record, config, "image", where)]
-                label = _label(record[_column(record, config, "label", where)], config, where)
+                label = label_of(record[_column(record, config, "label", where)], config.problem_type, where)
                 if not isinstance(image, str) or not image:
                     raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
                 found.paths.append(os.path.join(file.parent, image))
@@ -208,32 +204,6 @@ def _column(record: Any, config: ImageConfig, kind: str, where: str) -> str:
         wanted = repr(named) if named else f"{', '.join(COLUMNS[kind][:-1])} or {COLUMNS[kind][-1]}"
         raise ConfigError(f"{where}: no column {wanted} (has: {', '.join(record)}); name it with --{kind}_column")
     return column
-
-
-def _label(value: Any, config: ImageConfig, where: str, name_of: Callable[[Any], str] = str) -> str | tuple[str, ...]:
-    """The name of an image's class; with --problem_type multi_label the names of its classes, sorted, perhaps none."""
-    expected = "expected a name or a number"
-    value = value.strip() if isinstance(value, str) else value  # CSV keeps the space after a comma
-    if config.is_multi_label:
-        names = value.split("|") if isinstance(value, str) and value else [] if value == "" else value
-        names = [names] if isinstance(names, int) else names
-        if not isinstance(names, list):
-            raise ConfigError(f"{where}: the label is {records.kind(value)}, expected a list of names, or text: name|name")
-        names = [name.strip() if isinstance(name, str) else name for name in names]
-        for name in names:
-            if not isinstance(name, str | int) or name == "":
-                raise ConfigError(f"{where}: one of the labels is {records.kind(name)}, {expected}")
-        return tuple(sorted({str(name_of(name)) for name in names}))
-    if isinstance(value, list):
-        raise ConfigError(f"{where}: the label is a list, {expected}; --problem_type multi_label takes lists")
-    if not isinstance(value, str | int) or value == "":
-        raise ConfigError(f"{where}: the label is {records.kind(value)}, {expected}")
-    if isinstance(value, str) and "|" in value and config.problem_type is None:
-        raise ConfigError(
-            f"{where}: the label is {value!r}: for several labels add --problem_type multi_label, for one of this name "
-            "--problem_type single_label"
-        )
-    return str(name_of(value))
 
 
 # Data sets -------------------------------------------------------------------------------------------------------------
@@ -272,7 +242,7 @@ def rows_of(config: ImageConfig, table: Table) -> Found:
             where = f"{table.name}:{split}: row {row}"
             if value is None or -1 in (value if isinstance(value, list) else [value]):  # -1: test sets without labels
                 raise ConfigError(f"{where}: the label is {value}, expected a class")
-            labels.append(_label(value, config, where, to_name))
+            labels.append(label_of(value, config.problem_type, where, to_name))
     sizes = [len(rows) for rows in table.splits.values()]
     version = " ".join(rows._fingerprint for rows in table.splits.values())
     held_out_from = sizes[0] if len(sizes) > 1 else None

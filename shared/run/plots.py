@@ -14,7 +14,11 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     keys = {key for row in rows for key in row}
     unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
     titles: dict[str, dict[str, str | None]] = {"loss": {"loss": "training", "eval_loss": "validation"}}
-    for name, title in {"eval_accuracy": "accuracy", "eval_map": "mean average precision"}.items():
+    for name, title in {
+        "eval_accuracy": "accuracy",
+        "eval_map": "mean average precision",
+        "eval_spearman": "rank correlation",
+    }.items():
         if name in keys:
             titles[f"validation {title}"] = {name: None}
     titles["learning rate"] = {"learning_rate": None}

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from shared.data.labels import hold_out
 from shared.images import files as images
 from shared.images.decoding import BadImage, decode, decode_tensor
-from shared.images.files import ImageData, hold_out, prepare
+from shared.images.files import ImageData, prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
 from tests.conftest import paint

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.metrics import f1_score
 
+from shared.data.labels import rarest
+from shared.data.multi_label import MultiLabelPredictions, best_threshold
 from shared.data.order import IGNORED
 from shared.images.augment import mix
-from shared.images.files import Images, prepare, rarest
-from shared.images.multi_label import MultiLabelPredictions, best_threshold
+from shared.images.files import Images, prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
 from tests.conftest import paint

@@ -1,4 +1,4 @@
-"""Images with several labels each, or none: the loss, and the evaluation."""
+"""Samples with several labels each, or none: the loss, and the evaluation."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from shared.images.files import Images
-from shared.images.report import MATRIX_CLASSES, MISTAKES, draw_images, gather_rows, short, write_report
+from shared.data.report import MATRIX_CLASSES, MISTAKES, Validated, gather_rows, short, write_report
 
 LISTED = 1000  # mistakes in evaluation.json, at most
 
@@ -24,7 +23,7 @@ def binary_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Literal["none"] = "none",
 ) -> torch.Tensor:
-    """A yes or no for each class, called as `F.cross_entropy` is. An image's loss is the mean over the classes.
+    """A yes or no for each class, called as `F.cross_entropy` is. A sample's loss is the mean over the classes.
 
     Args:
         logits: [batch, classes].
@@ -33,7 +32,7 @@ def binary_cross_entropy(
         label_smoothing: targets move by this share towards 1/2.
 
     Returns:
-        [batch, classes]: what each class adds to its image's loss.
+        [batch, classes]: what each class adds to its sample's loss.
     """
     targets = targets * (1 - label_smoothing) + label_smoothing / 2
     losses = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight, reduction=reduction)
@@ -41,14 +40,14 @@ def binary_cross_entropy(
 
 
 def best_threshold(labels: np.ndarray, scores: np.ndarray) -> float:
-    """The threshold of one class with the best F1, if an image with a score of at least the threshold gets the label.
+    """The threshold of one class with the best F1, if a sample with a score of at least the threshold gets the label.
 
     It lies in the middle between the lowest score that gets the label and the next lower one (0, if there is none). Of
-    thresholds with the same F1 it is the highest. A class that no image has gets 0.5.
+    thresholds with the same F1 it is the highest. A class that no sample has gets 0.5.
 
     Args:
-        labels: [images] bool.
-        scores: [images], from 0 to 1.
+        labels: [samples] bool.
+        scores: [samples], from 0 to 1.
     """
     from sklearn.metrics import precision_recall_curve
 
@@ -62,12 +61,13 @@ def best_threshold(labels: np.ndarray, scores: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class MultiLabelPredictions:
-    """As `report.Predictions`. One entry an image, in the order of the data set."""
+    """As `report.Predictions`. One entry a sample, in the order of the data set."""
 
-    labels: np.ndarray  # [images, classes] bool
-    scores: np.ndarray  # [images, classes] fp64, probabilities
-    losses: np.ndarray  # [images], without weights and smoothing
+    labels: np.ndarray  # [samples, classes] bool
+    scores: np.ndarray  # [samples, classes] fp64, probabilities
+    losses: np.ndarray  # [samples], without weights and smoothing
     classes: tuple[str, ...]
+    noun: str = "images"  # what the samples are
 
     @staticmethod
     def of_batch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -82,13 +82,18 @@ class MultiLabelPredictions:
 
     @classmethod
     def gather(
-        cls, accelerator: Accelerator, batches: list[torch.Tensor], num_images: int, classes: tuple[str, ...]
+        cls,
+        accelerator: Accelerator,
+        batches: list[torch.Tensor],
+        num_samples: int,
+        classes: tuple[str, ...],
+        noun: str = "images",
     ) -> "MultiLabelPredictions":
         """See `report.Predictions.gather`; `batches` are of `of_batch`."""
         labels, logits, losses = np.split(
-            gather_rows(accelerator, batches, num_images), [len(classes), 2 * len(classes)], axis=1
+            gather_rows(accelerator, batches, num_samples), [len(classes), 2 * len(classes)], axis=1
         )
-        return cls(labels > 0, torch.sigmoid(torch.from_numpy(logits)).numpy(), losses[:, 0], classes)
+        return cls(labels > 0, torch.sigmoid(torch.from_numpy(logits)).numpy(), losses[:, 0], classes, noun)
 
     @cached_property
     def thresholds(self) -> np.ndarray:
@@ -97,11 +102,11 @@ class MultiLabelPredictions:
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """[images, classes] bool, by the thresholds."""
+        """[samples, classes] bool, by the thresholds."""
         return self.scores >= self.thresholds
 
     def per_class(self) -> dict[str, np.ndarray]:
-        """average_precision, threshold, and by it precision, recall, f1 and support (images), [classes] each; else 0."""
+        """average_precision, threshold, and by it precision, recall, f1 and support (samples), [classes] each; else 0."""
         from sklearn.metrics import average_precision_score, precision_recall_fscore_support
 
         found = self.labels.any(axis=0)
@@ -119,7 +124,7 @@ class MultiLabelPredictions:
         return {"eval_loss": float(self.losses.mean())} | {name: float(value) for name, value in values.items()}
 
     def headline(self) -> str:
-        return f"mean average precision {self.summary()['eval_map']:.4f} on {len(self.labels):,} validation images"
+        return f"mean average precision {self.summary()['eval_map']:.4f} on {len(self.labels):,} validation {self.noun}"
 
     def for_config(self) -> dict[str, Any]:
         """What final/config.json says: pipelines take a probability for each class, and the thresholds."""
@@ -128,44 +133,49 @@ class MultiLabelPredictions:
 
     def usage(self, load: str) -> str:
         """The lines of the model card that use the pipeline which `load` makes."""
+        example = "image.jpg" if self.noun == "images" else "a text"
         return (
             f"classify = {load}\n"
-            "thresholds = classify.model.config.thresholds  # of each class: best F1 on the validation images\n"
-            'answers = classify("image.jpg", top_k=len(thresholds))\n'
+            f"thresholds = classify.model.config.thresholds  # of each class: best F1 on the validation {self.noun}\n"
+            f'answers = classify("{example}", top_k=len(thresholds))\n'
             'labels = [a["label"] for a in answers if a["score"] >= thresholds[a["label"]]]'
         )
 
     def mistakes(self) -> np.ndarray:
-        """[mistakes, 2] image and class where the prediction is wrong, the most confident mistake first."""
+        """[mistakes, 2] sample and class where the prediction is wrong, the most confident mistake first."""
         apart = np.abs(self.labels - self.scores)
         wrong = np.argwhere(self.predicted != self.labels)
         return wrong[np.argsort(-apart[tuple(wrong.T)], kind="stable")]
 
-    def write(self, run_dir: Path, images: Images) -> list[Path]:
+    def listed(self, samples: Validated) -> list[dict[str, Any]]:
+        """The most confident mistakes in words."""
+        return [
+            {
+                **samples.shown(int(i)),
+                "label": self.classes[number],
+                "is_there": bool(self.labels[i, number]),
+                "score": round(float(self.scores[i, number]), 4),
+            }
+            for i, number in self.mistakes()[:LISTED]
+        ]
+
+    def write(self, run_dir: Path, samples: Validated) -> list[Path]:
         """Write evaluation.json, average_precision.png and mistakes.png into the run's folder. Call on one rank.
 
         Returns:
             The pictures.
         """
-        by_class, mistakes = {name: values.tolist() for name, values in self.per_class().items()}, self.mistakes()
+        by_class = {name: values.tolist() for name, values in self.per_class().items()}
         content: dict[str, Any] = {
             **{key.removeprefix("eval_"): value for key, value in self.summary().items()},
-            "images": len(self.labels),
+            self.noun: len(self.labels),
             "classes": {name: {key: by_class[key][i] for key in by_class} for i, name in enumerate(self.classes)},
-            "num_mistakes": len(mistakes),
-            "mistakes": [
-                {
-                    "image": images.where(int(image)),
-                    "label": self.classes[number],
-                    "is_there": bool(self.labels[image, number]),
-                    "score": round(float(self.scores[image, number]), 4),
-                }
-                for image, number in mistakes[:LISTED]
-            ],
+            "num_mistakes": len(self.mistakes()),
+            "mistakes": self.listed(samples),
         }
         draw: Any = {
             "average_precision.png": self._draw_classes,
-            "mistakes.png": partial(self._draw_mistakes, images=images),
+            "mistakes.png": partial(self._draw_mistakes, samples=samples),
         }
         return write_report(run_dir, content, draw)
 
@@ -186,7 +196,7 @@ class MultiLabelPredictions:
         figure.legend(loc="outside lower center", ncols=2)
         figure.savefig(file, dpi=110)
 
-    def _draw_mistakes(self, file: Path, images: Images) -> None:
+    def _draw_mistakes(self, file: Path, samples: Validated) -> None:
         mistakes = self.mistakes()
         tiles = [
             (
@@ -195,4 +205,4 @@ class MultiLabelPredictions:
             )
             for i, c in mistakes[:MISTAKES]
         ]
-        draw_images(file, f"the most confident of {len(mistakes):,} mistakes", images, tiles)
+        samples.draw(file, f"the most confident of {len(mistakes):,} mistakes", tiles)
