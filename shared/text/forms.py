@@ -57,6 +57,7 @@ def refuse_other_meanings(record: dict[str, Any], form: str, where: str, allowed
     if found := {name: _MEANINGS[name] for name in records.unused(record, allowed) if name in _MEANINGS}:
         of_images = not form and "image" in found and found.keys() <= {"image", "label"}
         taker = "templates/image_classification.py takes it" if of_images else "no template here takes it"
+        taker = "templates/dpo.py takes it" if {"chosen", "rejected"} <= found.keys() else taker
         alone = f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}" if form else ""
         what = " and ".join(dict.fromkeys(found.values()))
         raise ConfigError(f"{where}: this is {what} (columns: {', '.join(found)}), {taker}{alone}")

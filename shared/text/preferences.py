@@ -1,0 +1,207 @@
+"""Pairs of answers to one prompt, one preferred to the other, prepared once and read as samples."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shared import demo
+from shared.data import records
+from shared.data.order import Batch, Row
+from shared.data.records import Source, kind
+from shared.process.errors import ConfigError
+from shared.text import chat
+from shared.text.forms import Messages
+from shared.text.options import PreferenceConfig
+from shared.text.packing import collate_packed, collate_padded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMS = {  # form: the columns that tell it; the first match counts
+    "prompt with chosen and rejected": ("prompt", "chosen", "rejected"),
+    "ShareGPT conversations with chosen and rejected": ("conversations", "chosen", "rejected"),
+    "conversations in chosen and rejected": ("chosen", "rejected"),
+}
+DEMO = Source(
+    "functions of the Python standard library, with a right and a wrong docstring",
+    lambda: [sys.version, demo.python_files()],
+    demo.docstring_preferences,
+)
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's hh-rlhf, whose conversations are one text
+
+
+def recognise(record: dict[str, Any], where: str) -> str:
+    """The form of a record, a key of FORMS. Raises ConfigError if its columns match none."""
+    for form, columns in FORMS.items():
+        if all(column in record for column in columns):
+            return form
+    known = "; ".join(f"{form}: {' + '.join(columns)}" for form, columns in FORMS.items())
+    raise ConfigError(f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})")
+
+
+def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, list[dict[str, Any]]]:
+    """A pair as two records, chosen and rejected, and their form in `forms`. Only what follows the prompt is learned.
+
+    Raises:
+        ConfigError: a missing or mistyped column.
+    """
+    for column in FORMS[form]:
+        if column not in record:
+            raise ConfigError(f"{where}: {column!r} is missing, but the first record has it ({form}): use one form")
+    others = {name: value for name, value in record.items() if name not in FORMS[form]}
+    answers = [_answer(record, name, where) for name in ("chosen", "rejected")]
+    if form.startswith("ShareGPT"):
+        turns = [{**turn, "weight": 0} for turn in _messages(record, "conversations", where)]
+        both = [[{"from": "gpt", "value": answer}] if isinstance(answer, str) else answer for answer in answers]
+        return "ShareGPT conversations", [{**others, "conversations": turns + answer} for answer in both]
+    prompt: Any = record.get("prompt", "")
+    if form.startswith("prompt") and isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        return "prompt and completion", [{**others, "prompt": prompt, "completion": answer} for answer in answers]
+    if form.startswith("prompt"):
+        both = [[{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer for answer in answers]
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(record, "prompt", where)
+    else:
+        both = [_of_text(answer, where) if isinstance(answer, str) else answer for answer in answers]
+    if any(answer and answer[0].get("role") != "assistant" for answer in both):  # whole conversations, prompt and all
+        prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))]
+        both = [answer[len(prompt) :] for answer in both]
+    return "prompt and completion", [{**others, "prompt": prompt, "completion": answer} for answer in both]
+
+
+def _answer(record: dict[str, Any], column: str, where: str) -> Any:
+    """Text, or a list of messages."""
+    value = record[column]
+    return value if isinstance(value, str) else [value] if isinstance(value, dict) else _messages(record, column, where)
+
+
+def _messages(record: dict[str, Any], column: str, where: str) -> Messages:
+    value = record[column]
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected text or a list of messages")
+    return value
+
+
+def _of_text(text: str, where: str) -> Messages:
+    before, *parts = _TURN.split(text)
+    if before.strip() or not parts:
+        raise ConfigError(
+            f"{where}: without a prompt, 'chosen' and 'rejected' are lists of messages, or texts of turns that begin with "
+            "an empty line and Human: or Assistant:"
+        )
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": roles[role], "content": content.strip()} for role, content in turns]
+
+
+class _ToPairs(chat.ToSamples):
+    """Each record makes two samples, chosen and rejected, or none."""
+
+    demo, folder = DEMO, "preferences"
+    recognise = staticmethod(recognise)
+
+    def samples(self, record: dict[str, Any], form: str, where: str) -> list[tuple[list[int], np.ndarray]]:
+        form, both = two_records(record, form, where)
+        encoded = [self.encode(each, form, where) for each in both]
+        most = self.seq_length + 1
+        self.counts["cut"] += max(len(ids) for ids, _ in encoded) > most
+        parts = [(ids[:most], learned[:most]) for ids, learned in encoded]
+        if encoded[0][0] == encoded[1][0]:
+            self.found["same"].append(where)
+        if parts[0][0] == parts[1][0] or not all(learned[1:].any() for _, learned in parts):
+            return []
+        prompts = [ids[: int(np.flatnonzero(learned)[0])] for ids, learned in parts]
+        if prompts[0] != prompts[1]:
+            self.found["unequal"].append(where)
+        return parts
+
+
+class Pairs:
+    """Chosen and rejected answers: `order.Samples`, a pair an index.
+
+    A row holds both, one after the other, as `packing.Packed` holds several conversations, and `reference`.
+
+    Args:
+        samples: the chosen answer of pair i is its sample 2i, the rejected one 2i + 1.
+    """
+
+    def __init__(self, samples: chat.Conversations) -> None:
+        if len(samples) % 2:
+            raise ConfigError(f"{samples.meta['source']}: a single pair cannot be split; give --validation_file")
+        self.samples, self.meta = samples, samples.meta
+        self.lengths = samples.lengths[::2] + samples.lengths[1::2]
+        self.reference = np.zeros((len(self), 2), np.float32)  # log-probabilities of both answers, where they are used
+
+    def __len__(self) -> int:
+        return len(self.samples) // 2
+
+    def __getitem__(self, index: int) -> Row:
+        rows = [self.samples[2 * index + answer] for answer in (0, 1)]
+        joined = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+        positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
+        return joined | {"position_ids": positions, "reference": self.reference[index]}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return len(indices)
+
+    def prompt(self, index: int) -> tuple[list[int], list[int]]:
+        """(ids before the chosen answer, the ids from it on)."""
+        return self.samples.prompt(2 * index)
+
+
+def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> dict[str, Any]:
+    """Rows of `Pairs` -> a batch for one forward of both answers.
+
+    It is as of `packing.collate_packed` if `packed`, a pair a row; else as of `collate_padded`, an answer a row: the chosen
+    answer of each pair, then its rejected one. Also
+
+    - `answers`: [batch, seq] int64, the number of each position's answer: 2i chosen, 2i + 1 rejected of the pair i;
+    - `lengths`: [2 * pairs] int64, target tokens of each answer; 0 where a pair counts for nothing;
+    - `reference`: [2 * pairs] fp32.
+    """
+    import torch
+
+    cuts = [int(np.flatnonzero(row["position_ids"] == 0)[1]) for row in rows]
+    halves = [
+        {key: row[key][part] for key in ("input_ids", "labels")}
+        for row, cut in zip(rows, cuts, strict=True)
+        for part in (slice(cut), slice(cut, None))
+    ]
+    batch: Batch
+    if packed:
+        batch = collate_packed(rows, multiple_of=64, at_most=2 * seq_length)
+        place = torch.arange(batch["labels"].shape[1])
+        number = torch.arange(len(rows))[:, None]
+        batch["answers"] = 2 * number + (place >= torch.tensor(cuts)[:, None])
+    else:
+        batch = collate_padded(halves, multiple_of=16, at_most=seq_length)
+        batch["answers"] = torch.arange(len(halves))[:, None].expand_as(batch["labels"]).contiguous()
+    batch["lengths"] = torch.tensor([int((half["labels"] != -100).sum()) for half in halves])
+    batch["reference"] = torch.from_numpy(np.concatenate([row["reference"] for row in rows]))
+    return batch
+
+
+def open_pairs(config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Pairs, Pairs]:
+    """(training, validation) pairs. Every rank calls this.
+
+    Raises:
+        ConfigError: wrong input, with its place, or no pair with anything to learn.
+    """
+    folder = chat.prepare(config, tokenizer, _ToPairs)
+    return Pairs(chat.Conversations(folder, "train")), Pairs(chat.Conversations(folder, "validation"))
+
+
+def describe(pairs: Pairs, config: PreferenceConfig) -> str:
+    """One line about the data: form, counts, lengths."""
+    meta, lengths = pairs.meta, pairs.samples.lengths
+    template = "the model's chat template" if meta["own_template"] else "the default chat template for messages"
+    return (
+        f"{meta['source']}: {meta['form']}, {template}; {meta['read']:,} pairs read, {meta['cut']:,} cut to "
+        f"{config.seq_length} tokens, {meta['dropped']:,} dropped; {len(pairs):,} to train on, answers with their prompt of "
+        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}); to validate on: {meta['validation']} "
+        f"(two answers each){records.not_used(meta['unused'])}"
+    )
