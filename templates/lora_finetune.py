@@ -20,7 +20,6 @@ from shared import demo
 from shared.config import parse as configs
 from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
 from shared.models.options import AdapterConfig
-from shared.process.errors import ConfigError
 from shared.text.options import ChatConfig
 
 DEMO_STEPS = 40  # about two minutes on two CPU cores
@@ -60,70 +59,21 @@ if __name__ == "__main__":  # before torch is imported, so that --help and a mis
 import torch
 from torch import nn
 
-from shared.data.loader import Loader
-from shared.data.order import EvenSubset, Order, Samples
 from shared.models import adapters, attention, targets
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.generation import continuations, end_generation_at, first_lines
+from shared.models.generation import answers, end_generation_at
 from shared.models.loading import save_what_text_does_not_reach
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.weights import gather_weights
-from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
 from shared.text import chat
-from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
+from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
 from shared.training import optim
-
-
-@dataclass
-class Data:
-    train: Loader  # micro-batches of rows
-    validation: Loader
-    held_out: chat.Conversations  # the validation samples
-    about: str  # a line for people
-
-
-def read_conversations(run: Run, tokenizer: Any) -> tuple[chat.Conversations, chat.Conversations]:
-    """The tokenised conversations to train and to validate on."""
-    options = run.config.data
-    if options.is_demo and options.max_train_samples is None:
-        options = configs.replace(options, max_train_samples=DEMO_SAMPLES)
-    train, held_out = chat.open_samples(options, tokenizer)
-    print_main(chat.describe(train, options))
-    print_main("first sample; the loss counts the tokens between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
-    return train, held_out
-
-
-def build_loaders(run: Run, train: chat.Conversations, held_out: chat.Conversations, packed: bool) -> Data:
-    """Batches of conversations: several in a row if `packed`, else one in a row, of similar lengths."""
-    options, batch = run.config.data, run.config.batch
-    samples: Samples = train
-    # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
-    collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
-    if packed:
-        samples = rows = Packed(train, options.seq_length)
-        collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
-        print_main(f"packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty")
-    if len(samples) < batch.global_batch_size:
-        raise ConfigError(
-            f"{len(train):,} samples in {len(samples):,} {'packed ' * packed}rows are fewer than one "
-            f"--global_batch_size of {batch.global_batch_size} rows: choose {len(samples)} or less"
-            + (", or --no_packing" if packed else "")
-        )
-    order = rows_order(samples, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
-    share, size = sharding.share(run.accelerator), batch.per_device_eval_batch_size
-    workers = batch.dataloader_num_workers
-    loader = Loader(samples, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
-    chosen = EvenSubset(held_out, options.eval_samples)
-    eval_order = Order(len(chosen), size * share["world_size"], 0, shuffle=False)
-    padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
-    validation = Loader(chosen, padded, eval_order, per_device=size, **share)
-    return Data(loader, validation, held_out, chat.describe(train, options))
 
 
 def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Module:
@@ -137,36 +87,20 @@ def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Mo
     return model
 
 
-def evaluate(run: Run, model: nn.Module, data: Data, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples. Each counts once on any world size."""
+def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
+    """Log the loss per target token and the perplexity of the validation samples; before and at the end, answers to some."""
+    config = run.config
     with run.evaluating(model):
-        total, targets = torch.zeros((), device=run.device), 0
-        for window in run.read(data.validation):
-            for batch in window.micro_batches:
-                total += causal_lm_loss(model, batch)
-            targets += window.num_targets
-        loss = run.sum(total).item() / targets
+        loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
         run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
         if run.state.step == 0 or run.is_last:
-            answer(run, model, data.held_out, tokenizer)
+            prompts = [data.held_out.prompt(i) for i in range(min(config.num_generations, len(data.held_out)))]
+            options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
+            rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
+            run.logger.log_table("generations", ["step", "prompt", "reference", "output"], rows)
 
 
-def answer(run: Run, model: nn.Module, held_out: chat.Conversations, tokenizer: Any) -> None:
-    """Let the model answer some validation prompts, and print and log its answers beside the references."""
-    prompts = [held_out.prompt(i) for i in range(min(run.config.num_generations, len(held_out)))]
-    options = {"max_new_tokens": run.config.max_new_tokens, "end": held_out.meta["end"]}
-    outputs = continuations(model, tokenizer, [prompt for prompt, _ in prompts], **options)
-    rows = []
-    for (prompt, reference), output in zip(prompts, outputs, strict=True):
-        rows.append([tokenizer.decode(prompt), tokenizer.decode(reference, skip_special_tokens=True).strip(), output])
-        parts = {"prompt": rows[-1][0], "reference": rows[-1][1], f"model at step {run.state.step}": first_lines(output)}
-        print_main("\n".join(f"--- {title}\n{text}" for title, text in parts.items()) + "\n---")
-    if rows:
-        columns = ["step", "prompt", "reference", "output"]
-        run.logger.log_table("generations", columns, [[str(run.state.step), *row] for row in rows])
-
-
-def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, torch.Tensor], data: Data) -> None:
+def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, torch.Tensor], data: ChatData) -> None:
     """Write final/ (adapter, tokenizer, card) and, with --merge_adapter, merged/. Every rank calls this."""
     config, name = run.config, run.config.model_name_or_path
     weights = gather_weights(run.accelerator, model, trainable_only=True)
@@ -197,7 +131,7 @@ def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, to
 def main(config: Config) -> None:
     run = Run(config, "lora_finetune")
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
-    train, held_out = read_conversations(run, tokenizer)
+    train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
@@ -206,15 +140,11 @@ def main(config: Config) -> None:
         compile_blocks(model)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
-    packed, packing = False, "off"
-    if config.data.packing != "off":
-        at_once, required = config.batch.micro_batch()[0], config.data.packing == "on"
-        packed, packing = attention.isolate_documents(model, run.device, len(tokenizer), at_once, required=required)
-    data = build_loaders(run, train, held_out, packed)
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
     steps = config.batch.total_steps(data.train.steps_per_epoch, default=DEMO_STEPS if config.data.is_demo else None)
     makes = "merged" if config.adapter.merge_adapter else "final"
-    samples = held_out.meta["sha256"] + (", packed" if packed else "")
-    run.resume(data.train, data=samples, total_steps=steps, makes=makes)  # the newest checkpoint
+    run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)  # the newest checkpoint
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
     about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "adapters": carriers}

@@ -151,12 +151,7 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
 def evaluate(run: Run, model: nn.Module, data: Data) -> None:
     """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     with run.evaluating(model):
-        total, targets = torch.zeros((), device=run.device), 0
-        for window in run.read(data.validation):
-            for batch in window.micro_batches:
-                total += causal_lm_loss(model, batch)
-            targets += window.num_targets
-        loss = run.sum(total).item() / targets
+        loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
         values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
         if data.bytes_per_token:
             values["eval_bits_per_byte"] = loss / math.log(2) / data.bytes_per_token

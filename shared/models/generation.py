@@ -73,3 +73,32 @@ def continuations(
         texts.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
     model.train(training)
     return texts
+
+
+def answers(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: list[tuple[list[int], list[int]]],
+    *,
+    step: int,
+    max_new_tokens: int,
+    end: int | None,
+) -> list[list[str]]:
+    """Let the model answer prompts, and print its answers beside the references. Every rank calls this.
+
+    Args:
+        prompts: (ids to give the model, ids of a reference).
+        step: optimizer steps that the model has learned.
+        max_new_tokens, end: see `continuations`.
+
+    Returns:
+        Rows of a table: step, prompt, reference, answer.
+    """
+    outputs = continuations(model, tokenizer, [ids for ids, _ in prompts], max_new_tokens=max_new_tokens, end=end)
+    rows = []
+    for (ids, expected), output in zip(prompts, outputs, strict=True):
+        prompt, reference = tokenizer.decode(ids), tokenizer.decode(expected, skip_special_tokens=True).strip()
+        rows.append([str(step), prompt, reference, output])
+        parts = {"prompt": prompt, "reference": reference, f"model at step {step}": first_lines(output)}
+        print_main("\n".join(f"--- {title}\n{text}" for title, text in parts.items()) + "\n---")
+    return rows

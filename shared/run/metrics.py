@@ -268,7 +268,7 @@ class Logger:
 
     def log_table(self, name: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table of texts in W&B; other trackers have none. The main rank acts."""
-        if self.main and self.tracker == "wandb":
+        if rows and self.main and self.tracker == "wandb":
             with self._tracking():
                 self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=redact(rows), step=None)
 

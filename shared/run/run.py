@@ -331,6 +331,19 @@ class Run:
         """
         yield from self.guard.watch(loader.windows(0, loader.order.steps_per_epoch))
 
+    def mean_loss(self, loader: Any, loss: Callable[[Batch], torch.Tensor]) -> float:
+        """The mean over the targets of one pass over validation data. Inside of `evaluating`.
+
+        Args:
+            loss: micro-batch -> scalar, summed over its targets.
+        """
+        total, targets = torch.zeros((), device=self.device), 0
+        for window in self.read(loader):
+            for batch in window.micro_batches:
+                total += loss(batch)
+            targets += window.num_targets
+        return self.sum(total).item() / targets
+
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Log an evaluation's `eval_*` values, eval_loss among them; score it; stop early if the patience runs out."""
         options = self.config.evaluation

@@ -1,0 +1,94 @@
+"""From prepared conversations to micro-batches: several conversations in a row, or one."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from shared.config.options import BatchConfig
+from shared.data.loader import Loader
+from shared.data.order import EvenSubset, Order, Samples
+from shared.models.attention import isolate_documents
+from shared.parallel import sharding
+from shared.process.errors import ConfigError
+from shared.process.printing import print_main
+from shared.text import chat
+from shared.text.options import ChatConfig
+from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
+
+
+@dataclass
+class ChatData:
+    train: Loader  # micro-batches of rows
+    validation: Loader
+    held_out: chat.Conversations  # the validation samples
+    about: str  # a line for people
+    fingerprint: str  # changes when the samples or their rows do
+
+
+def read_conversations(
+    options: ChatConfig, tokenizer: Any, *, demo_samples: int
+) -> tuple[chat.Conversations, chat.Conversations]:
+    """(conversations to train on, to validate on), tokenised. Prints a line about them and the first. Every rank calls this.
+
+    Args:
+        demo_samples: how many samples of the demo are read, unless --max_train_samples says.
+    """
+    if options.is_demo and options.max_train_samples is None:
+        options = replace(options, max_train_samples=demo_samples)
+    train, held_out = chat.open_samples(options, tokenizer)
+    print_main(chat.describe(train, options))
+    print_main("first sample; the loss counts the tokens between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
+    return train, held_out
+
+
+def choose_packing(
+    model: nn.Module, tokenizer: Any, options: ChatConfig, batch: BatchConfig, device: torch.device
+) -> tuple[bool, str]:
+    """(whether rows hold several conversations, why). Every rank calls this, with the prepared model."""
+    if options.packing == "off":
+        return False, "off"
+    rows, required = batch.micro_batch()[0], options.packing == "on"
+    return isolate_documents(model, device, len(tokenizer), rows, required=required)
+
+
+def build_loaders(
+    train: chat.Conversations,
+    held_out: chat.Conversations,
+    options: ChatConfig,
+    batch: BatchConfig,
+    accelerator: Accelerator,
+    *,
+    packed: bool,
+) -> ChatData:
+    """Batches of conversations: several in a row if `packed`, else one in a row, of similar lengths.
+
+    Raises:
+        ConfigError: there are fewer rows than one global batch.
+    """
+    samples: Samples = train
+    # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
+    collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
+    if packed:
+        samples = rows = Packed(train, options.seq_length)
+        collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
+        print_main(f"packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty")
+    if len(samples) < batch.global_batch_size:
+        raise ConfigError(
+            f"{len(train):,} samples in {len(samples):,} {'packed ' * packed}rows are fewer than one "
+            f"--global_batch_size of {batch.global_batch_size} rows: choose {len(samples)} or less"
+            + (", or --no_packing" if packed else "")
+        )
+    order = rows_order(samples, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
+    share, size = sharding.share(accelerator), batch.per_device_eval_batch_size
+    workers = batch.dataloader_num_workers
+    loader = Loader(samples, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
+    chosen = EvenSubset(held_out, options.eval_samples)
+    eval_order = Order(len(chosen), size * share["world_size"], 0, shuffle=False)
+    padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
+    validation = Loader(chosen, padded, eval_order, per_device=size, **share)
+    fingerprint = held_out.meta["sha256"] + (", packed" if packed else "")
+    return ChatData(loader, validation, held_out, chat.describe(train, options), fingerprint)
