@@ -202,7 +202,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, learning: bool
     ) -> torch.Tensor:
-        """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the matrix products. [tokens], fp32."""
+        """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the products. [tokens], fp32."""
         to_states, to_matrix = (learning and needed for needed in ctx.needs_input_grad[:2])
         states, matrix = hidden.to(dtype), weight.to(dtype)
         found = torch.empty(len(labels), device=hidden.device)

@@ -16,6 +16,8 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     titles: dict[str, dict[str, str | None]] = {"loss": {"loss": "training", "eval_loss": "validation"}}
     if "eval_accuracy" in keys:
         titles["validation accuracy"] = {"eval_accuracy": None}
+    if "rewards/chosen" in keys:
+        titles["rewards"] = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
     titles["learning rate"] = {"learning_rate": None}
     titles[f"{unit} per second"] = {f"processed_{unit}_per_second": "processed", f"trained_{unit}_per_second": "trained"}
     figure = Figure(figsize=(4 * len(titles), 3.6), layout="constrained")

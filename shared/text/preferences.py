@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from accelerate import Accelerator
 
 from shared import demo
+from shared.config.options import BatchConfig
 from shared.data import records
-from shared.data.order import Batch, Row
+from shared.data.loader import Loader
+from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source, kind
+from shared.parallel import sharding
 from shared.process.errors import ConfigError
+from shared.process.printing import print_main
 from shared.text import chat
 from shared.text.forms import Messages
 from shared.text.options import PreferenceConfig
-from shared.text.packing import collate_packed, collate_padded
+from shared.text.packing import GroupedOrder, collate_packed, collate_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,9 +135,11 @@ class Pairs:
 
     Args:
         samples: the chosen answer of pair i is its sample 2i, the rejected one 2i + 1.
+        split: train or validation.
     """
 
-    def __init__(self, samples: chat.Conversations) -> None:
+    def __init__(self, samples: chat.Conversations, split: str) -> None:
+        self.split = split
         if len(samples) % 2:
             raise ConfigError(f"{samples.meta['source']}: a single pair cannot be split; give --validation_file")
         self.samples, self.meta = samples, samples.meta
@@ -153,25 +163,22 @@ class Pairs:
         return self.samples.prompt(2 * index)
 
 
-def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> dict[str, Any]:
+def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
     """Rows of `Pairs` -> a batch for one forward of both answers.
 
     It is as of `packing.collate_packed` if `packed`, a pair a row; else as of `collate_padded`, an answer a row: the chosen
     answer of each pair, then its rejected one. Also
 
     - `answers`: [batch, seq] int64, the number of each position's answer: 2i chosen, 2i + 1 rejected of the pair i;
-    - `lengths`: [2 * pairs] int64, target tokens of each answer; 0 where a pair counts for nothing;
-    - `reference`: [2 * pairs] fp32.
+    - `lengths`: [pairs, 2] int64, target tokens of each answer; 0 where a pair counts for nothing;
+    - `reference`: [pairs, 2] fp32.
     """
-    import torch
-
     cuts = [int(np.flatnonzero(row["position_ids"] == 0)[1]) for row in rows]
     halves = [
         {key: row[key][part] for key in ("input_ids", "labels")}
         for row, cut in zip(rows, cuts, strict=True)
         for part in (slice(cut), slice(cut, None))
     ]
-    batch: Batch
     if packed:
         batch = collate_packed(rows, multiple_of=64, at_most=2 * seq_length)
         place = torch.arange(batch["labels"].shape[1])
@@ -180,28 +187,80 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> dict[str
     else:
         batch = collate_padded(halves, multiple_of=16, at_most=seq_length)
         batch["answers"] = torch.arange(len(halves))[:, None].expand_as(batch["labels"]).contiguous()
-    batch["lengths"] = torch.tensor([int((half["labels"] != -100).sum()) for half in halves])
-    batch["reference"] = torch.from_numpy(np.concatenate([row["reference"] for row in rows]))
+    batch["lengths"] = torch.tensor([int((half["labels"] != IGNORED).sum()) for half in halves]).view(-1, 2)
+    batch["reference"] = torch.from_numpy(np.stack([row["reference"] for row in rows]))
     return batch
 
 
-def open_pairs(config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Pairs, Pairs]:
-    """(training, validation) pairs. Every rank calls this.
+def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int) -> tuple[Pairs, Pairs]:
+    """(pairs to train on, to validate on), tokenised. Prints a line about them and the first. Every rank calls this.
+
+    Args:
+        demo_samples: how many pairs of the demo are read, unless --max_train_samples says.
 
     Raises:
         ConfigError: wrong input, with its place, or no pair with anything to learn.
     """
-    folder = chat.prepare(config, tokenizer, _ToPairs)
-    return Pairs(chat.Conversations(folder, "train")), Pairs(chat.Conversations(folder, "validation"))
+    if options.is_demo and options.max_train_samples is None:
+        options = replace(options, max_train_samples=demo_samples)
+    folder = chat.prepare(options, tokenizer, _ToPairs)
+    train, held_out = (Pairs(chat.Conversations(folder, split), split) for split in ("train", "validation"))
+    print_main(describe(train, held_out, options))
+    for number, name in enumerate(("chosen", "rejected")):
+        print_main(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
+        print_main(chat.marked(train.samples, tokenizer, number))
+    return train, held_out
 
 
-def describe(pairs: Pairs, config: PreferenceConfig) -> str:
+def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     """One line about the data: form, counts, lengths."""
-    meta, lengths = pairs.meta, pairs.samples.lengths
-    template = "the model's chat template" if meta["own_template"] else "the default chat template for messages"
+    meta, lengths = train.meta, train.samples.lengths
+    template = "" if meta["own_template"] else ", the default chat template for messages (### User / ### Assistant)"
     return (
-        f"{meta['source']}: {meta['form']}, {template}; {meta['read']:,} pairs read, {meta['cut']:,} cut to "
-        f"{config.seq_length} tokens, {meta['dropped']:,} dropped; {len(pairs):,} to train on, answers with their prompt of "
-        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}); to validate on: {meta['validation']} "
-        f"(two answers each){records.not_used(meta['unused'])}"
+        f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} pairs read, {meta['cut']:,} cut to "
+        f"{options.seq_length} tokens, {meta['dropped']:,} dropped; {len(train):,} to train on, of {lengths.min()}-"
+        f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); {len(held_out):,} to validate on"
+        f"{records.not_used(meta['unused'])}"
     )
+
+
+@dataclass
+class PairData:
+    train: Loader  # micro-batches of pairs
+    validation: Loader
+    held_out: Pairs
+    about: str  # a line for people
+    fingerprint: str  # changes when the pairs do
+
+
+def build_loaders(
+    train: Pairs, held_out: Pairs, options: PreferenceConfig, batch: BatchConfig, accelerator: Accelerator, *, packed: bool
+) -> PairData:
+    """Batches of pairs of similar lengths; those to train on with both answers in a row if `packed`.
+
+    Raises:
+        ConfigError: there are fewer pairs than one global batch.
+    """
+    if len(train) < batch.global_batch_size:
+        raise ConfigError(
+            f"{len(train):,} pairs are fewer than one --global_batch_size of {batch.global_batch_size}: choose "
+            f"{len(train)} or less"
+        )
+    share, workers = sharding.share(accelerator), batch.dataloader_num_workers
+    collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
+    order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
+    loader = Loader(train, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
+    chosen, size = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
+    validation = one_pass(chosen, None, options.seq_length, size, share)
+    about = describe(train, held_out, options)
+    return PairData(loader, validation, held_out, about, train.meta["sha256"])
+
+
+def one_pass(samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: dict[str, Any]) -> Loader:
+    """Padded batches of all pairs once, without gradients; those of similar lengths together, if these are given."""
+    size = per_device * share["world_size"]
+    order = Order(len(samples), size, 0, shuffle=False)
+    if lengths is not None:
+        order = GroupedOrder(len(samples), size, 0, lengths=lengths)
+    collate = partial(collate_pairs, packed=False, seq_length=seq_length)
+    return Loader(samples, collate, order, per_device=per_device, **share)
