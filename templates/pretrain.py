@@ -34,7 +34,7 @@ class Config:
     seq_length: int = 256  # Tokens of one sequence
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
-    final_dtype: Literal["float32", "bfloat16"] = "float32"
+    final_dtype: Literal["fp32", "bf16"] = "fp32"
     sample_prompt: str = "def "  # Text that the model continues after each evaluation
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
@@ -59,7 +59,6 @@ class Config:
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
     CONFIG = configs.parse_or_exit(Config)
 
-import torch
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -72,10 +71,10 @@ from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
 from shared.models.hub import from_hub
-from shared.models.loading import save_what_text_does_not_reach
+from shared.models.loading import save_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
-from shared.models.weights import gather_weights
+from shared.models.weights import DTYPES, gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
@@ -165,17 +164,13 @@ def evaluate(run: Run, model: nn.Module, data: Data) -> None:
 
 def save_final(run: Run, model: nn.Module, data: Data) -> None:
     """Write final/: model, tokenizer, card. Every rank calls this."""
-    weights = gather_weights(run.accelerator, model, dtype=getattr(torch, run.config.final_dtype))
+    dtype = DTYPES[run.config.final_dtype]
+    weights = gather_weights(run.accelerator, model, dtype=dtype)
     if not run.is_main:
         return
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
-        whole.save_pretrained(folder, state_dict=weights)
-        whole.config.dtype = run.config.final_dtype  # save_pretrained notes that of the weights in training
-        whole.config.save_pretrained(folder)
-        data.tokenizer.save_pretrained(folder)
-        if base := run.config.model.model_name_or_path:
-            save_what_text_does_not_reach(base, whole, folder)
+        save_causal_lm(folder, whole, weights, data.tokenizer, dtype=dtype, base=run.config.model.model_name_or_path)
         load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
         (folder / "README.md").write_text(run.card("Pretrained language model", data.about, load=load), encoding="utf-8")
 

@@ -36,7 +36,7 @@ class Config:
     seq_length: int = 256  # Tokens of one sequence
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
-    final_dtype: Literal["float32", "bfloat16"] = "float32"
+    final_dtype: Literal["fp32", "bf16"] = "fp32"
     pipeline_ranks: int = 2  # Neighbouring processes that hold the blocks of one model; the launch has a multiple of them
     # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more communication
     stages_per_rank: int = 1
@@ -88,6 +88,7 @@ from shared.models.counts import count_parameters, flops_per_token
 from shared.models.hub import from_hub
 from shared.models.pipeline import Pipeline
 from shared.models.pretraining import build_causal_lm
+from shared.models.weights import DTYPES
 from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
@@ -155,13 +156,13 @@ def save_final(run: Run, model: Any, data: Data) -> None:
     """Write final/: model, tokenizer, card. The weights of all stages are in the checkpoint."""
     if not run.is_main:
         return
-    weights = read_weights(run.best_checkpoint, dtype=getattr(torch, run.config.final_dtype))
+    weights = read_weights(run.best_checkpoint, dtype=DTYPES[run.config.final_dtype])
     with whole_folder(run.dir / "final") as folder:
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(model.config)
         whole.generation_config = model.generation_config
         whole.save_pretrained(folder, state_dict=weights)
-        whole.config.dtype = run.config.final_dtype
+        whole.config.dtype = DTYPES[run.config.final_dtype]
         whole.config.save_pretrained(folder)
         data.tokenizer.save_pretrained(folder)
         load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'

@@ -70,7 +70,12 @@ def test_no_dependency_has_a_known_vulnerability(tmp_path):
 
 # Each folder of shared/ imports from its own floor's folder and from lower floors alone.
 FLOORS = [("process",), ("config",), ("data", "demo"), ("parallel",), ("models",), ("text", "images", "training"), ("run",)]
-ONLY = {"torchvision": "shared/images/", "peft": "shared/models/", "bitsandbytes": "shared/training/"}
+ONLY = {
+    "torchvision": "shared/images/",
+    "peft": "shared/models/",
+    "bitsandbytes": "shared/models/",
+    "torchao": "shared/training/",
+}
 
 
 def test_imports_point_down():

@@ -42,6 +42,10 @@ def flags(text_file, chat_file, tiny_model):
             *(*COMMON, "--train_file", chat_file, "--seq_length", 64, "--model_name_or_path", tiny_model),
             *("--num_generations", 0, "--lora_dropout", 0.0),
         ),
+        "full_finetune": (
+            *(*COMMON, "--train_file", chat_file, "--seq_length", 64, "--model_name_or_path", tiny_model),
+            *("--num_generations", 0, "--learning_rate", 3e-4),
+        ),
     }
 
 
@@ -80,7 +84,8 @@ def test_the_table_has_every_launch_config_of_several_processes():
 @pytest.mark.parametrize(
     ("template", "config"),
     [*(("pretrain", config) for config in STRATEGIES), ("lora_finetune", "tensor_parallel")]
-    + [slow("lora_finetune", config) for config in STRATEGIES if config != "tensor_parallel"],
+    + [slow("lora_finetune", config) for config in STRATEGIES if config != "tensor_parallel"]
+    + [slow("full_finetune", config) for config in STRATEGIES],
 )
 def test_learns_what_one_process_learns(reference, launched, template, config):
     processes, name, weights, moments = STRATEGIES[config]
@@ -154,7 +159,8 @@ def test_qlora_learns_what_one_process_learns(flags, launched, tmp_path, config)
     [
         ("pretrain", "deepspeed_zero2", "no", ("--optim", "muon"), "under DeepSpeed only --optim adamw works"),
         ("lora_finetune", "tensor_parallel", "no", ("--load_in_4bit",), "tensor parallelism cannot cut quantised weights"),
-        slow("pretrain", "tensor_parallel", "no", ("--optim", "adamw_8bit"), "--optim adamw_8bit cannot work on weights"),
+        slow("pretrain", "tensor_parallel", "no", ("--optim", "adamw_8bit"), "--optim adamw_8bit does not work with tensor"),
+        slow("full_finetune", "deepspeed_zero2", "no", ("--weights_dtype", "bf16"), "DeepSpeed keeps fp32 weights"),
         slow("lora_finetune", "fsdp2", "no", ("--load_in_8bit",), "--load_in_8bit cannot be sharded"),
         slow("pretrain", "tensor_parallel", "fp8", (), "tensor parallelism does not work with fp8"),
         slow("pretrain", "fsdp2", "no", ("--ddp_comm_hook", "bf16"), "--ddp_comm_hook needs the processes of ddp.yaml"),

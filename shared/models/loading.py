@@ -8,9 +8,11 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 from transformers.utils import cached_file
 
 from shared.models.hub import attention_option, from_hub
+from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 
 # What a processor and a tokenizer's save_pretrained leave in a folder, beside the tokenizer's own files.
@@ -91,6 +94,48 @@ def freeze_outer_parts(model: Any) -> None:
         used = {parameter for module in _inside(model) for parameter in module.parameters()}
         for parameter in set(model.parameters()) - used:
             parameter.requires_grad_(False)
+
+
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Freeze the parameters in whose names one of the regular expressions is found.
+
+    Raises:
+        ConfigError: a pattern is no regular expression, or is found in no name.
+    """
+    for pattern in patterns:
+        try:
+            found = [parameter for name, parameter in model.named_parameters() if re.search(pattern, name)]
+        except re.error as error:
+            raise ConfigError(f"--freeze {pattern}: no regular expression: {error}") from None
+        if not found:
+            some = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
+            raise ConfigError(f"--freeze {pattern}: found in the name of no weight; they are {some}, ...")
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The precision of a checkpoint's weights, as its config says; else fp32."""
+    config = from_hub(AutoConfig, name)
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+
+
+def save_causal_lm(
+    folder: Path, model: Any, weights: dict[str, torch.Tensor], tokenizer: Any, *, dtype: torch.dtype, base: str | None
+) -> None:
+    """Write a model as `from_pretrained` loads it, with its tokenizer. Call it on the main rank.
+
+    Args:
+        model: not wrapped; its config and generation settings are written.
+        weights: as `gather_weights` returns them, in `dtype`.
+        base: the checkpoint that training began from: what its class did not load is added.
+    """
+    model.save_pretrained(folder, state_dict=weights)
+    model.config.dtype = dtype  # save_pretrained notes that of the weights in training
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if base:
+        save_what_text_does_not_reach(base, model, folder)
 
 
 def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:

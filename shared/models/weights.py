@@ -12,6 +12,8 @@ from shared.parallel import zero
 from shared.parallel.gradients import reshard
 from shared.process.errors import ConfigError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the values of flags
+
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to a model's state, by name."""

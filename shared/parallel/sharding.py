@@ -1,7 +1,8 @@
 """How a model is spread over processes: who reads which data, tensor parallelism, one gradient norm for all."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def prepare(
     if mesh is not None:
         if accelerator.mixed_precision == "fp16":
             raise ConfigError("tensor parallelism does not work with fp16's loss scaling: use bf16")
-        if any(type(optimizer).__module__.startswith("bitsandbytes") for optimizer in optimizers):
-            raise ConfigError("--optim adamw_8bit cannot work on weights that are cut over ranks: use adamw")
+        if any(hasattr(optimizer, "block_size") for optimizer in optimizers):  # of 8-bit moments
+            raise ConfigError("--optim adamw_8bit does not work with tensor parallelism: use adamw")
         if accelerator.mixed_precision == "fp8":
             raise ConfigError("tensor parallelism does not work with fp8: use bf16, or fsdp2.yaml")
         names = {p: name for name, p in model.named_parameters()}
@@ -77,14 +78,16 @@ def prepare(
         layout = accelerator.parallelism_config
         if mesh is not None:
             layout.tp_size = 1  # done above; Accelerate would do it again
-        if accelerator.distributed_type == DistributedType.FSDP:
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        if sharded:
             _own_what_is_left(model)
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
             # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
             named = set(getattr(model, "_no_split_modules", None) or ())
             plugin.transformer_cls_names_to_wrap = sorted(named & {type(module).__name__ for module in model.modules()})
-        prepared = accelerator.prepare(model, *optimizers)
+        with _kept_in_bf16(model) if sharded else contextlib.nullcontext():
+            prepared = accelerator.prepare(model, *optimizers)
         if mesh is not None:
             layout.tp_size = mesh.size()
     model, *wrapped = prepared
@@ -97,6 +100,17 @@ def prepare(
         for optimizer in optimizers:
             _one_mesh_a_group(optimizer)
     return model, optimizers
+
+
+@contextlib.contextmanager
+def _kept_in_bf16(model: nn.Module) -> Iterator[None]:
+    """Let trained bf16 weights stay so: under mixed precision, Accelerate makes trained weights of FSDP fp32."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    yield
+    for name in names:
+        model.get_parameter(name).requires_grad_(True)
 
 
 def _own_what_is_left(model: nn.Module) -> None:

@@ -33,6 +33,8 @@ def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: fl
     Raises:
         ConfigError: the launch config has other answers, or DeepSpeed cannot work with these optimizers.
     """
+    if any(p.dtype == torch.bfloat16 for o in optimizers for group in o.param_groups for p in group["params"]):
+        raise ConfigError("DeepSpeed keeps fp32 weights beside bf16 ones: drop --weights_dtype bf16, or use fsdp2.yaml")
     if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:
         raise ConfigError("under DeepSpeed only --optim adamw works: choose it, or fsdp2.yaml")
     if accelerator.mixed_precision == "fp16":

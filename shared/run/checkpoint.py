@@ -53,6 +53,7 @@ from shared.run.checkpoint_files import (
 from shared.run.launch import strategy
 from shared.run.state import TrainState
 from shared.training import optim
+from shared.training.low_memory import state_tensors
 
 
 class Checkpointer:
@@ -131,10 +132,9 @@ class Checkpointer:
         tensors |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
-            for parameter, values in optimizer.state.items():
-                for key, value in values.items():
-                    into: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
-                    into[f"optimizer.{name_of[parameter]}.{key}"] = value
+            for parameter, key, value in state_tensors(optimizer):
+                into: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
+                into[f"optimizer.{name_of[parameter]}.{key}"] = value
         return tensors, scalars
 
     def _to_save(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -390,12 +390,15 @@ class Checkpointer:
     def _drop_unused(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Drop optimizer state that the checkpoint lacks: of parameters that never had a gradient."""
         saved = TensorReader(folder).read_metadata().state_dict_metadata
+        name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
-            for name, parameter in self.trainable.items():
-                keys = [f"optimizer.{name}.{key}" for key in optimizer.state.get(parameter, {})]
-                if keys and not any(key in saved for key in keys) and f"model.{name}" in saved:
+            keys: dict[nn.Parameter, list[str]] = {}
+            for parameter, key, _ in state_tensors(optimizer):
+                keys.setdefault(parameter, []).append(f"optimizer.{name_of[parameter]}.{key}")
+            for parameter, of_it in keys.items():
+                if not any(key in saved for key in of_it) and f"model.{name_of[parameter]}" in saved:
                     del optimizer.state[parameter]
-                    for key in keys:
+                    for key in of_it:
                         tensors.pop(key, None)
 
     def _own_statistics(self, folder: Path) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from shared.config.options import OptimConfig
 from shared.models.blocks import heads
-from shared.process import ranks
 from shared.process.errors import ConfigError
+from shared.training import low_memory
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -38,8 +38,15 @@ def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step
     rate = learning_rate(config, step, total_steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_scale", 1.0)
+            _set_rate(group, rate * group.get("lr_scale", 1.0))
     return rate
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers, which would compile again for each number
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 # Parameters whose names end so are no weight matrices, whatever their shape: Levit's and Swin's position biases, Swin 2's
@@ -129,7 +136,8 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     Weight decay applies to hidden matrices alone. Hand all of them to `parallel.prepare` together with the model.
 
     Raises:
-        ConfigError: bitsandbytes is asked for and not installed, or nothing is trainable.
+        ConfigError: torchao is asked for and not installed, nothing is trainable, or --optim would lose updates of bf16
+            weights.
     """
     matrices, embeddings, vectors = split_parameters(model)
     if not matrices + embeddings + vectors:
@@ -150,14 +158,15 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
     }
+    if any(p.dtype == torch.bfloat16 for p in (*matrices, *plain)):
+        if config.optim != "adamw":
+            raise ConfigError(f"--optim {config.optim} would lose small updates of bf16 weights: use adamw")
+        return [low_memory.StochasticAdamW(everything, **adam)]
     if config.optim == "adamw_8bit":
-        if ranks.env_flag("ACCELERATE_USE_FSDP"):
-            raise ConfigError("--optim adamw_8bit cannot work on weights that FSDP shards: use adamw")
         try:
-            from bitsandbytes.optim import AdamW8bit
+            return [low_memory.adamw_8bit(everything, **adam)]
         except ImportError:
-            raise ConfigError("--optim adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
-        return [AdamW8bit(everything, **adam)]
+            raise ConfigError("--optim adamw_8bit needs torchao: pip install torchao") from None
     if config.optim == "sgd":
         return [torch.optim.SGD(everything, lr=config.learning_rate, momentum=config.sgd_momentum, nesterov=True)]
     head = _head_parameters(model)
@@ -180,12 +189,12 @@ def fill_state(optimizer: Any) -> None:
     """Make an optimizer allocate its state, to be loaded into: a step on zero gradients at rate 0."""
     if optimizer.state:
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        _set_rate(group, 0.0)
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        _set_rate(group, rate)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.process.errors import ConfigError
 from tests.conftest import Run, run, run_here, slow
+from tests.plain_loop import padded_chats
 
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -100,21 +101,7 @@ def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path, packing):
         *("--global_batch_size", size, "--per_device_train_batch_size", size, "--num_generations", 0, packing),
     )
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    samples = []
-    for user, assistant in rows:
-        prompt = f"### User:\n{user['content']}\n\n### Assistant:\n"
-        whole = prompt + assistant["content"] + tokenizer.eos_token + "\n\n"
-        encoded = tokenizer(whole, return_offsets_mapping=True)
-        end = len(whole) - 2
-        learned = [len(prompt) <= start < end for start, _ in encoded["offset_mapping"]]
-        samples.append((encoded["input_ids"], learned))
-    longest = max(len(ids) for ids, _ in samples)
-    ids = torch.zeros(len(samples), longest, dtype=torch.long)
-    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-    for i, (tokens, learned) in enumerate(samples):
-        ids[i, : len(tokens)], mask[i, : len(tokens)] = torch.tensor(tokens), 1
-        labels[i, : len(tokens)] = torch.where(torch.tensor(learned), torch.tensor(tokens), -100)
+    ids, labels, mask = padded_chats(AutoTokenizer.from_pretrained(tiny_model), rows)
     set_seed(0)  # which decides the adapters' random start
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"))

@@ -5,9 +5,9 @@ import itertools
 import math
 import sys
 
-import bitsandbytes
 import pytest
 import torch
+import torchao.optim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -32,6 +32,7 @@ from transformers import (
 from shared.config.options import OptimConfig
 from shared.process.errors import ConfigError
 from shared.training import optim
+from shared.training.low_memory import StochasticAdamW, round_stochastically
 
 
 def tiny_llama(*, tied=False):
@@ -100,9 +101,9 @@ def test_frozen_parameters_are_in_no_optimizer():
 
 def test_adamw_takes_its_settings_from_the_config():
     config = OptimConfig(learning_rate=0.25, adam_beta1=0.5, adam_beta2=0.75, adam_epsilon=1e-3)
-    for name, kind in (("adamw", torch.optim.AdamW), ("adamw_8bit", bitsandbytes.optim.AdamW8bit)):
+    for name, kind in (("adamw", torch.optim.AdamW), ("adamw_8bit", torchao.optim.AdamW8bit)):
         (optimizer,) = optim.build(tiny_llama(), dataclasses.replace(config, optim=name))
-        assert type(optimizer) is kind
+        assert isinstance(optimizer, kind)
         for group in optimizer.param_groups:
             assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
 
@@ -152,6 +153,38 @@ def test_one_learning_rate_gives_muon_and_adamw_updates_of_about_the_same_size()
     assert 0.3 < sizes["muon"] / sizes["adamw"] < 3
 
 
+def test_stochastic_rounding_is_exact_in_the_mean_and_repeats():
+    values = torch.tensor([1.0, 1.0 + 2**-10, -3.1, 1e-30, 65504.0, 0.0]).repeat(20_000, 1)
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    round_stochastically(rounded, values.clone(), torch.Generator().manual_seed(0))
+    neighbours = (rounded.float() - values).abs() <= values.abs() * 2**-7
+    assert neighbours.all() and torch.equal(rounded[:, 0].float(), values[:, 0])
+    torch.testing.assert_close(rounded.double().mean(0), values[0].double(), rtol=1e-4, atol=1e-40)
+    again = torch.empty_like(rounded)
+    round_stochastically(again, values.clone(), torch.Generator().manual_seed(0))
+    assert torch.equal(again, rounded)
+
+
+def test_bf16_weights_follow_fp32_adamw_where_rounding_to_nearest_stands_still():
+    def weights(kind, dtype):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.ones(4096, dtype=dtype))
+        groups = [{"params": [weight], "weight_decay": 0.1}]
+        optimizer = kind(groups, lr=1e-4, betas=(0.9, 0.999), eps=1e-8)
+        for step in range(100):
+            weight.grad = torch.ones(4096, dtype=dtype) * (1 + step % 3)
+            optimizer.step()
+        return weight.detach().float(), optimizer.state[weight]["exp_avg_sq"].float()
+
+    exact, moment = weights(torch.optim.AdamW, torch.float32)
+    ours, ours_moment = weights(StochasticAdamW, torch.bfloat16)
+    assert ours.mean() == pytest.approx(exact.mean().item(), abs=2e-4) and exact.mean() < 0.995
+    assert ours_moment.mean() == pytest.approx(moment.mean().item(), rel=1e-2)
+    nearest, _ = weights(torch.optim.AdamW, torch.bfloat16)
+    assert (nearest == 1).all()  # each update is lost
+    assert torch.equal(ours, weights(StochasticAdamW, torch.bfloat16)[0])
+
+
 def test_a_model_with_nothing_trainable_is_refused():
     with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
         optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim="muon"))
@@ -163,7 +196,7 @@ def test_making_room_for_the_state_changes_no_weight(name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for optimizer in optim.build(model, OptimConfig(optim=name, weight_decay=0.5, learning_rate=0.5)):
         optim.fill_state(optimizer)
-        assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+        assert {float(group["lr"]) for group in optimizer.param_groups} == {0.5}
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -175,8 +208,8 @@ def test_8_bit_adamw_has_the_same_groups():
 
 
 def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match="pip install torchao"):
         optim.build(nn.Linear(2, 2), OptimConfig(optim="adamw_8bit"))
 
 

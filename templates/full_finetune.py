@@ -1,0 +1,166 @@
+"""Fine-tune all weights of a causal language model on conversations.
+
+    accelerate launch templates/full_finetune.py                         # offline demo, any machine
+    accelerate launch templates/full_finetune.py --model_name_or_path ORG/NAME --train_file chats.jsonl --learning_rate 1e-5
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py --model_name_or_path ...
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py --optim adamw_8bit ...
+    docker run --gpus all IMAGE accelerate launch templates/full_finetune.py
+
+NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Zamirai et al., arXiv 2010.06192.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from shared import demo
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.process.errors import ConfigError
+from shared.text.options import ChatConfig
+
+DEMO_STEPS = 40  # about two minutes on two CPU cores
+DEMO_SAMPLES = 2000
+WEIGHTS = {"fp32": "fp32, cast where mixed precision computes", "bf16": "bf16, as are their moments; rounded stochastically"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Fine-tune all weights of a causal language model."""
+
+    # Options that may change on resume: they do not change what the model learns.
+    FREE: ClassVar = frozenset({"final_dtype", "num_generations", "max_new_tokens"})
+
+    model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
+    # Precision of the weights in training. bf16: half the memory, also of gradients and moments; rounding is stochastic
+    weights_dtype: Literal["fp32", "bf16"] = "fp32"
+    final_dtype: Literal["auto", "fp32", "bf16"] = (
+        "auto"  # Precision of the weights in final/; auto: that of the model given
+    )
+    # Weights to leave as they are: regular expressions that are found in their names, such as embed_tokens 'layers\.[0-3]\.'
+    freeze: tuple[str, ...] = ()
+    neftune_noise_alpha: float = 0.0  # Noise on the embeddings in training, which can improve answers: 5 to 15; 0: none
+    num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
+    max_new_tokens: int = 48  # Most new tokens of an answer
+    data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
+    batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
+    optim: OptimConfig = OptimConfig(learning_rate=1e-4, weight_decay=0.0, adam_beta2=0.999)
+    speed: SpeedConfig = SpeedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=50, metric_for_best_model="loss")
+    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=20)
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        self.batch.micro_batch()  # refuses what does not divide
+        configs.require(self, "at least 1", "max_new_tokens")
+        configs.require(self, "at least 0", "num_generations", "neftune_noise_alpha")
+        if self.weights_dtype == "bf16" and self.evaluation.ema_decay:
+            raise ConfigError("--ema_decay would lose small updates of bf16 weights: keep fp32 weights, or drop it")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+    CONFIG = configs.parse_or_exit(Config)
+
+from torch import nn
+
+from shared.models import attention
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.checks import learn_padding_token, require_fit
+from shared.models.counts import count_parameters, flops_per_token
+from shared.models.generation import answers, end_generation_at
+from shared.models.loading import dtype_of, freeze, load_causal_lm, save_causal_lm
+from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.neftune import noisy_embeddings
+from shared.models.weights import DTYPES, gather_weights
+from shared.process.files import whole_folder
+from shared.run import exits
+from shared.run.run import Run
+from shared.text import chat
+from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
+from shared.training import optim
+
+
+def build_model(config: Config, tokenizer: Any) -> nn.Module:
+    """The model to train, with fp32 weights, or bf16 ones if asked. Mixed precision casts fp32 where it computes."""
+    kernel, name = config.speed.attn_implementation, config.model_name_or_path
+    model = load_causal_lm(name, attn_implementation=kernel, dtype=DTYPES[config.weights_dtype])
+    require_fit(model, tokenizer, config.data.seq_length)
+    learn_padding_token(model)
+    freeze(model, config.freeze)
+    set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    if config.speed.torch_compile:
+        compile_blocks(model)
+    return model.train()  # from_pretrained leaves dropout off
+
+
+def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
+    """Log the loss per target token and the perplexity of the validation samples; before and at the end, answers to some."""
+    config = run.config
+    with run.evaluating(model):
+        loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
+        run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
+        if run.state.step == 0 or run.is_last:
+            prompts = [data.held_out.prompt(i) for i in range(min(config.num_generations, len(data.held_out)))]
+            options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
+            rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
+            run.logger.log_table("generations", ["step", "prompt", "reference", "output"], rows)
+
+
+def save_final(run: Run, model: nn.Module, tokenizer: Any, data: ChatData) -> None:
+    """Write final/: model, tokenizer with its chat template, card. Every rank calls this."""
+    config, name, whole = run.config, run.config.model_name_or_path, run.unwrap(model)
+    dtype = dtype_of(name) if config.final_dtype == "auto" else DTYPES[config.final_dtype]
+    weights = gather_weights(run.accelerator, model, dtype=dtype)
+    if not run.is_main:
+        return
+    end_generation_at(whole, data.held_out.meta["end"])  # the end-of-turn token ends generation
+    with whole_folder(run.dir / "final") as folder:
+        save_causal_lm(folder, whole, weights, tokenizer, dtype=dtype, base=name)
+        load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
+        card = run.card(f"{Path(name).name}, fine-tuned", data.about, load=load, base_model=name)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def main(config: Config) -> None:
+    run = Run(config, "full_finetune")
+    tokenizer = chat.load_tokenizer(config.model_name_or_path)
+    train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
+    model = build_model(config, tokenizer)
+    trained, parameters = count_parameters(model)
+    flops = flops_per_token(model, held_out.meta["context"])
+
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
+    steps = config.batch.total_steps(data.train.steps_per_epoch, default=DEMO_STEPS if config.data.is_demo else None)
+    run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
+    head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "weights": WEIGHTS[config.weights_dtype]}
+    about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "loss": head}
+    run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
+
+    if run.should_evaluate():
+        evaluate(run, model, data, tokenizer)
+    for step in run.steps():
+        for batch in step.micro_batches():
+            with noisy_embeddings(run.unwrap(model), batch, config.neftune_noise_alpha):
+                loss = causal_lm_loss(model, batch, log=step.log)  # summed over this micro-batch's target tokens
+            step.backward(loss)  # scaled to the mean over the global batch
+        step.clip_gradients(config.optim.max_grad_norm)
+        step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
+        if run.should_evaluate():
+            evaluate(run, model, data, tokenizer)
+    run.load_best_weights()
+    save_final(run, model, tokenizer, data)
+    before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
+    run.close(
+        f"validation loss {before:.4f} before, {after:.4f} after training",
+        f"model in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it",
+    )
+
+
+if __name__ == "__main__":
+    exits.run(main, CONFIG)
