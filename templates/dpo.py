@@ -13,6 +13,7 @@ arXiv 2403.00409. SimPO: Meng et al., arXiv 2405.14734. ORPO: Hong et al., arXiv
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared import demo
@@ -23,7 +24,7 @@ from shared.process.errors import ConfigError
 from shared.text.options import PreferenceConfig
 
 DEMO_STEPS = 60  # about two minutes on two CPU cores
-DEMO_SAMPLES = 2700
+DEMO_SAMPLES = 1200
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 REFERENCE_FREE = ("simpo", "orpo")
 
@@ -45,7 +46,7 @@ class Config:
     num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
     max_new_tokens: int = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
-    data: PreferenceConfig = PreferenceConfig(seq_length=512, eval_samples=256)
+    data: PreferenceConfig = PreferenceConfig(seq_length=512, eval_samples=256, validation_split_percentage=10.0)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=4)
     optim: OptimConfig = OptimConfig(learning_rate=1e-3, weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
@@ -78,7 +79,7 @@ from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import answers
-from shared.models.loading import load_causal_lm
+from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, log_probabilities
 from shared.run import exits
 from shared.run.final import save_adapter, save_whole
@@ -209,8 +210,13 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    save = partial(save_whole if config.full else save_adapter, about=data.about, end=data.held_out.meta["end"])
-    save(run, model, tokenizer, initial)
+    end = data.held_out.meta["end"]
+    if config.full:
+        name = config.model_name_or_path
+        title, dtype = f"{Path(name).name}, tuned on preferences", dtype_of(name)
+        save_whole(run, model, tokenizer, title=title, about=data.about, end=end, dtype=dtype)
+    else:
+        save_adapter(run, model, tokenizer, initial, about=data.about, end=end)
     both = run.state.before, run.state.results
     before, after = ([values.get(f"eval_{name}", math.nan) for name in ("loss", "accuracy")] for values in both)
     run.close(

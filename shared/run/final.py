@@ -1,4 +1,4 @@
-"""What a run of adapters leaves: final/ and, if asked, merged/."""
+"""What a run that tunes a language model leaves: final/ and, if asked, merged/."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 from shared.models import adapters
 from shared.models.generation import end_generation_at
-from shared.models.loading import save_what_text_does_not_reach
+from shared.models.loading import save_causal_lm, save_what_text_does_not_reach
 from shared.models.weights import gather_weights
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
@@ -52,19 +52,21 @@ def save_adapter(
 
 
 def save_whole(
-    run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, torch.Tensor], *, about: str, end: int | None
+    run: Run, model: nn.Module, tokenizer: Any, *, title: str, about: str, end: int | None, dtype: torch.dtype
 ) -> None:
-    """Write final/: the whole model, tokenizer, card. Every rank calls this. For the arguments see `save_adapter`."""
-    name = run.config.model_name_or_path
-    weights = gather_weights(run.accelerator, model)
+    """Write final/: the whole model in `dtype`, the tokenizer with its chat template, a card. Every rank calls this.
+
+    Args:
+        title: of the card.
+        about, end: see `save_adapter`.
+    """
+    name, whole = run.config.model_name_or_path, run.unwrap(model)
+    weights = gather_weights(run.accelerator, model, dtype=dtype)
     if not run.is_main:
         return
-    whole = run.unwrap(model)
-    end_generation_at(whole, end)
+    end_generation_at(whole, end)  # the end-of-turn token ends generation
     with whole_folder(run.dir / "final") as folder:
-        whole.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        save_what_text_does_not_reach(name, whole, folder)
+        save_causal_lm(folder, whole, weights, tokenizer, dtype=dtype, base=name)
         load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
-        card = run.card(f"{Path(name).name}, tuned on preferences", about, load=load, base_model=name)
+        card = run.card(title, about, load=load, base_model=name)
         (folder / "README.md").write_text(card, encoding="utf-8")
