@@ -147,7 +147,7 @@ def preference_loss(config: Config, model: nn.Module, batch: dict[str, torch.Ten
     if log is not None:
         margins = rewards[:, 0] - rewards[:, 1]
         values = {"rewards/chosen": rewards[:, 0], "rewards/rejected": rewards[:, 1], "rewards/margins": margins}
-        values |= {"rewards/accuracies": (margins > 0).float()}
+        values |= {"rewards/accuracies": (margins.sign() + 1) / 2}  # a tie counts half, as before the first step
         values |= {"logps/chosen": policy[:, 0], "logps/rejected": policy[:, 1]}
         log(**{name: (value.detach() * counts).sum() for name, value in values.items()})
     return (losses * counts).sum()
