@@ -21,7 +21,7 @@ from tests.conftest import LAUNCHER, ROOT, free_port, load_template
 README = (ROOT / "README.md").read_text()
 PAGES = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 ALL = "\n".join(PAGES.values())
-TEMPLATES = ("pretrain", "pretrain_pipeline", "lora_finetune", "image_classification")
+TEMPLATES = ("pretrain", "pretrain_pipeline", "lora_finetune", "full_finetune", "image_classification")
 BLOCKS = re.findall(r"^ *```bash\n(.*?)```", ALL, re.DOTALL | re.MULTILINE)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line and line[0] != "#"]
 PARTS = list(dict.fromkeys(part.split(" #")[0].strip() for command in COMMANDS for part in command.split("&&")))
@@ -275,7 +275,7 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
     extra |= {"--eval_samples": "4"} if template != "image_classification" else {"--image_size": "16"}
-    extra |= {"--num_generations": "0", "--seq_length": "64"} if template == "lora_finetune" else {}
+    extra |= {"--num_generations": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune") else {}
     extra |= {"--config_overrides": TINY, "--seq_length": "64"} if template == "pretrain" else {}
     given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]

@@ -35,6 +35,7 @@ FLAGS = {
     "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
+    "full_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
     "image_classification": "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4",
 }
 ONE = "accelerate launch --config_file accelerate_configs/cpu.yaml"
@@ -105,7 +106,8 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
     serving = [SOURCE / "shared/__main__.py", *(SOURCE / f"shared/commands/{name}.py" for name in COMMANDS)]
     paths, packages = closure([*(SOURCE / f"templates/{name}.py" for name in names), *serving])
     paths |= {SOURCE / "shared/commands/__init__.py"}
-    paths |= set((SOURCE / "shared/demo/tiny-llama").iterdir()) if "lora_finetune" in names else set()
+    if any("demo.MODEL" in (SOURCE / f"templates/{name}.py").read_text(encoding="utf-8") for name in names):
+        paths |= set((SOURCE / "shared/demo/tiny-llama").iterdir())
     for config in (SOURCE / "accelerate_configs").iterdir():
         if not all(name in UNFIT and re.search(UNFIT[name], config.stem) for name in names):
             paths.add(config)

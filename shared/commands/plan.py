@@ -27,7 +27,7 @@ class PlanConfig:
     seq_length: int = 2048
     """Tokens of one row."""
     per_device_train_batch_size: int = 1
-    """Rows of one micro-batch."""
+    """Samples of one micro-batch."""
     gpus: int = 8
     """GPUs there are."""
     gpu_memory: float = 80.0
@@ -38,6 +38,12 @@ class PlanConfig:
     """Rank of LoRA adapters on all linear layers, rows being packed; 0: all weights are trained."""
     load_in_4bit: bool = False
     """Quantise the frozen base to 4 bits (with lora_r)."""
+    weights_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of trained weights, as full_finetune.py has it."""
+    optim: Literal["adamw", "adamw_8bit"] = "adamw"
+    """As the templates have it."""
+    preferences: bool = False
+    """Plan dpo.py: a sample is a pair of answers, two rows that go forward together."""
     throughput: bool = False
     """Instead estimate where the time of an optimizer step goes on one GPU, on paper."""
     gpu: str = "H100"
@@ -53,6 +59,8 @@ class PlanConfig:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
         if self.load_in_4bit and not self.lora_r:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
+        if self.weights_dtype == "bf16" and (self.lora_r or self.optim != "adamw" or self.preferences):
+            raise ConfigError("--weights_dtype bf16 is for full fine-tuning with AdamW: drop the others")
         if self.throughput and (self.load_in_4bit or self.mixed_precision == "no"):
             raise ConfigError("--throughput estimates bf16: drop --load_in_4bit and --mixed_precision no")
 
@@ -136,12 +144,14 @@ def main() -> None:
     override(architecture, config.config_overrides)
     job = memory.Job(
         architecture,
-        config.per_device_train_batch_size,
+        config.per_device_train_batch_size * (2 if config.preferences else 1),
         config.seq_length,
         config.mixed_precision == "bf16",
         config.lora_r,
         config.load_in_4bit,
-        packed=config.lora_r > 0,  # as lora_finetune.py does
+        packed=config.lora_r > 0 and not config.preferences,  # as lora_finetune.py does
+        bf16_weights=config.weights_dtype == "bf16",
+        eight_bits=config.optim == "adamw_8bit",
     )
     print("measuring a few blocks on fake tensors ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
@@ -186,9 +196,12 @@ def main() -> None:
     flags = "" if checkpointing == "none" else f" --gradient_checkpointing {checkpointing}"
     spread = f" --parallelism_config_tp_size {gpus}" if name == "tensor_parallel" else ""
     print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
-    template = "lora_finetune" if config.lora_r else "pretrain"
+    template = "lora_finetune" if config.lora_r else "full_finetune" if config.weights_dtype == "bf16" else "pretrain"
+    template = "dpo" if config.preferences else template
     places = (f"templates/{template}.py", f"{template}.py")  # here and in a project of several templates
     script = next((place for place in places if (Path(__file__).parents[2] / place).exists()), "train.py")
+    flags += " --full" * (config.preferences and not config.lora_r) + " --weights_dtype bf16" * job.bf16_weights
+    flags += " --optim adamw_8bit" * job.eight_bits
     if config.lora_r:
         flags += f" --lora_r {config.lora_r}" + (" --load_in_4bit" if config.load_in_4bit else "")
     at_once = config.per_device_train_batch_size * (1 if name == "tensor_parallel" else gpus)

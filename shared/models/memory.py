@@ -9,7 +9,7 @@ PyTorch computes them without kernels made for them, which need less.
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -44,6 +44,8 @@ class Job:
     lora_r: int = 0  # 0: all weights are trained
     four_bits: bool = False  # of the frozen base
     packed: bool = False  # several documents in a row, which takes a mask
+    bf16_weights: bool = False  # trained weights, their gradients and moments in bf16
+    eight_bits: bool = False  # moments in 8 bits
 
 
 @dataclass(frozen=True)
@@ -285,9 +287,10 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     frozen, trained = numbers.all - numbers.trained, numbers.trained
     in_4bits = numbers.matrices if job.four_bits else 0
     stored = cast if job.lora_r else 4
-    weights = (frozen - in_4bits) * stored + in_4bits * NF4_BYTES + trained * 4
-    gradients, optimizer = trained * 4, trained * 8
-    whole = activations(job)
+    master = 2 if job.bf16_weights else 4
+    weights = (frozen - in_4bits) * stored + in_4bits * NF4_BYTES + trained * master
+    gradients, optimizer = trained * master, trained * 2 * (1 if job.eight_bits else master)
+    whole = activations(job, gathered=job.bf16_weights)  # no 16-bit copies beside them
     if job.four_bits:
         whole = {k: v + numbers.block_matrices * cast for k, v in whole.items()}  # dequantised where they are used
     yield "single_gpu", 1, Peak(weights, gradients, optimizer, whole)
@@ -300,15 +303,20 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     yield "fsdp2", devices, Peak(weights / devices, gradients / devices, optimizer / devices, sharded)
     text = job.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", 0)
-    if heads and heads % devices == 0 and not job.four_bits and getattr(job.config, "base_model_tp_plan", None):
+    if (
+        heads
+        and heads % devices == 0
+        and not (job.four_bits or job.eight_bits)
+        and getattr(job.config, "base_model_tp_plan", None)
+    ):
         cut = copy.deepcopy(job.config)
         narrow = cut.get_text_config()
         narrow.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         narrow.num_attention_heads, narrow.num_key_value_heads = text.num_attention_heads // devices, heads // devices
         for width in {"intermediate_size", "moe_intermediate_size"} & set(vars(text)):
             setattr(narrow, width, getattr(text, width) // devices)
-        piece = Job(cut, job.batch, job.length, job.mixed, job.lora_r, packed=job.packed)
-        local = count(piece)
-        mine = (local.all - local.trained) * stored + local.trained * 4
-        yield "tensor_parallel", devices, Peak(mine, local.trained * 4, local.trained * 8, activations(piece))
+        piece = replace(job, config=cut)
+        local, here = count(piece), activations(piece, gathered=job.bf16_weights)
+        mine = (local.all - local.trained) * stored + local.trained * master
+        yield "tensor_parallel", devices, Peak(mine, local.trained * master, local.trained * 2 * master, here)
     yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)

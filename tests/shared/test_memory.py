@@ -151,6 +151,18 @@ def test_quantised_blocks_are_found_whatever_their_name():
     assert whole.weights - small.weights == pytest.approx(numbers.matrices * (2 - memory.NF4_BYTES))
 
 
+def test_bf16_weights_and_8_bit_moments_need_less():
+    def peak(**options):
+        ((_, _, found),) = memory.plan(memory.Job(LlamaConfig(**SMALL, num_hidden_layers=4), 1, 8, **options), 1)
+        return found
+
+    whole, bf16, eight = peak(), peak(bf16_weights=True), peak(eight_bits=True)
+    parts = ("weights", "gradients", "optimizer")
+    assert [getattr(bf16, part) / getattr(whole, part) for part in parts] == [0.5, 0.5, 0.5]
+    assert [getattr(eight, part) / getattr(whole, part) for part in parts] == [1, 1, 0.25]
+    assert bf16.activations["none"] < whole.activations["none"] == eight.activations["none"]
+
+
 def test_tensor_parallelism_cuts_experts():
     plans = {name: peak for name, _, peak in memory.plan(memory.Job(deepseek(4, 0), 1, 8), 4)}
     assert plans["tensor_parallel"].weights < 0.5 * plans["ddp"].weights
