@@ -82,7 +82,8 @@ from shared.models.generation import answers
 from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, log_probabilities
 from shared.run import exits
-from shared.run.final import save_adapter, save_whole
+from shared.run.final import save_whole
+from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.text import chat
 from shared.text.loaders import choose_packing

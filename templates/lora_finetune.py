@@ -64,7 +64,7 @@ from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import answers
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.run import exits
-from shared.run.final import save_adapter
+from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations

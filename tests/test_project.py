@@ -14,7 +14,7 @@ import yaml
 from shared.commands.new import FLAGS, imports, templates
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 
-NAMES = ("full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline")
+NAMES = ("dpo", "full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline")
 
 
 def shared(*arguments, cwd=ROOT, check=True):
@@ -57,9 +57,9 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     packages = {line.split("==")[0] for line in pins}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert ("torchvision" in packages) == ("onnxscript" in packages) == (name == "image_classification")
-    assert ("peft" in packages) == (name == "lora_finetune")
+    assert ("peft" in packages) == (name in ("dpo", "lora_finetune"))
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    with_deepspeed = name in ("full_finetune", "lora_finetune", "pretrain")
+    with_deepspeed = name in ("dpo", "full_finetune", "lora_finetune", "pretrain")
     assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
 
     assert os.access(folder / "jobs/slurm.sh", os.X_OK) and (folder / "shared/LICENSE").read_text().strip()

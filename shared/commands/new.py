@@ -34,6 +34,7 @@ _TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_
 FLAGS = {
     "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
+    "dpo": "--max_train_samples 60 --eval_samples 4 --num_generations 0 --seq_length 128",
     "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
     "full_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
     "image_classification": "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4",
