@@ -31,7 +31,7 @@ WORKDIR /workspace
 # Dependencies come before the source, so a change of the source installs nothing again.
 # A virtual environment, because Debian's own Python refuses pip.
 ENV PATH=/opt/venv/bin:${PATH}
-# More packages: --build-arg EXTRA_REQUIREMENTS="deepspeed==0.19.8 torchao==0.18.0"
+# More packages: --build-arg EXTRA_REQUIREMENTS="deepspeed==0.19.8"
 ARG EXTRA_REQUIREMENTS=""
 COPY requirements.txt ./
 # hadolint ignore=SC2086

@@ -1,6 +1,6 @@
 """SIGKILL at random times, over and over, and the comparison at the end: does a killed run end as one left alone?
 
-    python benchmarks/chaos.py --kills 60                    # over three templates, 1 and 2 processes
+    python benchmarks/chaos.py --kills 60                    # over six templates, 1 and 2 processes
 
 Each run is killed with all its processes at a moment drawn uniformly from its whole life (imports, preparation, steps,
 evaluations, saves, resumes, the final writing) and started again with the same command, until it ends by itself. Then
@@ -36,6 +36,11 @@ TEMPLATES = {
     "pretrain": f"--seq_length 64 --global_batch_size 8 --eval_samples 8 --config_overrides {SHAPE},attention_dropout=0.1",
     "lora_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --lora_dropout 0.1 "
     "--eval_samples 8 --num_generations 0",
+    "full_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --neftune_noise_alpha 5 "
+    "--weights_dtype bf16 --eval_samples 8 --num_generations 0",
+    "dpo": "--max_train_samples 200 --seq_length 128 --global_batch_size 8 --lora_dropout 0.1 --eval_samples 8 "
+    "--num_generations 0",
+    "text_classification": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --eval_samples 8 --lora_r 4",
     "image_classification": "--global_batch_size 32 --per_device_train_batch_size 8 --ema_decay 0.9 --mixup_alpha 0.2",
 }
 

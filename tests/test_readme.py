@@ -21,7 +21,7 @@ from tests.conftest import LAUNCHER, ROOT, free_port, load_template
 README = (ROOT / "README.md").read_text()
 PAGES = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 ALL = "\n".join(PAGES.values())
-TEMPLATES = ("pretrain", "pretrain_pipeline", "lora_finetune", "full_finetune", "image_classification")
+TEMPLATES = tuple(sorted(path.stem for path in ROOT.glob("templates/*.py")))
 BLOCKS = re.findall(r"^ *```bash\n(.*?)```", ALL, re.DOTALL | re.MULTILINE)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line and line[0] != "#"]
 PARTS = list(dict.fromkeys(part.split(" #")[0].strip() for command in COMMANDS for part in command.split("&&")))
@@ -166,7 +166,15 @@ def launched_on(tokens: list[str]) -> list[int]:
 def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(line, tmp_path, monkeypatch):
     from accelerate.commands.launch import launch_command_parser
 
-    for name in ("chats.jsonl", "more.jsonl", "corpus/a.txt", "data/a.txt", "photos/cat/1.jpg"):
+    for name in (
+        "chats.jsonl",
+        "more.jsonl",
+        "pairs.jsonl",
+        "reviews.csv",
+        "corpus/a.txt",
+        "data/a.txt",
+        "photos/cat/1.jpg",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
     monkeypatch.chdir(tmp_path)
@@ -236,8 +244,17 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(folder / "convnext")
     shutil.copytree(text_file.parent, folder / "corpus")
     shutil.copy(chat_file, folder / "more.jsonl")
+    turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
+    pairs = [{"prompt": user["content"], "chosen": answer["content"], "rejected": "no"} for user, answer in turns]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}\n" for _, answer in turns]
+    (folder / "reviews.csv").write_text("text,label\n" + "".join(rows))
     return {
         "meta-llama/Llama-3.1-8B": tiny_model,
+        "runs/sft/final": tiny_model,
+        "answerdotai/ModernBERT-base": tiny_model,
+        "pairs.jsonl": folder / "pairs.jsonl",
+        "reviews.csv": folder / "reviews.csv",
         "facebook/convnext-tiny-224": folder / "convnext",
         "chats.jsonl": chat_file,
         "more.jsonl": folder / "more.jsonl",
@@ -275,7 +292,10 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
     extra |= {"--eval_samples": "4"} if template != "image_classification" else {"--image_size": "16"}
-    extra |= {"--num_generations": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune") else {}
+    extra |= (
+        {"--num_generations": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
+    )
+    extra |= {"--seq_length": "64"} if template == "text_classification" else {}
     extra |= {"--config_overrides": TINY, "--seq_length": "64"} if template == "pretrain" else {}
     given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]

@@ -84,7 +84,7 @@ class OptimConfig:
 
     FREE: ClassVar = frozenset({"max_skipped_steps"})
 
-    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: bitsandbytes. sgd: with
+    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: 8-bit moments. sgd: with
     # Nesterov momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
     learning_rate: float = 3e-4  # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's
