@@ -69,13 +69,13 @@ from shared.models import attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.generation import answers, end_generation_at
-from shared.models.loading import dtype_of, freeze, load_causal_lm, save_causal_lm
+from shared.models.generation import answers
+from shared.models.loading import dtype_of, freeze, load_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.neftune import noisy_embeddings
-from shared.models.weights import DTYPES, gather_weights
-from shared.process.files import whole_folder
+from shared.models.weights import DTYPES
 from shared.run import exits
+from shared.run.final import save_whole
 from shared.run.run import Run
 from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
@@ -106,21 +106,6 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
             options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
             rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
             run.logger.log_table("generations", ["step", "prompt", "reference", "output"], rows)
-
-
-def save_final(run: Run, model: nn.Module, tokenizer: Any, data: ChatData) -> None:
-    """Write final/: model, tokenizer with its chat template, card. Every rank calls this."""
-    config, name, whole = run.config, run.config.model_name_or_path, run.unwrap(model)
-    dtype = dtype_of(name) if config.final_dtype == "auto" else DTYPES[config.final_dtype]
-    weights = gather_weights(run.accelerator, model, dtype=dtype)
-    if not run.is_main:
-        return
-    end_generation_at(whole, data.held_out.meta["end"])  # the end-of-turn token ends generation
-    with whole_folder(run.dir / "final") as folder:
-        save_causal_lm(folder, whole, weights, tokenizer, dtype=dtype, base=name)
-        load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
-        card = run.card(f"{Path(name).name}, fine-tuned", data.about, load=load, base_model=name)
-        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def main(config: Config) -> None:
@@ -154,7 +139,9 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    save_final(run, model, tokenizer, data)
+    dtype = dtype_of(config.model_name_or_path) if config.final_dtype == "auto" else DTYPES[config.final_dtype]
+    title = f"{Path(config.model_name_or_path).name}, fine-tuned"
+    save_whole(run, model, tokenizer, title=title, about=data.about, end=data.held_out.meta["end"], dtype=dtype)
     before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",

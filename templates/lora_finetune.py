@@ -13,7 +13,6 @@ DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from shared import demo
@@ -56,20 +55,16 @@ class Config:
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
     CONFIG = configs.parse_or_exit(Config)
 
-import torch
 from torch import nn
 
 from shared.models import adapters, attention, targets
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.generation import answers, end_generation_at
-from shared.models.loading import save_what_text_does_not_reach
+from shared.models.generation import answers
 from shared.models.loss import causal_lm_loss, fuse_head
-from shared.models.weights import gather_weights
-from shared.process.files import whole_folder
-from shared.process.printing import print_main
 from shared.run import exits
+from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
@@ -98,34 +93,6 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
             options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
             rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
             run.logger.log_table("generations", ["step", "prompt", "reference", "output"], rows)
-
-
-def save_final(run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, torch.Tensor], data: ChatData) -> None:
-    """Write final/ (adapter, tokenizer, card) and, with --merge_adapter, merged/. Every rank calls this."""
-    config, name = run.config, run.config.model_name_or_path
-    weights = gather_weights(run.accelerator, model, trainable_only=True)
-    if not run.is_main:
-        return
-    whole = run.unwrap(model)
-    end_generation_at(whole, data.held_out.meta["end"])  # the end-of-turn token ends generation
-    with whole_folder(run.dir / "final") as folder:
-        adapters.save_adapter(folder, whole, weights, initial)
-        whole.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        front = {"library_name": "peft", "base_model": name}
-        card = run.card(f"LoRA adapter of {Path(name).name}", data.about, load=adapters.load_line(whole), **front)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-    if config.adapter.merge_adapter:
-        merged = adapters.merge(name, config.adapter, config.speed, run.accelerator, run.dir / "final")
-        merged.generation_config = whole.generation_config
-        with whole_folder(run.dir / "merged") as folder:
-            merged.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            if not config.adapter.text_only:
-                save_what_text_does_not_reach(name, merged, folder)
-        print_main(f"base with adapter in {run.dir}/merged")
-    elif (run.dir / "merged").exists():
-        print_main(f"warning: {run.dir}/merged holds an earlier adapter: to renew it, delete it and add --merge_adapter")
 
 
 def main(config: Config) -> None:
@@ -162,7 +129,7 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    save_final(run, model, tokenizer, initial, data)
+    save_adapter(run, model, tokenizer, initial, about=data.about, end=data.held_out.meta["end"])
     before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",

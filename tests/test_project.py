@@ -14,7 +14,10 @@ import yaml
 from shared.commands.new import FLAGS, imports, templates
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 
-NAMES = ("full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline", "text_classification")
+NAMES = (
+    *("dpo", "full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline"),
+    "text_classification",
+)
 
 
 def shared(*arguments, cwd=ROOT, check=True):
@@ -43,12 +46,12 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert modules >= {"train.py", "smoke_test.py", "shared/__main__.py", "shared/commands/upgrade.py"}
     assert not modules & {f"shared/{unused}.py" for unused in ("commands/new", "commands/plan", "models/memory")}
     users = {
-        "images/files": "image_classification",
-        "models/adapters": "lora_finetune text_classification",
-        "models/pipeline": "pretrain_pipeline",
+        "images/files": ("image_classification",),
+        "models/adapters": ("dpo", "lora_finetune", "text_classification"),
+        "models/pipeline": ("pretrain_pipeline",),
     }
-    for unused, user in users.items():
-        assert (f"shared/{unused}.py" in modules) == (name in user.split())
+    for used, by in users.items():
+        assert (f"shared/{used}.py" in modules) == (name in by)
     for place in {Path(*name.split(".")) for module in modules for name in imports(folder / module)}:
         for file in (place.with_suffix(".py"), place / "__init__.py"):
             assert (folder / file).exists() or not (place.parts[0] == "shared" and (ROOT / file).exists()), file
@@ -57,9 +60,9 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     packages = {line.split("==")[0] for line in pins}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert ("torchvision" in packages) == ("onnxscript" in packages) == (name == "image_classification")
-    assert ("peft" in packages) == (name in ("lora_finetune", "text_classification"))
+    assert ("peft" in packages) == (name in ("dpo", "lora_finetune", "text_classification"))
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    with_deepspeed = name in ("full_finetune", "lora_finetune", "pretrain", "text_classification")
+    with_deepspeed = name in ("dpo", "full_finetune", "lora_finetune", "pretrain", "text_classification")
     assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
 
     assert os.access(folder / "jobs/slurm.sh", os.X_OK) and (folder / "shared/LICENSE").read_text().strip()

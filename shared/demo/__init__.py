@@ -1,6 +1,7 @@
 """What a run uses when it is given no model and no data: real input that every Python already has on its disk."""
 
 import ast
+import hashlib
 import sysconfig
 import textwrap
 from collections.abc import Iterator
@@ -93,3 +94,20 @@ def docstring_chats() -> Iterator[tuple[str, dict[str, Any]]]:
                     ]
                 },
             )
+
+
+def docstring_preferences() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, {"prompt", "chosen", "rejected"}) that prefer a short function's docstring to that of another one.
+
+    Both have about the same length. Half of the functions are asked about, the other half only lend their docstrings, each
+    of them once: neither its length nor how often it is seen tells which docstring is wrong.
+    """
+    chats = [(where, *record["messages"]) for where, record in docstring_chats()]
+    chats = [chat for chat in chats if len(chat[1]["content"]) <= 400]
+    by_text = {answer["content"]: number for number, (_, _, answer) in enumerate(chats)}  # each docstring once
+    order = sorted(by_text, key=lambda text: (len(text), hashlib.sha256(text.encode()).digest()))
+    wrong = {by_text[right]: other for right, other in zip(order[::2], order[1::2], strict=False)}
+    for number, (where, question, answer) in enumerate(chats):
+        if number in wrong:
+            rejected = {"role": "assistant", "content": wrong[number]}
+            yield where, {"prompt": [question], "chosen": [answer], "rejected": [rejected]}

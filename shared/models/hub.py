@@ -196,12 +196,28 @@ def identity_of_frozen(name: str, model: nn.Module) -> str:
     """
     if not name or all(parameter.requires_grad for parameter in model.parameters()):
         return ""
-    if not Path(name).is_dir():
-        return str(getattr(getattr(model, "config", None), "_commit_hash", None))
+    return identity_of_weights(name, model)
+
+
+def identity_of_weights(name: str, model: nn.Module | None = None, files: str = "*.safetensors") -> str:
+    """What the weights at `name` are known by: a Hub model's commit, or a digest of parts of a folder's files. Every rank
+    calls this.
+
+    Args:
+        model: was loaded from there. None: take the one file in the Hub's cache.
+        files: their names in a folder.
+    """
+    from transformers.utils import cached_file
+
+    folder = Path(name)
+    if not folder.is_dir():
+        if model is not None:
+            return str(getattr(getattr(model, "config", None), "_commit_hash", None))
+        folder = Path(str(cached_file(name, files))).parent
 
     def digest() -> str:
         found = hashlib.sha256()
-        for path in sorted(Path(name).glob("*.safetensors")):
+        for path in sorted(folder.glob(files)):
             size = path.stat().st_size
             found.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:

@@ -1,10 +1,11 @@
 """The loss of a language model, computed in chunks of tokens: all logits at once would dominate peak memory.
 
 If a batch has `targets`, logits are computed only for them, not for prompts and padding. After `fuse_head`, the head itself
-returns the loss. `causal_lm_loss` hands it the labels in a global, since the model in between cannot.
+returns the loss, or the log-probability of each target. `causal_lm_loss` and `log_probabilities` hand it the labels in a
+global, since the model in between cannot.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -27,7 +28,8 @@ MIN_TOKENS = (
     1024  # of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the head's size
 )
 NOT_BALANCED = ("doge", "llama4_text")  # routes by pairs of keys; does not return its router's logits
-_pending: tuple[torch.Tensor, torch.Tensor | None] | None = None  # labels and targets, while the head computes the loss
+# While the head computes the loss: labels, targets, and whether each target's log-probability is asked for
+_pending: tuple[torch.Tensor, torch.Tensor | None, bool] | None = None
 
 
 def causal_lm_loss(
@@ -48,13 +50,8 @@ def causal_lm_loss(
     Returns:
         Scalar, fp32.
     """
-    global _pending
     labels = batch["labels"].flatten()
-    _pending = labels, batch.get("targets")
-    try:
-        outputs = forward_rows(model, batch)
-    finally:
-        _pending = None
+    outputs = _forward_with_labels(model, batch, by_target=False)
     loss = outputs.logits
     if loss.ndim > 0:
         loss = F.cross_entropy(loss.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
@@ -66,6 +63,38 @@ def causal_lm_loss(
             if log is not None:
                 log(aux_loss=aux_loss)
     return loss
+
+
+def _forward_with_labels(model: nn.Module, batch: dict[str, torch.Tensor], *, by_target: bool) -> Any:
+    global _pending
+    _pending = batch["labels"].flatten(), batch.get("targets"), by_target
+    try:
+        return forward_rows(model, batch)
+    finally:
+        _pending = None
+
+
+def log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor], groups: torch.Tensor, count: int) -> torch.Tensor:
+    """Log-probabilities of a batch's target tokens, summed over groups of them.
+
+    Args:
+        model, batch: as for `causal_lm_loss`.
+        groups: [batch, seq] int64, the group of each position, such as the number of its answer.
+        count: of groups.
+
+    Returns:
+        [count], fp32; 0 for a group without targets.
+    """
+    labels, targets, groups = batch["labels"].flatten(), batch.get("targets"), groups.flatten()
+    found = _forward_with_labels(model, batch, by_target=True).logits
+    if targets is not None:
+        labels, groups = labels[targets], groups[targets]
+    if found.ndim > 1:  # logits
+        found = found.flatten(0, 1)
+        found = found if targets is None else found.index_select(0, targets)
+        found = F.log_softmax(found, -1, dtype=torch.float32).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        found = found.masked_fill(labels == IGNORED, 0.0)
+    return found.new_zeros(count).index_add(0, groups, found)
 
 
 def can_balance(config: Any) -> bool:
@@ -162,6 +191,63 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(g.mul_(gradient).to(dtype) if g is not None else None for g, dtype in grads), None, None, None, None
 
 
+class _LinearLogProbabilities(torch.autograd.Function):
+    """log softmax(hidden @ weight.T)[label] of each token, chunk by chunk.
+
+    If the weight is frozen, the forward pass also computes each token's gradient, and the backward pass recomputes nothing.
+    Otherwise the backward pass computes each chunk's logits again.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, learning: bool
+    ) -> torch.Tensor:
+        """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the products. [tokens], fp32."""
+        to_states, to_matrix = (learning and needed for needed in ctx.needs_input_grad[:2])
+        states, matrix = hidden.to(dtype), weight.to(dtype)
+        found = torch.empty(len(labels), device=hidden.device)
+        states_grad = torch.empty_like(states) if to_states and not to_matrix else None
+        for here in _chunks_of(labels, weight):
+            log_probs = F.log_softmax(states[here] @ matrix.T, -1, dtype=torch.float32)
+            found[here] = log_probs.gather(-1, labels[here].clamp(min=0)[:, None]).squeeze(-1)
+            if states_grad is not None:
+                torch.mm(_gradient_of(log_probs, labels[here], dtype), matrix, out=states_grad[here])
+        ctx.dtype, ctx.hidden_dtype = dtype, hidden.dtype
+        ctx.save_for_backward(labels, states_grad, *((hidden, weight) if to_matrix else ()))
+        return found.masked_fill_(labels == IGNORED, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """gradient: [tokens]"""
+        labels, states_grad, *inputs = ctx.saved_tensors
+        gradient = gradient.masked_fill(labels == IGNORED, 0.0)[:, None]
+        if not inputs:
+            return (states_grad * gradient).to(ctx.hidden_dtype), None, None, None, None
+        hidden, weight = inputs
+        states, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        states_grad, matrix_grad = torch.empty_like(states), torch.zeros_like(weight, dtype=torch.float32)
+        for here in _chunks_of(labels, weight):
+            log_probs = F.log_softmax(states[here] @ matrix.T, -1, dtype=torch.float32)
+            part = _gradient_of(log_probs, labels[here], torch.float32).mul_(gradient[here]).to(ctx.dtype)
+            torch.mm(part, matrix, out=states_grad[here])
+            matrix_grad += part.T @ states[here]
+        return states_grad.to(hidden.dtype), matrix_grad.to(weight.dtype), None, None, None
+
+
+def _chunks_of(labels: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+    size = max(1, MAX_LOGITS // weight.shape[0])
+    size -= size % 128 if size > 128 else 0
+    for start in range(0, len(labels), size):
+        yield slice(start, start + size)
+
+
+def _gradient_of(log_probs: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of each label's log-probability by the logits, [tokens, vocab]. Overwrites `log_probs`."""
+    place = labels.clamp(min=0)[:, None]
+    gradient = log_probs.exp_().neg_()
+    return gradient.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float32)).to(dtype)
+
+
 def _loss_and_gradient(
     logits: torch.Tensor, place: torch.Tensor, left_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,15 +270,17 @@ def _compiled() -> Any:
 
 
 def _forward(head: nn.Linear, compiled: bool, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's logits, or the loss while `causal_lm_loss` asks for it."""
+    """The head's logits, or the loss or log-probabilities while they are asked for."""
     if _pending is None:
         return F.linear(hidden, head.weight)
-    (labels, targets), states = _pending, hidden.flatten(0, -2)
+    (labels, targets, by_target), states = _pending, hidden.flatten(0, -2)
     if targets is not None:
         labels, states = labels[targets], states.index_select(0, targets)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
+        if by_target:
+            return _LinearLogProbabilities.apply(states, head.weight, labels, dtype, torch.is_grad_enabled())
         return _LinearCrossEntropy.apply(states, head.weight, labels, dtype, torch.is_grad_enabled(), compiled)
 
 

@@ -64,8 +64,8 @@ class Logger:
         total_steps: length of the progress bar.
         settings: the flat config, stored in the tracker.
         template: names the tracker's project.
-        unit: what the throughput counts: tokens, or images.
-        flops: floating-point operations of forward and backward for one `unit`, for MFU; None where unknown.
+        unit: what the throughput counts: tokens, images, or pairs, of which tokens pass through the model.
+        flops: floating-point operations of forward and backward for one token or image, for MFU; None where unknown.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Logger:
         flops: float | None = None,
     ) -> None:
         self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
+        self.passed = "tokens" if unit == "pairs" else unit
         self.unit, self.flops, self.first, self.total_steps = unit, flops, state.step, total_steps
         self.tracker = tracker_name(config.report_to)
         self.main = accelerator.is_main_process
@@ -173,7 +174,7 @@ class Logger:
             "learning_rate": step.learning_rate,
             "grad_norm": grad_norm,
             f"trained_{self.unit}_per_second": self.targets / seconds,
-            f"processed_{self.unit}_per_second": processed,
+            f"processed_{self.passed}_per_second": processed,
             "data_wait_share": self.waited / seconds,
             "peak_memory_gb": peak_memory(self.accelerator.device) / 1e9,
             self.unit: self.state.targets,
@@ -187,7 +188,7 @@ class Logger:
         values |= {f"epochs/{name}": done for name, done in epochs.items()}
         loss = means.get("loss", math.nan)
         self._warn_of_a_spike(loss)
-        progress = f"loss {loss:.3f}, {processed:,.0f} {self.unit}/s"
+        progress = f"loss {loss:.3f}, {processed:,.0f} {self.passed}/s"
         if epochs:
             progress += ", epochs " + ", ".join(f"{name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)

@@ -21,6 +21,8 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     }.items():
         if name in keys:
             titles[f"validation {title}"] = {name: None}
+    if "rewards/chosen" in keys:
+        titles["rewards"] = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
     titles["learning rate"] = {"learning_rate": None}
     titles[f"{unit} per second"] = {f"processed_{unit}_per_second": "processed", f"trained_{unit}_per_second": "trained"}
     figure = Figure(figsize=(4 * len(titles), 3.6), layout="constrained")

@@ -50,7 +50,7 @@ class Run:
     Args:
         config: the template's, with the groups data, batch, optim, speed, evaluation, checkpoint and log.
         name: template name, for the run's folder and the tracker's project.
-        unit: what throughput counts: tokens, images or texts.
+        unit: what throughput counts: tokens, images, texts or pairs.
 
     Attributes:
         accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank 0.

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,8 +27,8 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 from shared.text.encoder import Encoder
-from shared.text.forms import FORMS, read_example, recognise, refuse_other_meanings, unused
-from shared.text.options import ChatConfig
+from shared.text.forms import read_example, recognise, refuse_other_meanings, unused
+from shared.text.options import ChatConfig, SamplesConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +40,8 @@ WARNINGS = {  # what is counted: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
     "unlike": "answers are learned after other tokens than the template's generation prompt gives at inference",
     "marked": "records mark a place for what is not text, and the mark is read as text",
+    "same": "pairs are dropped: their two answers are the same",
+    "unequal": "pairs have prompts of different tokens before their two answers",
 }
 Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)
 
@@ -60,16 +62,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
+def prepare(config: SamplesConfig, tokenizer: PreTrainedTokenizerBase, kind: type[ToSamples] | None = None) -> Path:
     """Read, check and tokenise the data once. With the same data, tokenizer and settings it is there already.
 
     Every rank calls this; the main one works, the others wait.
 
+    Args:
+        kind: what turns records into samples; None: `ToSamples`.
+
     Raises:
         ConfigError: wrong input, with its place, or no sample with anything to learn.
     """
-    encoder = Encoder(tokenizer, config.loss_on)
-    train, validation = records.open_sources(config, demo=DEMO)
+    loss_on = getattr(config, "loss_on", "assistant")
+    work = (kind or ToSamples)(Encoder(tokenizer, loss_on), config)
+    train, validation = records.open_sources(config, demo=work.demo)
     serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
@@ -79,19 +85,19 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
             tokenizer=hashlib.sha256(serialised.encode()).hexdigest(),
             template=str(tokenizer.chat_template),
             special=[tokenizer.bos_token_id, tokenizer.eos_token_id],
-            settings=[config.seq_length, config.loss_on, config.max_train_samples, config.validation_split_percentage],
+            settings=[config.seq_length, loss_on, config.max_train_samples, config.validation_split_percentage],
             allowed=config.allow_unused_columns,
         )
     )
 
     def build(folder: Path) -> None:
-        sizes, facts = _write_samples(train, folder / "all", config, encoder)
-        facts |= {"source": train.name, "own_template": encoder.has_own_template}
+        sizes, facts = _write_samples(train, folder / "all", config, work)
+        facts |= {"source": train.name, "own_template": work.encoder.has_own_template}
         if validation is None:
             held_out, facts["validation"] = _hold_out(sizes[:, 2], config.validation_split_percentage)
             splits = {"train": ("all", sizes, ~held_out), "validation": ("all", sizes, held_out)}
         else:
-            others, _ = _write_samples(validation, folder / "others", replace(config, max_train_samples=None), encoder)
+            others, _ = _write_samples(validation, folder / "others", replace(config, max_train_samples=None), work)
             facts["validation"] = f"{len(others):,} of {validation.name}"
             splits = {
                 "train": ("all", sizes, np.ones(len(sizes), bool)),
@@ -109,7 +115,7 @@ def prepare(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
             file.unlink()
         (folder / "meta.json").write_text(json.dumps(facts | {"sha256": digest.hexdigest()}, indent=1))
 
-    return prepared.build_once(cache_dir() / "chat" / key, build)
+    return prepared.build_once(cache_dir() / work.folder / key, build)
 
 
 def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
@@ -135,49 +141,64 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
     return held_out, f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would be too much or too little)"
 
 
-class _ToSamples:
+class ToSamples:
     """A chunk of records to samples. Plain text makes as many samples as it takes, any other record one.
 
     Gives the tokens of all samples, which of them the loss counts, [samples, 3] (tokens, targets, whether it is the first
     of its record), and counts.
     """
 
-    def __init__(self, encoder: Encoder, config: ChatConfig) -> None:
+    demo, folder = DEMO, "chat"  # the embedded data; the name in the cache
+    recognise = staticmethod(recognise)  # (record, place) -> form
+
+    def __init__(self, encoder: Encoder, config: SamplesConfig) -> None:
         self.encoder, self.seq_length, self.allowed = encoder, config.seq_length, config.allow_unused_columns
+        self.counts = Counter[str]()
+        self.found: dict[str, list[str]] = {}  # places by keys of WARNINGS
 
     def __call__(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, Counter[str]]:
         form, rows = chunk
-        counts = Counter({"read": len(rows), form: len(rows)})
+        self.counts = counts = Counter({"read": len(rows), f"form {form}": len(rows)})
+        self.found = {what: [] for what in WARNINGS}
         tokens, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
-        most, template, marked = self.seq_length + 1, str(self.encoder.tokenizer.chat_template), []
         for where, record in rows:
-            refuse_other_meanings(record, form, where, self.allowed)
-            example = read_example(record, form, where)
-            counts.update(f"unused {name}" for name in unused(record, form, example, template))
-            marked += [f"{where}: {mark}" for mark in re.findall("<(?:image|video|audio)>", repr(example))[:1]]
-            ids, learned = self.encoder(example, where)
-            if learned.any() and (end := self.encoder.end_of(ids[: np.flatnonzero(learned)[-1] + 1])) is not None:
-                counts[f"end {end}"] += 1
-            last = len(ids) - 1 if form == "plain text" else 1
-            kept = 0
-            for start in range(0, last, self.seq_length):  # a sample begins with the last token of the one before
-                part = learned[start : start + most]
-                targets = int(part[1:].sum())  # nothing predicts the first token
-                if targets:
-                    tokens.append(np.array(ids[start : start + most], np.int32))
-                    marks.append(part)
-                    sizes.append((len(part), targets, not kept))
-                    kept += 1
-            counts["cut"] += form != "plain text" and len(ids) > most
-            counts["dropped"] += not kept
-        found = {"lost": self.encoder.lost, "unlike": self.encoder.unlike, "marked": marked}
+            samples = self.samples(record, form, where)
+            for number, (ids, learned) in enumerate(samples):
+                tokens.append(np.array(ids, np.int32))
+                marks.append(learned)
+                sizes.append((len(ids), int(learned[1:].sum()), number == 0))  # nothing predicts the first token
+            counts["dropped"] += not samples
+        found = self.found | {"lost": self.encoder.lost, "unlike": self.encoder.unlike}
         counts.update({f"{what} {places[0]}": len(places) for what, places in found.items() if places})
         self.encoder.lost.clear()
         self.encoder.unlike.clear()
         return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
 
+    def encode(self, record: dict[str, Any], form: str, where: str) -> tuple[list[int], np.ndarray]:
+        """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
+        template = str(self.encoder.tokenizer.chat_template)
+        refuse_other_meanings(record, form, where, self.allowed)
+        example = read_example(record, form, where)
+        self.counts.update(f"unused {name}" for name in unused(record, form, example, template))
+        marks = re.findall("<(?:image|video|audio)>", repr(example))[:1]
+        self.found["marked"] += [f"{where}: {mark}" for mark in marks]
+        ids, learned = self.encoder(example, where)
+        if learned.any() and (end := self.encoder.end_of(ids[: np.flatnonzero(learned)[-1] + 1])) is not None:
+            self.counts[f"end {end}"] += 1
+        return ids, learned
 
-def _chunks(source: Source, limit: int | None) -> Iterator[Chunk]:
+    def samples(self, record: dict[str, Any], form: str, where: str) -> list[tuple[list[int], np.ndarray]]:
+        """The samples of a record that have something to learn, as of `encode`."""
+        ids, learned = self.encode(record, form, where)
+        most = self.seq_length + 1
+        self.counts["cut"] += form != "plain text" and len(ids) > most
+        last = len(ids) - 1 if form == "plain text" else 1
+        starts = range(0, last, self.seq_length)  # a sample begins with the last token of the one before
+        parts = [(ids[start : start + most], learned[start : start + most]) for start in starts]
+        return [(some, part) for some, part in parts if part[1:].any()]
+
+
+def _chunks(source: Source, limit: int | None, recognise: Callable[..., str]) -> Iterator[Chunk]:
     """Chunks of records. All are expected to have the form of the first record."""
     rows, form = islice(source.read(), limit), ""
     while chunk := list(islice(rows, CHUNK_RECORDS)):
@@ -186,12 +207,12 @@ def _chunks(source: Source, limit: int | None) -> Iterator[Chunk]:
         yield form, chunk
 
 
-def _write_samples(source: Source, place: Path, config: ChatConfig, encoder: Encoder) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write all samples of a source to `<place>-ids.bin` and `<place>-learned.bin`: (sizes as of `_ToSamples`, facts)."""
+def _write_samples(source: Source, place: Path, config: SamplesConfig, work: ToSamples) -> tuple[np.ndarray, dict[str, Any]]:
+    """Write all samples of a source to `<place>-ids.bin` and `<place>-learned.bin`: (sizes as of `ToSamples`, facts)."""
     from tqdm import tqdm
 
     sizes, counts = [], Counter[str]()
-    work, chunks = _ToSamples(encoder, config), _chunks(source, config.max_train_samples)
+    chunks = _chunks(source, config.max_train_samples, work.recognise)
     results = parallel_map(work, chunks, config.preprocessing_num_workers)
     bar = tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None)
     with open(f"{place}-ids.bin", "wb") as ids, open(f"{place}-learned.bin", "wb") as learned, bar:
@@ -217,7 +238,7 @@ def _write_samples(source: Source, place: Path, config: ChatConfig, encoder: Enc
             print_main(f"warning: {sum(places.values()):,} {said}; the first is {next(iter(places))}")
     ends = {int(end): count for end, count in counted("end ").items()}
     facts: dict[str, Any] = {name: counts[name] for name in ("read", "cut", "dropped")} | {"unused": [*counted("unused ")]}
-    facts |= {"form": next(form for form in FORMS if counts[form]), "end": max(ends, key=ends.__getitem__, default=None)}
+    facts |= {"form": next(iter(counted("form "))), "end": max(ends, key=ends.__getitem__, default=None)}
     return np.concatenate(sizes), facts
 
 

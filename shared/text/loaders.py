@@ -16,7 +16,7 @@ from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 from shared.text import chat
-from shared.text.options import ChatConfig
+from shared.text.options import ChatConfig, SamplesConfig
 from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
 
 
@@ -46,7 +46,7 @@ def read_conversations(
 
 
 def choose_packing(
-    model: nn.Module, tokenizer: Any, options: ChatConfig, batch: BatchConfig, device: torch.device
+    model: nn.Module, tokenizer: Any, options: SamplesConfig, batch: BatchConfig, device: torch.device
 ) -> tuple[bool, str]:
     """(whether rows hold several conversations, why). Every rank calls this, with the prepared model."""
     if options.packing == "off":

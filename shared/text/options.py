@@ -74,8 +74,8 @@ class CorpusConfig(TextConfig):
 
 
 @dataclass(frozen=True)
-class ChatConfig(TextConfig):
-    """Conversations, or prompts with completions, or text."""
+class SamplesConfig(TextConfig):
+    """Samples of text, each at most a row."""
 
     FREE: ClassVar = TextConfig.FREE | {"allow_unused_columns"}
 
@@ -84,9 +84,6 @@ class ChatConfig(TextConfig):
     # Fill rows with several samples, which cannot see each other; off: one a row, padded, grouped by length; auto: on if the
     # model can keep them apart.
     packing: Literal["auto", "on", "off"] = "auto"
-    # Tokens that the loss counts: every assistant turn (or the completion), the last assistant turn only, or all. The first
-    # two leave out turns with "weight": 0.
-    loss_on: Literal["assistant", "completion", "all"] = "assistant"
     max_train_samples: int | None = None  # Use the first records only.
     # Columns to ignore although they change what an answer means: images, label, chosen, ...; else they are refused.
     allow_unused_columns: tuple[str, ...] = ()
@@ -96,3 +93,22 @@ class ChatConfig(TextConfig):
         if self.seq_length < 8:
             raise ConfigError(f"--seq_length must be at least 8, not {self.seq_length}")
         configs.require(self, "at least 1", "max_train_samples")
+
+
+@dataclass(frozen=True)
+class ChatConfig(SamplesConfig):
+    """Conversations, or prompts with completions, or text."""
+
+    # Tokens that the loss counts: every assistant turn (or the completion), the last assistant turn only, or all. The first
+    # two leave out turns with "weight": 0.
+    loss_on: Literal["assistant", "completion", "all"] = "assistant"
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(SamplesConfig):
+    """Pairs of answers to one prompt."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mix_weights:
+            raise ConfigError("--mix_weights does not work with pairs of answers: put them into one data set")

@@ -1,0 +1,266 @@
+"""Pairs of answers to one prompt, one preferred to the other, prepared once and read as samples."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from shared import demo
+from shared.config.options import BatchConfig
+from shared.data import records
+from shared.data.loader import Loader
+from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
+from shared.data.records import Source, kind
+from shared.parallel import sharding
+from shared.process.errors import ConfigError
+from shared.process.printing import print_main
+from shared.text import chat
+from shared.text.forms import Messages
+from shared.text.options import PreferenceConfig
+from shared.text.packing import GroupedOrder, collate_packed, collate_padded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMS = {  # form: the columns that tell it; the first match counts
+    "prompt with chosen and rejected": ("prompt", "chosen", "rejected"),
+    "ShareGPT conversations with chosen and rejected": ("conversations", "chosen", "rejected"),
+    "conversations in chosen and rejected": ("chosen", "rejected"),
+}
+DEMO = Source(
+    "functions of the Python standard library, with a right and a wrong docstring",
+    lambda: [sys.version, demo.python_files()],
+    demo.docstring_preferences,
+)
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's hh-rlhf, whose conversations are one text
+
+
+def recognise(record: dict[str, Any], where: str) -> str:
+    """The form of a record, a key of FORMS. Raises ConfigError if its columns match none."""
+    for form, columns in FORMS.items():
+        if all(column in record for column in columns):
+            return form
+    known = "; ".join(f"{form}: {' + '.join(columns)}" for form, columns in FORMS.items())
+    raise ConfigError(f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})")
+
+
+def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, list[dict[str, Any]]]:
+    """A pair as two records, chosen and rejected, and their form in `forms`. Only what follows the prompt is learned.
+
+    Raises:
+        ConfigError: a missing or mistyped column.
+    """
+    for column in FORMS[form]:
+        if column not in record:
+            raise ConfigError(f"{where}: {column!r} is missing, but the first record has it ({form}): use one form")
+    others = {name: value for name, value in record.items() if name not in FORMS[form]}
+    answers = [_answer(record, name, where) for name in ("chosen", "rejected")]
+    if form.startswith("ShareGPT"):
+        turns = [{**turn, "weight": 0} for turn in _messages(record, "conversations", where)]
+        both = [[{"from": "gpt", "value": answer}] if isinstance(answer, str) else answer for answer in answers]
+        return "ShareGPT conversations", [{**others, "conversations": turns + answer} for answer in both]
+    prompt: Any = record.get("prompt", "")
+    if form.startswith("prompt") and isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        return "prompt and completion", [{**others, "prompt": prompt, "completion": answer} for answer in answers]
+    if form.startswith("prompt"):
+        both = [[{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer for answer in answers]
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(record, "prompt", where)
+    else:
+        both = [_of_text(answer, where) if isinstance(answer, str) else answer for answer in answers]
+    if any(answer and answer[0].get("role") != "assistant" for answer in both):  # whole conversations, prompt and all
+        prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))]
+        both = [answer[len(prompt) :] for answer in both]
+    return "prompt and completion", [{**others, "prompt": prompt, "completion": answer} for answer in both]
+
+
+def _answer(record: dict[str, Any], column: str, where: str) -> Any:
+    """Text, or a list of messages."""
+    value = record[column]
+    return value if isinstance(value, str) else [value] if isinstance(value, dict) else _messages(record, column, where)
+
+
+def _messages(record: dict[str, Any], column: str, where: str) -> Messages:
+    value = record[column]
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected text or a list of messages")
+    return value
+
+
+def _of_text(text: str, where: str) -> Messages:
+    before, *parts = _TURN.split(text)
+    if before.strip() or not parts:
+        raise ConfigError(
+            f"{where}: without a prompt, 'chosen' and 'rejected' are lists of messages, or texts of turns that begin with "
+            "an empty line and Human: or Assistant:"
+        )
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": roles[role], "content": content.strip()} for role, content in turns]
+
+
+class _ToPairs(chat.ToSamples):
+    """Each record makes two samples, chosen and rejected, or none."""
+
+    demo, folder = DEMO, "preferences"
+    recognise = staticmethod(recognise)
+
+    def samples(self, record: dict[str, Any], form: str, where: str) -> list[tuple[list[int], np.ndarray]]:
+        form, both = two_records(record, form, where)
+        encoded = [self.encode(each, form, where) for each in both]
+        most = self.seq_length + 1
+        self.counts["cut"] += max(len(ids) for ids, _ in encoded) > most
+        parts = [(ids[:most], learned[:most]) for ids, learned in encoded]
+        if encoded[0][0] == encoded[1][0]:
+            self.found["same"].append(where)
+        if parts[0][0] == parts[1][0] or not all(learned[1:].any() for _, learned in parts):
+            return []
+        prompts = [ids[: int(np.flatnonzero(learned)[0])] for ids, learned in parts]
+        if prompts[0] != prompts[1]:
+            self.found["unequal"].append(where)
+        return parts
+
+
+class Pairs:
+    """Chosen and rejected answers: `order.Samples`, a pair an index.
+
+    A row holds both, one after the other, as `packing.Packed` holds several conversations, and `reference`.
+
+    Args:
+        samples: the chosen answer of pair i is its sample 2i, the rejected one 2i + 1.
+        split: train or validation.
+    """
+
+    def __init__(self, samples: chat.Conversations, split: str) -> None:
+        self.split = split
+        if len(samples) % 2:
+            raise ConfigError(f"{samples.meta['source']}: a single pair cannot be split; give --validation_file")
+        self.samples, self.meta = samples, samples.meta
+        self.lengths = samples.lengths[::2] + samples.lengths[1::2]
+        self.reference = np.zeros((len(self), 2), np.float32)  # log-probabilities of both answers, where they are used
+
+    def __len__(self) -> int:
+        return len(self.samples) // 2
+
+    def __getitem__(self, index: int) -> Row:
+        rows = [self.samples[2 * index + answer] for answer in (0, 1)]
+        joined = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+        positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
+        return joined | {"position_ids": positions, "reference": self.reference[index]}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return len(indices)
+
+    def prompt(self, index: int) -> tuple[list[int], list[int]]:
+        """(ids before the chosen answer, the ids from it on)."""
+        return self.samples.prompt(2 * index)
+
+
+def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
+    """Rows of `Pairs` -> a batch for one forward of both answers.
+
+    It is as of `packing.collate_packed` if `packed`, a pair a row; else as of `collate_padded`, an answer a row: the chosen
+    answer of each pair, then its rejected one. Also
+
+    - `answers`: [batch, seq] int64, the number of each position's answer: 2i chosen, 2i + 1 rejected of the pair i;
+    - `lengths`: [pairs, 2] int64, target tokens of each answer; 0 where a pair counts for nothing;
+    - `reference`: [pairs, 2] fp32.
+    """
+    cuts = [int(np.flatnonzero(row["position_ids"] == 0)[1]) for row in rows]
+    halves = [
+        {key: row[key][part] for key in ("input_ids", "labels")}
+        for row, cut in zip(rows, cuts, strict=True)
+        for part in (slice(cut), slice(cut, None))
+    ]
+    if packed:
+        batch = collate_packed(rows, multiple_of=64, at_most=2 * seq_length)
+        place = torch.arange(batch["labels"].shape[1])
+        number = torch.arange(len(rows))[:, None]
+        batch["answers"] = 2 * number + (place >= torch.tensor(cuts)[:, None])
+    else:
+        batch = collate_padded(halves, multiple_of=16, at_most=seq_length)
+        batch["answers"] = torch.arange(len(halves))[:, None].expand_as(batch["labels"]).contiguous()
+    batch["lengths"] = torch.tensor([int((half["labels"] != IGNORED).sum()) for half in halves]).view(-1, 2)
+    batch["reference"] = torch.from_numpy(np.stack([row["reference"] for row in rows]))
+    return batch
+
+
+def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int) -> tuple[Pairs, Pairs]:
+    """(pairs to train on, to validate on), tokenised. Prints a line about them and the first. Every rank calls this.
+
+    Args:
+        demo_samples: how many pairs of the demo are read, unless --max_train_samples says.
+
+    Raises:
+        ConfigError: wrong input, with its place, or no pair with anything to learn.
+    """
+    if options.is_demo and options.max_train_samples is None:
+        options = replace(options, max_train_samples=demo_samples)
+    folder = chat.prepare(options, tokenizer, _ToPairs)
+    train, held_out = (Pairs(chat.Conversations(folder, split), split) for split in ("train", "validation"))
+    print_main(describe(train, held_out, options))
+    for number, name in enumerate(("chosen", "rejected")):
+        print_main(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
+        print_main(chat.marked(train.samples, tokenizer, number))
+    return train, held_out
+
+
+def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
+    """One line about the data: form, counts, lengths."""
+    meta, lengths = train.meta, train.samples.lengths
+    template = "" if meta["own_template"] else ", the default chat template for messages (### User / ### Assistant)"
+    return (
+        f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} pairs read, {meta['cut']:,} cut to "
+        f"{options.seq_length} tokens, {meta['dropped']:,} dropped; {len(train):,} to train on, of {lengths.min()}-"
+        f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); {len(held_out):,} to validate on"
+        f"{records.not_used(meta['unused'])}"
+    )
+
+
+@dataclass
+class PairData:
+    train: Loader  # micro-batches of pairs
+    validation: Loader
+    held_out: Pairs
+    about: str  # a line for people
+    fingerprint: str  # changes when the pairs do
+
+
+def build_loaders(
+    train: Pairs, held_out: Pairs, options: PreferenceConfig, batch: BatchConfig, accelerator: Accelerator, *, packed: bool
+) -> PairData:
+    """Batches of pairs of similar lengths; those to train on with both answers in a row if `packed`.
+
+    Raises:
+        ConfigError: there are fewer pairs than one global batch.
+    """
+    if len(train) < batch.global_batch_size:
+        raise ConfigError(
+            f"{len(train):,} pairs are fewer than one --global_batch_size of {batch.global_batch_size}: choose "
+            f"{len(train)} or less"
+        )
+    share, workers = sharding.share(accelerator), batch.dataloader_num_workers
+    collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
+    order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
+    loader = Loader(train, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
+    chosen, size = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
+    validation = one_pass(chosen, None, options.seq_length, size, share)
+    about = describe(train, held_out, options)
+    return PairData(loader, validation, held_out, about, train.meta["sha256"])
+
+
+def one_pass(samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: dict[str, Any]) -> Loader:
+    """Padded batches of all pairs once, without gradients; those of similar lengths together, if these are given."""
+    size = per_device * share["world_size"]
+    order = Order(len(samples), size, 0, shuffle=False)
+    if lengths is not None:
+        order = GroupedOrder(len(samples), size, 0, lengths=lengths)
+    collate = partial(collate_pairs, packed=False, seq_length=seq_length)
+    return Loader(samples, collate, order, per_device=per_device, **share)

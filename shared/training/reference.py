@@ -1,0 +1,102 @@
+"""Log-probabilities of a reference model, computed once by the model that is then trained, before its first step."""
+
+import contextlib
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm import tqdm
+
+from shared.config.parse import cache_dir
+from shared.data import prepared
+from shared.models.blocks import uncompiled
+from shared.models.hub import identity_of_weights
+from shared.models.loss import log_probabilities
+from shared.models.options import AdapterConfig
+from shared.parallel import sharding
+from shared.process.collectives import on_main
+from shared.process.errors import ConfigError, first_line
+from shared.text.preferences import Pairs, one_pass
+
+
+def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig, accelerator: Accelerator) -> str:
+    """What the model before its first step is known by. New adapters change nothing yet. Every rank calls this.
+
+    Args:
+        name: of the base model.
+        model: made of it.
+    """
+    given = adapter.adapter_name_or_path
+    return prepared.fingerprint(
+        code=prepared.source_of("models"),
+        weights=identity_of_weights(name, model),
+        adapter=given and identity_of_weights(given, files="adapter_model.safetensors"),
+        precision=accelerator.mixed_precision,
+        quantised=[adapter.load_in_4bit, adapter.load_in_8bit],
+    )
+
+
+@torch.no_grad()
+def add_reference(
+    accelerator: Accelerator, model: nn.Module, pairs: Pairs, start: str, *, seq_length: int, per_device: int
+) -> str:
+    """Give pairs the log-probabilities of the model as it is now. They are kept beside the prepared data.
+
+    Every rank calls this, before a checkpoint is loaded: ranks share the pairs. A run that continues finds them, or computes
+    them again.
+
+    Args:
+        model: prepared.
+        start: `identity_of_start`.
+        per_device: pairs in one forward of one device.
+
+    Returns:
+        computed, or read.
+
+    Raises:
+        ConfigError: they are not finite, or cannot be written or read.
+    """
+    key = prepared.fingerprint(pairs=pairs.meta["sha256"], split=pairs.split, start=start)
+    file = cache_dir() / "reference" / f"{key}.npy"
+    if on_main(file.exists):
+        with prepared.reading(file):
+            pairs.reference = np.load(file).reshape(len(pairs), 2)
+        return "read"
+    found = torch.zeros(len(pairs), 2, device=accelerator.device)
+    loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))
+    training, steps = model.training, loader.steps_per_epoch or 0
+    model.eval()
+    with uncompiled(model):
+        for window in tqdm(loader.windows(0, steps), "reference", steps, leave=False, disable=None):
+            for indices, batch in zip(window.indices, window.micro_batches, strict=True):
+                values = log_probabilities(model, batch, batch["answers"], batch["lengths"].numel()).view(-1, 2)
+                mine = np.flatnonzero(indices >= 0)
+                found[torch.from_numpy(indices[mine]).to(found.device)] = values[torch.from_numpy(mine).to(found.device)]
+    model.train(training)
+    pairs.reference = sharding.total(accelerator, found).cpu().numpy()
+    if not np.isfinite(pairs.reference).all():
+        raise ConfigError("the model's log-probabilities of some answers are not finite before training: use bf16 or fp32")
+    on_main(lambda: _write(file, pairs.reference))
+    return "computed"
+
+
+def _write(file: Any, values: np.ndarray) -> None:
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as into:
+            np.save(into, values)
+            into.flush()
+            os.fsync(into.fileno())
+        temporary.replace(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be written ({first_line(error)}); set TEMPLATES_CACHE to a writable folder"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

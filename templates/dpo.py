@@ -1,0 +1,230 @@
+"""Tune a causal language model on preferences: of two answers to a prompt, one is better. DPO and its relatives.
+
+    accelerate launch templates/dpo.py                                   # offline demo, any machine
+    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME --train_file pairs.jsonl --load_in_4bit
+    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME --adapter_name_or_path runs/sft/final ...
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/dpo.py --full --model_name_or_path ...
+
+The reference is the model before the first step. Its log-probabilities are computed once and kept, so that no second model
+is in memory. DPO: Rafailov et al., arXiv 2305.18290. IPO: Azar et al., arXiv 2310.12036. Robust DPO: Chowdhury et al.,
+arXiv 2403.00409. SimPO: Meng et al., arXiv 2405.14734. ORPO: Hong et al., arXiv 2403.07691.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from shared import demo
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.models.options import AdapterConfig
+from shared.process.errors import ConfigError
+from shared.text.options import PreferenceConfig
+
+DEMO_STEPS = 60  # about two minutes on two CPU cores
+DEMO_SAMPLES = 1200
+ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
+REFERENCE_FREE = ("simpo", "orpo")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tune a causal language model on preferences."""
+
+    # Options that may change on resume: they do not change what the model learns.
+    FREE: ClassVar = frozenset({"num_generations", "max_new_tokens"})
+
+    model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
+    full: bool = False  # Train all weights, in fp32, and no adapters
+    # sigmoid: DPO. robust: DPO for labels of which --label_smoothing are wrong. simpo, orpo: without a reference
+    loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] = "sigmoid"
+    beta: float = 0.1  # Factor of the rewards; ipo: its tau; orpo: weight of its odds ratio; simpo needs 2 to 10
+    label_smoothing: float = 0.0  # robust: share of pairs whose chosen answer is the worse one
+    simpo_gamma: float = 0.5  # simpo: margin that the rewards should have
+    num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
+    max_new_tokens: int = 48  # Most new tokens of an answer
+    adapter: AdapterConfig = ADAPTER
+    data: PreferenceConfig = PreferenceConfig(seq_length=512, eval_samples=256, validation_split_percentage=10.0)
+    batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=4)
+    optim: OptimConfig = OptimConfig(learning_rate=1e-3, weight_decay=0.0, adam_beta2=0.999)
+    speed: SpeedConfig = SpeedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=20, metric_for_best_model="loss")
+    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=20)
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        self.batch.micro_batch()  # refuses what does not divide
+        self.adapter.refuse_changes_to_a_given_adapter(ADAPTER)
+        configs.require(self, "at least 1", "max_new_tokens")
+        configs.require(self, "at least 0", "num_generations", "simpo_gamma")
+        configs.require(self, "above 0", "beta")
+        configs.require(self, "at least 0 and below 0.5", "label_smoothing")
+        if self.label_smoothing and self.loss_type != "robust":
+            raise ConfigError(f"--label_smoothing is for --loss_type robust, not {self.loss_type}")
+        if self.full and self.adapter != ADAPTER:
+            raise ConfigError("--full trains all weights: drop the flags of adapters and of quantisation, or --full")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+    CONFIG = configs.parse_or_exit(Config)
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shared.models import adapters, attention
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.checks import learn_padding_token, require_fit
+from shared.models.counts import count_parameters, flops_per_token
+from shared.models.generation import answers
+from shared.models.loading import dtype_of, load_causal_lm
+from shared.models.loss import fuse_head, log_probabilities
+from shared.run import exits
+from shared.run.final import save_whole
+from shared.run.final_adapter import save_adapter
+from shared.run.run import Run
+from shared.text import chat
+from shared.text.loaders import choose_packing
+from shared.text.preferences import PairData, build_loaders, read_pairs
+from shared.training import optim
+from shared.training.reference import add_reference, identity_of_start
+
+
+def build_model(run: Run, tokenizer: Any) -> nn.Module:
+    """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all weights, trainable, in fp32."""
+    config, name = run.config, run.config.model_name_or_path
+    if config.full:
+        base = load_causal_lm(name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32)
+    else:
+        base = adapters.load_base(name, config.adapter, config.speed, run.accelerator, run.device)
+    require_fit(base, tokenizer, config.data.seq_length)
+    set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
+    if config.full:
+        learn_padding_token(base)
+    model = base.train() if config.full else adapters.add_adapters(base, config.adapter)
+    if config.speed.torch_compile:
+        compile_blocks(model)
+    return model
+
+
+def losses_and_rewards(
+    config: Config, policy: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each pair, [pairs], and what the loss takes for the rewards of its two answers, [pairs, 2].
+
+    Args:
+        policy, reference: log-probabilities of the chosen and the rejected answers, [pairs, 2].
+        lengths: their numbers of tokens, [pairs, 2].
+    """
+    beta, smoothing = config.beta, config.label_smoothing
+    if config.loss_type in REFERENCE_FREE:
+        mean = (policy / lengths).clamp(max=-1e-7)
+        rewards = beta * mean
+        if config.loss_type == "simpo":  # arXiv 2405.14734, equation 6
+            return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - config.simpo_gamma), rewards
+        log_odds = mean - torch.where(mean < -0.7, torch.log1p(-mean.exp()), torch.log(-torch.expm1(mean)))
+        odds_ratio = F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+        return -mean[:, 0] - beta * odds_ratio, rewards  # arXiv 2403.07691, equation 6
+    ratios = policy - reference
+    rewards = beta * ratios
+    margins = rewards[:, 0] - rewards[:, 1]
+    if config.loss_type == "ipo":  # arXiv 2310.12036, equation 17, with means over tokens
+        mean = ratios / lengths
+        return (mean[:, 0] - mean[:, 1] - 1 / (2 * beta)) ** 2, rewards
+    if config.loss_type == "robust":  # arXiv 2403.00409, equation 12
+        clean, flipped = -F.logsigmoid(margins), -F.logsigmoid(-margins)
+        return ((1 - smoothing) * clean - smoothing * flipped) / (1 - 2 * smoothing), rewards
+    return -F.logsigmoid(margins), rewards  # arXiv 2305.18290, equation 7
+
+
+def preference_loss(config: Config, model: nn.Module, batch: dict[str, torch.Tensor], log: Any = None) -> torch.Tensor:
+    """The loss summed over this micro-batch's pairs. Both answers of all pairs go forward together."""
+    lengths = batch["lengths"]
+    policy = log_probabilities(model, batch, batch["answers"], lengths.numel()).view(-1, 2)
+    losses, rewards = losses_and_rewards(config, policy, batch["reference"], lengths.clamp(min=1))
+    counts = lengths[:, 0] > 0  # not the rows that fill up a smaller last batch
+    if log is not None:
+        margins = rewards[:, 0] - rewards[:, 1]
+        values = {"rewards/chosen": rewards[:, 0], "rewards/rejected": rewards[:, 1], "rewards/margins": margins}
+        values |= {"rewards/accuracies": (margins.sign() + 1) / 2}  # a tie counts half, as before the first step
+        values |= {"logps/chosen": policy[:, 0], "logps/rejected": policy[:, 1]}
+        log(**{name: (value.detach() * counts).sum() for name, value in values.items()})
+    return (losses * counts).sum()
+
+
+def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None:
+    """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation pairs, each counted once."""
+    config, sums = run.config, {}
+
+    def add(**values: torch.Tensor) -> None:
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value
+
+    with run.evaluating(model):
+        loss = run.mean_loss(data.validation, partial(preference_loss, config, model, log=add))
+        pairs = len(data.validation.samples)
+        accuracy, margin = (run.sum(sums[f"rewards/{name}"]).item() / pairs for name in ("accuracies", "margins"))
+        run.log_evaluation({"eval_loss": loss, "eval_accuracy": accuracy, "eval_margin": margin})
+        if run.state.step == 0 or run.is_last:
+            prompts = [data.held_out.prompt(i) for i in range(min(config.num_generations, len(data.held_out)))]
+            options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
+            rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
+            run.logger.log_table("generations", ["step", "prompt", "chosen", "output"], rows)
+
+
+def main(config: Config) -> None:
+    run = Run(config, "dpo", unit="pairs")
+    tokenizer = chat.load_tokenizer(config.model_name_or_path)
+    train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
+    model = build_model(run, tokenizer)
+    initial = {} if config.full else adapters.pissa_start(model, config.adapter)
+    (trained, parameters), flops = count_parameters(model), flops_per_token(model, held_out.meta["context"])
+    start = identity_of_start(config.model_name_or_path, model, config.adapter, run.accelerator)
+
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
+    reference = "none"
+    if config.loss_type not in REFERENCE_FREE:  # the model is at its start here, also in a run that continues
+        options = {"seq_length": config.data.seq_length, "per_device": config.batch.per_device_eval_batch_size}
+        told = [add_reference(run.accelerator, model, pairs, start, **options) for pairs in (train, held_out)]
+        reference = f"the model before training; log-probabilities {told[0]}, no second model in memory"
+    data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
+    steps = config.batch.total_steps(data.train.steps_per_epoch, default=DEMO_STEPS if config.data.is_demo else None)
+    makes = "merged" if config.adapter.merge_adapter else "final"
+    run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)  # the newest checkpoint
+    loss_of = partial(preference_loss, config, model)
+    run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
+    about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "reference": reference}
+    about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "log-probabilities": head}
+    run.start(samples="pairs", flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
+
+    if run.should_evaluate():
+        evaluate(run, model, data, tokenizer)
+    for step in run.steps():
+        for batch in step.micro_batches():
+            step.backward(loss_of(batch, log=step.log))  # scaled from a sum to the mean over the global batch's pairs
+        step.clip_gradients(config.optim.max_grad_norm)
+        step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
+        if run.should_evaluate():
+            evaluate(run, model, data, tokenizer)
+    run.load_best_weights()
+    end = data.held_out.meta["end"]
+    if config.full:
+        name = config.model_name_or_path
+        title, dtype = f"{Path(name).name}, tuned on preferences", dtype_of(name)
+        save_whole(run, model, tokenizer, title=title, about=data.about, end=end, dtype=dtype)
+    else:
+        save_adapter(run, model, tokenizer, initial, about=data.about, end=end)
+    both = run.state.before, run.state.results
+    before, after = ([values.get(f"eval_{name}", math.nan) for name in ("loss", "accuracy")] for values in both)
+    run.close(
+        f"validation loss {before[0]:.4f} before, {after[0]:.4f} after training; accuracy {before[1]:.1%}, {after[1]:.1%}",
+        f"{'model' if config.full else 'adapter'} in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it",
+    )
+
+
+if __name__ == "__main__":
+    exits.run(main, CONFIG)
