@@ -45,9 +45,9 @@ def make_task(folder: Path, count: int, options: argparse.Namespace) -> float:
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
     PreTrainedTokenizerFast(tokenizer_object=words, model_input_names=inputs, **names).save_pretrained(folder / "bert")
-    sizes = {"hidden_size": options.width, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: Row = {"hidden_size": options.width, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 4 * options.width, "max_position_embeddings": options.length}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dropout: Row = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(options.seed)
     config = BertConfig(vocab_size=WORDS + 4, id2label=dict(enumerate("0123")), **sizes, **dropout)
     BertForSequenceClassification(config).save_pretrained(folder / "bert")

@@ -15,6 +15,7 @@ from shared.process.errors import ConfigError
 from tests.conftest import WORDS, Run, run, run_here, sentence, slow
 
 CLASSES = {"single_label": ("bad", "fair", "good"), "multi_label": ("line", "model", "text"), "regression": ("LABEL_0",)}
+HERE = ("--preprocessing_num_workers", 1)  # no forks of the process that runs the tests
 PAIR = ("--text_column", "premise", "--text_pair_column", "hypothesis", "--label_column", "grade")
 
 
@@ -120,7 +121,7 @@ def test_equals_a_plain_loop_and_the_pipeline(tiny_model, tmp_path, architecture
         *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_ratio", 0),
         *("--max_steps", steps, "--max_grad_norm", 0, "--global_batch_size", len(train), "--seq_length", 90),
         *("--per_device_train_batch_size", len(train), "--metric_for_best_model", "none"),
-        *("--per_device_eval_batch_size", 4),
+        *("--per_device_eval_batch_size", 4, *HERE),
     )
 
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -253,7 +254,7 @@ def test_adapters_are_killed_and_resumed_bit_for_bit_and_serve_as_they_were_meas
 
 @pytest.mark.parametrize("flags", [("--gradient_checkpointing", "full"), slow(("--torch_compile",))])
 def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, tmp_path, flags):
-    run_here("text_classification", *base, "--per_device_train_batch_size", 4, "--output_dir", tmp_path, *flags)
+    run_here("text_classification", *base, *HERE, "--per_device_train_batch_size", 4, "--output_dir", tmp_path, *flags)
     other = Run(tmp_path, 0, "")
     assert [*other.losses.values()] == pytest.approx([*one_process.losses.values()], rel=1e-4)
 
@@ -264,13 +265,13 @@ def test_columns_files_and_heads(base, tmp_path, capsys):
     (tmp_path / "data.csv").write_text("sentence,label,extra\n" + rows)
     flags = ("--train_file", tmp_path / "data.csv", "--model_name_or_path", base[base.index("--model_name_or_path") + 1])
     flags = (*flags, "--max_steps", 2, "--global_batch_size", 4, "--seq_length", 8)
-    run_here("text_classification", *flags, "--output_dir", tmp_path / "run")
+    run_here("text_classification", *flags, *HERE, "--output_dir", tmp_path / "run")
     said = " ".join(capsys.readouterr().err.split())
     assert "single_label; 36 texts to train on" in said and "4 to validate on, 10% of each class held out" in said
     assert "0 18, 10 18; not used: extra" in said and "a new head for 2 classes" in said
     assert json.loads((tmp_path / "run/final/config.json").read_text())["id2label"] == {"0": "0", "1": "10"}
     again = ("--model_name_or_path", tmp_path / "run/final", "--metric_for_best_model", "matthews")
-    run_here("text_classification", *flags, *again, "--output_dir", tmp_path / "again")
+    run_here("text_classification", *flags, *HERE, *again, "--output_dir", tmp_path / "again")
     assert "its head is kept" in capsys.readouterr().err
 
 
@@ -314,7 +315,7 @@ def test_an_unknown_label_to_validate_on_is_named(base, tmp_path):
     val.write_text(json.dumps({"premise": "a", "hypothesis": "b", "grade": "excellent"}) + "\n")
     flags = [val if str(flag).endswith("val.jsonl") else flag for flag in base]
     with pytest.raises(ConfigError, match=r"val.jsonl:1: the label 'excellent' is none of .* \(bad, fair, good\)"):
-        run_here("text_classification", *flags, "--output_dir", tmp_path / "run")
+        run_here("text_classification", *flags, *HERE, "--output_dir", tmp_path / "run")
 
 
 @pytest.mark.slow
