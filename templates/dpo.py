@@ -156,7 +156,8 @@ def preference_loss(config: Config, model: nn.Module, batch: dict[str, torch.Ten
 
 def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None:
     """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation pairs, each counted once."""
-    config, sums = run.config, {}
+    config = run.config
+    sums: dict[str, Any] = {}
 
     def add(**values: torch.Tensor) -> None:
         for name, value in values.items():
