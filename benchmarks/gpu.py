@@ -88,10 +88,10 @@ FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}
 LABEL = {"125M": "125M", "1B": "1.2B", "8B": "8B"}
 
 
-def _trains(template: str, *needs: str) -> Row:
+def _trains(template: str, *needs: str, flags: str = "") -> Row:
     needs, rehearsed = (*LAUNCHED, *needs), template == "image_classification"  # tests launch the others, too
-    options = {"name": template}
-    return Row(f"{template} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed)
+    options, name = {"name": template, "flags": flags}, " ".join([template, *flags.split()])
+    return Row(f"{name} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed)
 
 
 def _resumes(template: str, deterministic: bool, *needs: str) -> Row:
@@ -134,6 +134,10 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     Row("memory bandwidth", measures.bandwidth, 4),
     _trains("pretrain"),
     _trains("lora_finetune", "peft"),
+    _trains("full_finetune", "torchao", flags="--optim adamw_8bit"),
+    _trains("full_finetune", flags="--weights_dtype bf16"),
+    _trains("dpo", "peft"),
+    _trains("text_classification"),
     _trains("image_classification", *IMAGES),
     _trains("pretrain_pipeline"),
     _resumes("pretrain", True),

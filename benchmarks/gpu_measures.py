@@ -588,12 +588,12 @@ def logged_losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def trains(*, name: str) -> dict[str, Any]:
+def trains(*, name: str, flags: str) -> dict[str, Any]:
     """Whether a template, launched as users do, ends by itself with finite losses and writes final/."""
     folder, steps = Path(tempfile.mkdtemp()), 2 if toy else 20
-    flags = ["--max_steps", str(steps), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(folder)]
+    common = ["--max_steps", str(steps), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(folder)]
     log, start = Path(tempfile.gettempdir(), "log"), time.perf_counter()  # where this process's output goes, too
-    code = subprocess.run([*launch_command(name), *flags], stderr=subprocess.STDOUT).returncode
+    code = subprocess.run([*launch_command(name), *common, *flags.split()], stderr=subprocess.STDOUT).returncode
     taken = time.perf_counter() - start
     if code:  # the launcher's traceback comes after the template's own last words, and ends with how the template ended
         said, _, launcher = log.read_text(errors="replace").rstrip().rpartition("Traceback (most")

@@ -21,8 +21,9 @@ from shared.process.errors import ConfigError
 
 DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
 # For options left at None: DEMO for the digits, which fill their pictures and must not be mirrored; else USUAL.
-DEMO = {"image_size": 32, "crop_pct": 1.0, "crop_min_scale": 0.6, "horizontal_flip": 0.0}
-USUAL = {"crop_min_scale": 0.35, "horizontal_flip": 0.5}
+DEMO = {"image_size": 32, "crop_pct": 1.0, "crop_min_scale": 0.6, "horizontal_flip": 0.0, "label_smoothing": 0.1}
+USUAL = {"crop_min_scale": 0.35, "horizontal_flip": 0.5, "label_smoothing": 0.1}
+MULTI_LABEL = USUAL | {"label_smoothing": 0.0}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Config:
         rows, _ = self.batch.micro_batch()  # refuses what does not divide
         if self.recipe.mixes and rows % 2:
             raise ConfigError(f"mixup and CutMix mix pairs, but a micro-batch has {rows} images: choose an even number")
+        if self.evaluation.metric_for_best_model == "map" and not self.data.is_multi_label:
+            raise ConfigError("--metric_for_best_model map, mean average precision, needs --problem_type multi_label")
         configs.require(self, "at least 8 and at most 4096", "image_size")
         configs.require(self, "above 0 and at most 1", "crop_pct")
         if self.export_onnx and not importlib.util.find_spec("onnxscript"):
@@ -77,11 +80,12 @@ from transformers import AutoConfig, AutoModelForImageClassification, ResNetConf
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
+from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy
 from shared.data.order import IGNORED, Batch, Order
+from shared.data.report import Predictions
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor
-from shared.images.report import Predictions, scores
 from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
@@ -98,9 +102,11 @@ from shared.training import optim
 
 def with_defaults(config: Config) -> Config:
     """The config with values for what was left open."""
-    values: dict[str, Any] = USUAL
+    values: dict[str, Any] = MULTI_LABEL if config.data.is_multi_label else USUAL
     if config.data.is_demo:
         values = {k: v for k, v in DEMO.items() if k in USUAL or not config.model_name_or_path}
+    if config.data.is_multi_label and config.evaluation.metric_for_best_model == "accuracy":
+        config = configs.replace(config, metric_for_best_model="map")  # mean average precision
     given = configs.flatten(config)
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
@@ -152,38 +158,33 @@ def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: An
     classifier.make_shardable(model)
     if config.sync_batchnorm:
         model = synchronise_batch_norm(model, run.device)
-    if config.speed.torch_compile and sharded:
-        compile_blocks(model)  # which FSDP gathers one by one
-    elif config.speed.torch_compile:
-        model.compile()
+    if config.speed.torch_compile:
+        compile_blocks(model) if sharded else model.compile()  # FSDP gathers the blocks one by one
     return model, flops
 
 
 def image_loss(model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes: int, **options: Any) -> torch.Tensor:
-    """Cross-entropy summed over this micro-batch's images. Rows that only fill it up have the label IGNORED.
-
-    Args:
-        options: of `F.cross_entropy`: the weight of each class, label_smoothing.
-    """
+    """Cross-entropy summed over this micro-batch's images. Rows that only fill it up have the label IGNORED."""
+    cross_entropy: Any = F.cross_entropy if batch["labels"].ndim == 1 else binary_cross_entropy  # several labels an image
     pixels, targets = to_model(batch["pixel_values"]), batch["labels"]
     if "mix" in batch:
         pixels, targets = mix(pixels, targets, batch["mix"], num_classes)
     logits = model(pixel_values=pixels).logits.float()
-    losses = F.cross_entropy(logits, targets, reduction="none", **options)
+    losses = cross_entropy(logits, targets, reduction="none", **options)
     return (losses * (batch["labels"] != IGNORED)).sum()
 
 
-def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]) -> Predictions:
-    """What the model says of the validation images, each counted once on any world size."""
-    batches = []
+def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]) -> Any:
+    """`Predictions`: what the model says of the validation images, each counted once on any world size."""
+    batches, kind = [], MultiLabelPredictions if run.config.data.is_multi_label else Predictions
     with run.evaluating(model):
         for window in run.read(loader):
             (batch,) = window.micro_batches
-            batches.append(scores(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
-    return Predictions.gather(run.accelerator, batches, loader.order.num_samples, classes)
+            batches.append(kind.of_batch(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
+    return kind.gather(run.accelerator, batches, loader.order.num_samples, classes)
 
 
-def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageData, predictions: Predictions) -> None:
+def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageData, predictions: Any) -> None:
     """Write final/ (model, processor, card) and the pictures of the evaluation. Every rank calls this."""
     weights = gather_weights(run.accelerator, model)
     if not run.is_main:
@@ -192,12 +193,12 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageDat
         run.logger.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
+        whole.config.update(predictions.for_config())
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
-        load = f'transformers.pipeline("{task}", model="final"{own_code})'
-        card = run.card("Image classifier", data.about, load=load, pipeline_tag=task)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        load = predictions.usage(f'transformers.pipeline("{task}", model="final"{own_code})')
+        (folder / "README.md").write_text(run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8")
         if run.config.export_onnx:
             print_main(classifier.export_onnx(folder, processor.crop_size["height"]))
 
@@ -225,8 +226,8 @@ def main(config: Config) -> None:
     run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch, default=demo_steps))
     run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
     about_model = f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
-    about = {"data": data.about, "model": about_model, "images": f"{size} x {size} pixels, {to_model.order}"}
-    run.start(samples="images", flops=flops, **about, BatchNorm=advice)
+    about = {"data": data.about, "images": f"{size} x {size} pixels, {to_model.order}", "BatchNorm": advice}
+    run.start(samples="images", flops=flops, model=about_model, **about)
 
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
         predict(run, model, validation, to_model, classes)  # to see whether it works
@@ -242,8 +243,7 @@ def main(config: Config) -> None:
     run.load_best_weights()
     predictions = predict(run, model, validation, to_model, classes)
     save_final(run, model, processor, data, predictions)
-    right = f"{predictions.summary()['eval_accuracy']:.2%} of {len(data.validation):,} validation images are right"
-    run.close(right, f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+    run.close(predictions.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ import yaml
 from shared.commands.new import FLAGS, imports, templates
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 
-NAMES = ("dpo", "full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline")
+NAMES = (
+    *("dpo", "full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline"),
+    "text_classification",
+)
 
 
 def shared(*arguments, cwd=ROOT, check=True):
@@ -44,7 +47,7 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert not modules & {f"shared/{unused}.py" for unused in ("commands/new", "commands/plan", "models/memory")}
     users = {
         "images/files": ("image_classification",),
-        "models/adapters": ("dpo", "lora_finetune"),
+        "models/adapters": ("dpo", "lora_finetune", "text_classification"),
         "models/pipeline": ("pretrain_pipeline",),
     }
     for used, by in users.items():
@@ -57,9 +60,9 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     packages = {line.split("==")[0] for line in pins}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
     assert ("torchvision" in packages) == ("onnxscript" in packages) == (name == "image_classification")
-    assert ("peft" in packages) == (name in ("dpo", "lora_finetune"))
+    assert ("peft" in packages) == (name in ("dpo", "lora_finetune", "text_classification"))
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    with_deepspeed = name in ("dpo", "full_finetune", "lora_finetune", "pretrain")
+    with_deepspeed = name in ("dpo", "full_finetune", "lora_finetune", "pretrain", "text_classification")
     assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
 
     assert os.access(folder / "jobs/slurm.sh", os.X_OK) and (folder / "shared/LICENSE").read_text().strip()

@@ -25,6 +25,7 @@ COMMANDS = ("run", "verify_resume", "audit", "upgrade")  # of `python -m shared`
 # Launch configs that a template does not support.
 UNFIT = {
     "image_classification": "deepspeed|tensor_parallel|offload",
+    "text_classification": "tensor_parallel",
     "pretrain_pipeline": "deepspeed|tensor_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
 }
 GITIGNORE = "__pycache__/\n*.pyc\noutputs/\nruns/\nwandb/\n.venv/\n"
@@ -34,6 +35,7 @@ _TINY = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_
 FLAGS = {
     "pretrain": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
     "pretrain_pipeline": f"--eval_samples 4 --seq_length 64 --config_overrides {_TINY}",
+    "text_classification": "--seq_length 32 --validation_split_percentage 2",
     "dpo": "--max_train_samples 60 --eval_samples 4 --num_generations 0 --seq_length 128",
     "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
     "full_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",

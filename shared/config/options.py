@@ -150,7 +150,7 @@ class EvaluationConfig:
     # Optimizer steps between evaluations; one more is made before training and one at its end
     eval_steps: int | None = 50
     # final/ holds the weights of the evaluation that was best by this metric; none: the last weights
-    metric_for_best_model: Literal["loss", "accuracy", "macro_f1", "none"] = "loss"
+    metric_for_best_model: Literal["loss", "accuracy", "macro_f1", "map", "matthews", "pearson", "spearman", "none"] = "loss"
     early_stopping_patience: int = 0  # Stop after so many evaluations without a better one; 0: never
     ema_decay: float = 0.0  # Evaluate and save a moving average of the weights with this decay a step; 0: off
 

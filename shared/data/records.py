@@ -319,7 +319,7 @@ def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool = False) -> Records:
-    """Yield (place, record) of a data set from the Hub, or from a folder that `datasets` can load.
+    """Yield (place, record) of a data set from the Hub, or from a folder that `datasets` can load. Classes have their names.
 
     Raises:
         ConfigError: the data set or the split does not exist or cannot be read.
@@ -330,7 +330,11 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
     datasets.disable_progress_bars()
     try:
         dataset = datasets.load_dataset(name, config_name, split=split, streaming=streaming)
+        classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}  # of lists, too
+        classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
         for number, record in enumerate(dataset):  # a stream sees damaged files only here
+            for key, of in classes.items():  # -1: there is no label
+                record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
             yield f"{name}:{split}: row {number}", without_nulls(record)  # type: ignore[arg-type]
     except Exception as error:  # datasets raises many types for a mistyped name
         kind_of = NotNow if is_of_the_network(error) else ConfigError

@@ -43,6 +43,29 @@ def sources() -> Iterator[tuple[str, dict[str, Any]]]:
             continue
 
 
+PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
+
+
+def functions_of_packages() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, {"text": the first lines of a function, "label": its package}), equally many of each of `PACKAGES`."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found: dict[str, list[tuple[str, str]]] = {name: [] for name in PACKAGES}
+    for where, record in sources():
+        package = Path(where).relative_to(root).parts[0]
+        if package not in found:
+            continue
+        lines = record["text"].splitlines()
+        for node in ast.walk(ast.parse(record["text"])):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 3:
+                code = lines[node.lineno - 1 : min(node.end_lineno or 0, node.lineno + 11)]
+                found[package].append((f"{where}:{node.lineno}", textwrap.dedent("\n".join(code))))
+    count = min(240, *map(len, found.values()))
+    for package, functions in found.items():
+        for number in range(count):
+            where, text = functions[number * len(functions) // count]
+            yield where, {"text": text, "label": package}
+
+
 def docstring_chats() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, {"messages": [...]}) that ask for the docstring of each documented function.
 

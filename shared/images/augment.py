@@ -73,7 +73,8 @@ def mix(images: torch.Tensor, labels: torch.Tensor, draws: torch.Tensor, classes
 
     Args:
         images: [batch, channels, height, width], floating point.
-        labels: [batch] class numbers, or -100 for a row that does not count.
+        labels: [batch] class numbers, or [batch, classes] with 1 for each class of an image; -100 in a row that does not
+            count.
         draws: [batch, 4] of `draw_mix`.
         classes: number of classes.
 
@@ -84,7 +85,8 @@ def mix(images: torch.Tensor, labels: torch.Tensor, draws: torch.Tensor, classes
     own = torch.arange(batch, device=images.device)
     partner = own ^ 1
     partner = torch.where(partner < batch, partner, own)
-    partner = torch.where(labels[partner] != IGNORED, partner, own)
+    counts = labels.reshape(batch, -1)[:, 0] != IGNORED
+    partner = torch.where(counts[partner], partner, own)
     cut, share, centre_y, centre_x = draws.unbind(1)
     half = (1 - share).clamp(min=0).sqrt() / 2  # of the box's sides, as a share of the image's
 
@@ -96,6 +98,6 @@ def mix(images: torch.Tensor, labels: torch.Tensor, draws: torch.Tensor, classes
     kept = torch.where(cut.bool()[:, None, None], (~box).float(), share[:, None, None])  # [batch, height, width]
     mixed = torch.lerp(images[partner], images, kept[:, None].to(images.dtype))
     share = kept.mean((1, 2))[:, None]
-    one_hot = F.one_hot(labels.clamp(min=0), classes)
+    one_hot = F.one_hot(labels.clamp(min=0), classes) if labels.ndim == 1 else labels
     targets = one_hot[partner] * (1 - share) + one_hot * share
-    return mixed, torch.where(labels[:, None] != IGNORED, targets, 0.0)
+    return mixed, torch.where(counts[:, None], targets, 0.0)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,11 +17,12 @@ from tqdm import tqdm
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.data.order import Row, permute
+from shared.data.labels import hold_out, in_order, rarest
+from shared.data.order import Row
 from shared.images import sources
 from shared.images.decoding import BadImage, decode
 from shared.images.options import ImageConfig
-from shared.images.sources import Files, Found, Joined, Table, in_order
+from shared.images.sources import Files, Found, Joined, Table
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main, redact
@@ -30,18 +32,27 @@ from shared.process.ranks import cores, is_main_rank
 class Images(Dataset):
     """A dataset of labelled images. Each row is {"image": the result of `decode`, "labels": class number}.
 
+    With several labels an image, the labels of a row are [classes] fp32, 1 for each class that the image has.
+
     Args:
         source: returns the path or the bytes of an image, by its number in the data.
         index: [n, 2] int64, number and class of each image.
         sources: images of each source of a mixture, in this order.
+        hot: [n, classes] uint8, which classes each image has; None where it has the one of `index`.
 
     Attributes:
         decode: the function that decodes images, `decode` or `decode_tensor`.
         at_least: its second argument.
     """
 
-    def __init__(self, source: Files | Table | Joined, index: np.ndarray, sources: dict[str, int] | None = None) -> None:
-        self.source, self.index, self.sources = source, index, sources or {}
+    def __init__(
+        self,
+        source: Files | Table | Joined,
+        index: np.ndarray,
+        sources: dict[str, int] | None = None,
+        hot: np.ndarray | None = None,
+    ) -> None:
+        self.source, self.index, self.sources, self.hot = source, index, sources or {}, hot
         self.decode: Callable[[Path | bytes, int | None], Any] = decode
         self.at_least: int | None = None
 
@@ -50,8 +61,9 @@ class Images(Dataset):
 
     def __getitem__(self, number: int) -> Row:
         at, label = self.index[number].tolist()
+        labels = np.array(label) if self.hot is None else self.hot[number].astype(np.float32)
         try:
-            return {"image": self.decode(self.source[at], self.at_least), "labels": np.array(label)}
+            return {"image": self.decode(self.source[at], self.at_least), "labels": labels}
         except BadImage as error:
             raise ConfigError(f"{self.source.where(at)}: {error}") from None
 
@@ -61,6 +73,36 @@ class Images(Dataset):
     def where(self, number: int) -> str:
         """The path of an image, or its row in the table."""
         return self.source.where(int(self.index[number, 0]))
+
+    def shown(self, number: int) -> dict[str, Any]:
+        return {"image": self.where(number)}
+
+    def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
+        """Draw images with a text above each, if there are any.
+
+        Args:
+            tiles: (number of an image, its text).
+        """
+        from matplotlib.figure import Figure
+
+        if not tiles:
+            return
+        rows = math.ceil(len(tiles) / 8)
+        figure = Figure(figsize=(14, 2.1 * rows + 0.5), layout="constrained")
+        figure.suptitle(title)
+        for place, (number, text) in enumerate(tiles, 1):
+            image = self[number]["image"]
+            image.thumbnail((160, 160))
+            axes = figure.add_subplot(rows, 8, place, xticks=[], yticks=[])
+            axes.set_title(text, fontsize=8)
+            axes.imshow(image)
+        figure.savefig(file, dpi=110)
+
+    def counts(self, classes: int, often: np.ndarray | None = None) -> np.ndarray:
+        """How many images each class has, [classes]; an image counts as `often` as [n] says."""
+        if self.hot is not None:
+            return np.ones(len(self)) @ self.hot if often is None else often @ self.hot
+        return np.bincount(self.index[:, 1], often, minlength=classes)
 
 
 @dataclass(frozen=True)
@@ -78,15 +120,20 @@ class ImageData:
     def numbered_as(self, classes: tuple[str, ...]) -> "ImageData":
         """The same images with class numbers by the order of `classes`: the same names in another order."""
         number = np.array([classes.index(name) for name in self.classes])
-        parts = [
-            Images(part.source, np.stack([part.index[:, 0], number[part.index[:, 1]]], axis=1), part.sources)
-            for part in (self.train, self.validation)
-        ]
-        return replace(self, train=parts[0], validation=parts[1], classes=classes)
+
+        def renumbered(part: Images) -> Images:
+            if part.hot is None:
+                return Images(part.source, np.stack([part.index[:, 0], number[part.index[:, 1]]], axis=1), part.sources)
+            hot = np.zeros((len(part), len(classes)), dtype=np.uint8)
+            hot[:, number] = part.hot
+            return Images(part.source, part.index, part.sources, hot)
+
+        return replace(self, train=renumbered(self.train), validation=renumbered(self.validation), classes=classes)
 
     def class_weights(self) -> torch.Tensor:
         """[classes] fp32, inversely proportional to the class frequency. The mean over the training images is 1.
 
+        With several labels an image, they are those of the images that have the class: as if as many had it as had not.
         In a mixture, an image counts as often as it is drawn.
         """
         often = np.ones(len(self.train))
@@ -94,7 +141,9 @@ class ImageData:
             sizes = np.array([*self.train.sources.values()])
             share = np.array(self.mix_weights) / sum(self.mix_weights)
             often = np.repeat(share * len(self.train) / sizes, sizes)
-        counts = np.bincount(self.train.index[:, 1], often, minlength=len(self.classes))
+        counts = self.train.counts(len(self.classes), often)
+        if self.train.hot is not None:
+            return torch.tensor(np.maximum(len(self.train) - counts, 1) / counts, dtype=torch.float32)
         return torch.tensor(len(self.train) / (len(self.classes) * counts), dtype=torch.float32)
 
 
@@ -108,13 +157,13 @@ def prepare(config: ImageConfig) -> ImageData:
     """
     data = _mix(config) if config.mix_weights else _prepare(config)
     classes = data.classes
-    trained, validated = (np.bincount(part.index[:, 1], minlength=len(classes)) for part in (data.train, data.validation))
+    trained, validated = (part.counts(len(classes)) for part in (data.train, data.validation))
     if not trained.all():
         raise ConfigError(f"{data.name}: the class {classes[int(trained.argmin())]!r} has no image to train on")
     if len(classes) < 2:
         raise ConfigError(f"{data.name}: only one class, {classes[0]!r}")
-    if not len(data.validation):
-        raise ConfigError(f"{data.name}: no image to validate on")
+    if not validated.any():
+        raise ConfigError(f"{data.name}: no image{' with a label' * bool(len(data.validation))} to validate on")
     if not validated.all():
         print_main(
             f"warning: no validation image of {(validated == 0).sum()} of {len(classes)} classes "
@@ -137,9 +186,11 @@ def _mix(config: ImageConfig) -> ImageData:
         np.concatenate([index + np.array([start, 0]) for index, start in zip(each, source.starts, strict=False)])
         for each in ([data.train.index for data in parts], [data.validation.index for data in validated])
     )
+    hots: list[Any] = [[data.train.hot for data in parts], [data.validation.hot for data in validated]]
+    hot = [np.concatenate(each) if config.is_multi_label else None for each in hots]
     return ImageData(
-        Images(source, train, {name: len(data.train) for name, data in found.items()}),
-        Images(source, validation),
+        Images(source, train, {name: len(data.train) for name, data in found.items()}, hot[0]),
+        Images(source, validation, hot=hot[1]),
         classes,
         prepared.fingerprint(sources=[data.identity for data in parts]),
         "; ".join(data.about for data in parts),
@@ -173,7 +224,13 @@ def _prepare(config: ImageConfig) -> ImageData:
         number_of = {name: number for number, name in enumerate(meta["classes"])}
         paths = np.array([os.fsencode(path) for path in found[0].paths])
         np.save(into / "paths.npy", paths)
-        np.save(into / "labels.npy", np.array([number_of[label] for label in found[0].labels], dtype=np.int64))
+        if config.is_multi_label:
+            labels = np.zeros((len(found[0].labels), len(number_of)), dtype=np.uint8)
+            for row, names in zip(labels, found[0].labels, strict=True):
+                row[[number_of[name] for name in names]] = 1
+        else:
+            labels = np.array([number_of[label] for label in found[0].labels], dtype=np.int64)
+        np.save(into / "labels.npy", labels)
         bad = _find_bad(table or Files(paths), len(found[0].labels))
         (into / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
 
@@ -223,21 +280,25 @@ def _split(
         print_main(f"skipped {len(bad):,} of {len(labels):,} images that cannot be read; the first is {first}")
     numbers = np.arange(len(labels))
     if meta["held_out_from"] is None:
-        held_out = hold_out(labels, config.validation_split_percentage)
+        held_out = hold_out(rarest(labels) if config.is_multi_label else labels, config.validation_split_percentage)
         how = f"{config.validation_split_percentage:g}% of each class held out"
     else:
         held_out, how = numbers >= meta["held_out_from"], redact(meta["about"])
     good = ~np.isin(numbers, list(bad))
-    index = np.stack([numbers, labels], axis=1)
+    index = np.stack([numbers, numbers * 0 if config.is_multi_label else labels], axis=1)
     train, validation = index[good & ~held_out], index[good & held_out]
     if isinstance(source, Files) and is_main_rank():
         _warn_of_overlap(source, train[:, 0], validation[:, 0])
     about = f"{name}: {len(train):,} images of {len(classes)} classes; validation: {len(validation):,}, {how}"
     if bad:
         about += f"; {len(bad):,} that cannot be read are left out"
+    if config.is_multi_label:
+        about += f"; {labels[good].sum() / max(1, good.sum()):.2f} labels an image"
     split = hashlib.sha256(validation.tobytes()).hexdigest()
     identity = prepared.fingerprint(content=meta["identity"], split=split, bad=sorted(bad))
-    return ImageData(Images(source, train), Images(source, validation), tuple(classes), identity, about, name)
+    hot = [labels[part[:, 0]] if config.is_multi_label else None for part in (train, validation)]
+    images = Images(source, train, hot=hot[0]), Images(source, validation, hot=hot[1])
+    return ImageData(*images, tuple(classes), identity, about, name)
 
 
 def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -> None:
@@ -252,25 +313,3 @@ def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -
     if both := sum(path in trained for path in paths(validation)):
         what = f"{both:,} of the {len(validation):,} images to validate on"
         print_main(f"warning: {what} are trained on, too: their accuracy says little")
-
-
-def hold_out(labels: np.ndarray, percent: float) -> np.ndarray:
-    """Which images to validate on: the same share of every class, at least one image, and never all images of a class.
-
-    The choice depends only on the labels and their order, not on a seed.
-
-    Args:
-        labels: [n] int64, class numbers.
-        percent: per cent of each class.
-
-    Returns:
-        [n] bool.
-    """
-    held_out = np.zeros(len(labels), dtype=bool)
-    order = np.argsort(labels, kind="stable")
-    classes, starts = np.unique(labels[order], return_index=True)
-    for label, members in zip(classes, np.split(order, starts[1:]), strict=True):
-        count = min(max(1, round(len(members) * percent / 100)), len(members) - 1)
-        chosen = permute(np.arange(count), len(members), (int(label),)) if count else np.zeros(0, dtype=np.int64)
-        held_out[members[chosen]] = True
-    return held_out

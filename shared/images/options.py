@@ -28,6 +28,9 @@ class ImageConfig(DataConfig):
     # Column of the image; if not given, image, img, image_path, path, file_name, filename or file
     image_column: str | None = None
     label_column: str | None = None  # Column of the label; if not given, label, labels, class, fine_label or target
+    # multi_label: an image has any number of labels, or none: a list in the column of the label, or text such as cat|dog.
+    # If not given, single_label; data that look like multi_label are then an error.
+    problem_type: Literal["single_label", "multi_label"] | None = None
     skip_bad_images: bool = False  # Leave out images that cannot be read, and count them; otherwise the first is an error
 
     def __post_init__(self) -> None:
@@ -38,11 +41,17 @@ class ImageConfig(DataConfig):
             raise ConfigError("--train_dir and --train_file or --dataset_name both name the training data: keep one")
         if self.validation_dir and not self.train_dir:
             raise ConfigError("--validation_dir needs --train_dir")
+        if self.is_multi_label and not (self.train_file or self.dataset_name):
+            raise ConfigError("--problem_type multi_label needs the labels of each image: --train_file or --dataset_name")
         for flag, folders in {"train_dir": self.train_dir, "validation_dir": filter(None, [self.validation_dir])}.items():
             for folder in folders:
                 if not folder.is_dir():
                     refuse_archive(folder, flag=flag)
                     raise ConfigError(f"--{flag} {folder}: no such folder")
+
+    @property
+    def is_multi_label(self) -> bool:
+        return self.problem_type == "multi_label"
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,11 @@ class RecipeConfig:
     mixup_alpha: float = 0.0
     # Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets one of the two
     cutmix_alpha: float = 0.0
-    label_smoothing: float = 0.1  # Share of each target spread over all classes
-    # balanced: weigh each image inversely to how often its class occurs
+    # Share of each target spread over all classes; multi_label: taken half of yes and half of no. If not given, 0.1, and 0
+    # for multi_label
+    label_smoothing: float | None = None
+    # balanced: weigh each image inversely to how often its class occurs; multi_label: weigh each yes of a class by its
+    # number of images without it for one with it
     class_weights: Literal["none", "balanced"] = "none"
 
     def __post_init__(self) -> None:

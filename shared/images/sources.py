@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from PIL import Image
 
 from shared.data import prepared, records
 from shared.data.files import find_files, walk
+from shared.data.labels import in_order, label_of
 from shared.images.decoding import BadImage
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
@@ -95,7 +96,7 @@ class Found:
     """All images that a config names, before any is opened."""
 
     name: str
-    labels: list[str]
+    labels: list[Any]  # names of classes; with --problem_type multi_label a tuple of names for each image
     held_out_from: int | None  # images from this number on are for validation; None: not split yet
     about: str  # where the validation images come from, for people
     paths: list[str] = field(default_factory=list)  # empty for the rows of a table
@@ -123,13 +124,8 @@ class Found:
             "name": self.name,
             "about": self.about,
             "held_out_from": self.held_out_from,
-            "classes": in_order(set(self.labels)),
+            "classes": in_order({name for label in self.labels for name in ([label] if isinstance(label, str) else label)}),
         }
-
-
-def in_order(classes: Iterable[str]) -> list[str]:
-    """The names of classes, numbers first and by value."""
-    return sorted(classes, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
 # Class folders ---------------------------------------------------------------------------------------------------------
@@ -190,14 +186,11 @@ def listed(config: ImageConfig) -> Found:
         for file in files:
             for where, record in records.read_records([file]):
                 image = record[_column(record, config, "image", where)]
-                label = record[_column(record, config, "label", where)]
-                label = label.strip() if isinstance(label, str) else label  # CSV keeps the space after a comma
+                label = label_of(record[_column(record, config, "label", where)], config.problem_type, where)
                 if not isinstance(image, str) or not image:
                     raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
-                if not isinstance(label, str | int) or label == "":
-                    raise ConfigError(f"{where}: the label is {records.kind(label)}, expected a name or a number")
                 found.paths.append(os.path.join(file.parent, image))
-                found.labels.append(str(label))
+                found.labels.append(label)
     if not found.paths:
         raise ConfigError(f"--train_file {found.name}: no records in it")
     return found
@@ -240,14 +233,16 @@ def open_table(config: ImageConfig) -> Table:
 
 
 def rows_of(config: ImageConfig, table: Table) -> Found:
-    labels: list[str] = []
+    labels: list[Any] = []
     for split, rows in table.splits.items():
         column = _column(rows.features, config, "label", table.name)
-        to_name = getattr(rows.features[column], "int2str", str)
+        feature = rows.features[column]
+        to_name = getattr(getattr(feature, "feature", feature), "int2str", str)  # of a class, or of a list of classes
         for row, value in enumerate(rows[column]):
-            if not isinstance(value, str | int) or value == -1:  # -1: test sets without labels
-                raise ConfigError(f"{table.name}:{split}: row {row}: the label is {value}, expected a class")
-            labels.append(str(to_name(value)))
+            where = f"{table.name}:{split}: row {row}"
+            if value is None or -1 in (value if isinstance(value, list) else [value]):  # -1: test sets without labels
+                raise ConfigError(f"{where}: the label is {value}, expected a class")
+            labels.append(label_of(value, config.problem_type, where, to_name))
     sizes = [len(rows) for rows in table.splits.values()]
     version = " ".join(rows._fingerprint for rows in table.splits.values())
     held_out_from = sizes[0] if len(sizes) > 1 else None

@@ -46,8 +46,11 @@ def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator
     return base
 
 
-def add_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
+def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUSAL_LM") -> Any:
     """`base` with trainable adapters in fp32: new ones, or those of --adapter_name_or_path. In training mode.
+
+    Args:
+        task_type: PEFT's name of what new ones are for.
 
     Raises:
         ConfigError: the flags name modules that the model does not have, or that cannot take adapters, or the given adapter
@@ -55,7 +58,7 @@ def add_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
     """
     learn_padding_token(base)
     given = adapter.adapter_name_or_path
-    model = _given_adapters(base, given) if given else _new_adapters(base, adapter)
+    model = _given_adapters(base, given) if given else _new_adapters(base, adapter, task_type)
     if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
         refuse_tied_embeddings(model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa")
     return trained_in_fp32(model)
@@ -86,12 +89,12 @@ def _given_adapters(base: Any, name: str) -> Any:
     return model
 
 
-def _new_adapters(base: nn.Module, adapter: AdapterConfig) -> Any:
+def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = find_targets(base, adapter)
     lora = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=adapter.lora_r,
         lora_alpha=adapter.lora_alpha,
         lora_dropout=adapter.lora_dropout,
@@ -146,10 +149,15 @@ def save_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor], ini
 
 def merge(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, adapter_folder: Path) -> Any:
     """The base, loaded again on the CPU and dequantised, with the saved adapter merged in. The GPU still holds the model."""
-    from peft import PeftModel
-
     base = load_base(name, adapter, speed, accelerator, torch.device("cpu"))
     base = base.dequantize() if adapter.load_in_4bit or adapter.load_in_8bit else base
+    return merge_into(base, adapter_folder)
+
+
+def merge_into(base: nn.Module, adapter_folder: Path) -> Any:
+    """`base` with a saved adapter merged in. Raises ConfigError if PEFT would leave weights of it out."""
+    from peft import PeftModel
+
     model: Any = PeftModel.from_pretrained(base, str(adapter_folder))
     saved = load_file(adapter_folder / "adapter_model.safetensors")
     loaded = {key.replace(".default", ""): value for key, value in model.state_dict().items()}

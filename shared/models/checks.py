@@ -45,6 +45,11 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         else:
             coefficient = text.router_aux_loss_coef
             print_main(f"aux_loss balances the experts, times the config's router_aux_loss_coef {coefficient:g}")
+    require_tokens_fit(model, tokenizer, seq_length)
+
+
+def require_tokens_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
+    """Refuse sequences longer than the model's context, and tokens without an embedding. Raises ConfigError."""
     context = _context(model)
     if context is not None and seq_length > context:
         raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")

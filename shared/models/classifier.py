@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
 )
 
 from shared.models import pooled_head
@@ -69,10 +70,8 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
     """
     own = from_hub(AutoConfig, name)
     config = of_classifier(own)
-    known = config.id2label
-    keeps_head = config is own and set(known.values()) == set(classes) and len(known) == len(classes)
-    if keeps_head:
-        classes = tuple(known[number] for number in range(len(classes)))
+    keeps_head, classes = _keeps_head(config, classes)
+    keeps_head = keeps_head and config is own
     name_classes(config, classes)
     options |= {"dtype": torch.float32}
     info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
@@ -86,21 +85,82 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
         tower = from_hub(AutoModel, name, use_safetensors=True, **options)
         (place,) = (place for place, part in model.named_children() if type(part) is type(tower))
         setattr(model, place, tower)
-    in_heads = {id(p) for module in heads(model) for p in module.parameters()}
-    of_head = {key for key, p in model.named_parameters() if id(p) in in_heads}
-    lost = {key if isinstance(key, str) else key[0] for key in [*info["missing_keys"], *info["mismatched_keys"]]} - of_head
-    if lost:
-        raise ConfigError(f"{name}: {len(lost)} weights of the backbone are missing or of another shape: {min(lost)}")
-    if not keeps_head:
-        for module in heads(model):
-            for part in module.modules():
-                if isinstance(part, nn.Linear | nn.Conv2d):
-                    nn.init.trunc_normal_(part.weight, std=0.02)
-                    if part.bias is not None:
-                        nn.init.zeros_(part.bias)
+    _settle_head(name, model, info, heads(model), keeps_head)
     if "spatial_shapes" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_to_patches, with_kwargs=True)
-    print_main(f"{name}: {'its head is kept' if keeps_head else f'a new head for {len(classes)} classes'}")
+    return model, classes
+
+
+def _keeps_head(config: Any, classes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    """(whether a model with this config scores these classes already, the classes in the order of its scores)."""
+    known = config.id2label
+    if set(known.values()) != set(classes) or len(known) != len(classes):
+        return False, classes
+    return True, tuple(known[number] for number in range(len(classes)))
+
+
+def _settle_head(
+    name: str, model: Any, info: dict[str, Any], head: list[nn.Module], keeps_head: bool, may_be_new: str = ""
+) -> None:
+    """Refuse a model whose backbone was not loaded whole, and give it a new head where it does not keep its own.
+
+    Args:
+        info: of `from_pretrained`.
+        head: the modules of the head.
+        may_be_new: name of modules of the backbone that may be missing in the files.
+
+    Raises:
+        ConfigError: weights of the backbone are missing.
+    """
+    in_head = {id(p) for module in head for p in module.parameters()}
+    of_head = {key for key, p in model.named_parameters() if id(p) in in_head}
+    lost = {key if isinstance(key, str) else key[0] for key in [*info["missing_keys"], *info["mismatched_keys"]]}
+    keeps_head = keeps_head and not lost & of_head
+    new = {key for key in lost if may_be_new in key.split(".")}
+    if of_backbone := lost - of_head - new:
+        raise ConfigError(
+            f"{name}: {len(of_backbone)} weights of the backbone are missing or of another shape: {min(of_backbone)}"
+        )
+    if new:
+        print_main(f"{name}: its {may_be_new} has no weights in the files, so it begins anew")
+    if not keeps_head:
+        for part in (part for module in head for part in module.modules()):
+            if isinstance(part, nn.Linear | nn.Conv2d):
+                nn.init.trunc_normal_(part.weight, std=0.02)
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)
+    print_main(f"{name}: {'its head is kept' if keeps_head else f'a new head for {model.config.num_labels} classes'}")
+
+
+def text_heads(model: Any) -> dict[str, nn.Module]:
+    """The modules of a classifier of texts that are not in its backbone, by name."""
+    backbone = model.base_model
+    return {name: module for name, module in model.named_children() if module is not backbone and [*module.parameters()]}
+
+
+def load_text_classifier(
+    name: str, classes: tuple[str, ...], problem_type: str, pad_token_id: int, **options: Any
+) -> tuple[Any, tuple[str, ...]]:
+    """As `load_pretrained`, for texts: encoders and decoders, fp32.
+
+    Decoders take the scores of a text's last token, which they find by the id of the padding token.
+
+    Args:
+        classes: their names; of a regression, one.
+        problem_type: as transformers names it.
+
+    Raises:
+        ConfigError: it cannot be loaded, or weights of its backbone are missing. A pooler may be.
+    """
+    config = from_hub(AutoConfig, name)
+    keeps_head, classes = _keeps_head(config, classes)
+    name_classes(config, classes)
+    config.problem_type = problem_type
+    config.get_text_config().pad_token_id = pad_token_id
+    any_head = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
+    load = AutoModelForSequenceClassification
+    model, info = from_hub(load, name, config=config, use_safetensors=True, **any_head, **options)
+    _settle_head(name, model, info, [*text_heads(model).values()], keeps_head, may_be_new="pooler")
     return model, classes
 
 
@@ -114,7 +174,10 @@ def _to_patches(model: Any, args: tuple[()], options: dict[str, Any]) -> tuple[t
 
 
 def name_classes(config: Any, classes: tuple[str, ...]) -> None:
-    """Put the names of the classes, and so their number, into a model's config."""
+    """Put the names of the classes, and so their number, into a model's config. What it said of several labels goes."""
+    if config.problem_type == "multi_label_classification":
+        config.problem_type = None
+    config.__dict__.pop("thresholds", None)
     config.num_labels = len(classes)  # PVT's configs have a number of their own
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: number for number, name in config.id2label.items()}
@@ -124,15 +187,19 @@ def name_classes(config: Any, classes: tuple[str, ...]) -> None:
         (getattr(config, "model_args", None) or {}).pop(key, None)
 
 
-def make_shardable(model: Any) -> None:
-    """Give an image model what FSDP2 of Accelerate asks for: input embeddings (none) and the class names of its blocks."""
-    # Patch embeddings are in blocks already, or none are known.
-    model.get_input_embeddings = lambda: None
+def make_shardable(model: Any, *, of_text: bool = False) -> None:
+    """Give a classifier what FSDP2 of Accelerate asks for: input embeddings and the class names of its blocks.
+
+    There are no embeddings to cut where they are in blocks already (BERT's), or of images.
+    """
     if not {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ()):
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
         alike = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
         names = {type(blocks[0]).__name__ for blocks in alike if any(True for block in blocks for _ in block.parameters())}
         model._no_split_modules = sorted(names)
+    blocks = (module for module in model.modules() if type(module).__name__ in model._no_split_modules)
+    if not of_text or model.get_input_embeddings() in {part for block in blocks for part in block.modules()}:
+        model.get_input_embeddings = lambda: None
 
 
 def freeze_backbone(model: nn.Module) -> None:

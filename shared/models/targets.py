@@ -55,10 +55,11 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     left_out: dict[str, list[str]] = {}
     experts, _ = experts_of(base.config)
     choosers = parts_that_choose(base)
+    whole = _matches(modules, adapter.modules_to_save)  # trained whole, so without adapters
     chosen = []
     for name, module in modules.items():
         is_linear = isinstance(module, nn.Linear | Conv1D) and module is not base.get_output_embeddings()
-        if not is_linear or any(name == part or name.startswith(f"{part}.") for part in outer):
+        if not is_linear or any(name == part or name.startswith(f"{part}.") for part in (*outer, *whole)):
             continue
         parent, _, child = name.rpartition(".")
         if _is_router(name, module, experts):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Loss, accuracy if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
+    """Loss, a score of the validation if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
     from matplotlib.figure import Figure
 
     if not metrics.exists():
@@ -14,8 +14,13 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     keys = {key for row in rows for key in row}
     unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
     titles: dict[str, dict[str, str | None]] = {"loss": {"loss": "training", "eval_loss": "validation"}}
-    if "eval_accuracy" in keys:
-        titles["validation accuracy"] = {"eval_accuracy": None}
+    for name, title in {
+        "eval_accuracy": "accuracy",
+        "eval_map": "mean average precision",
+        "eval_spearman": "rank correlation",
+    }.items():
+        if name in keys:
+            titles[f"validation {title}"] = {name: None}
     if "rewards/chosen" in keys:
         titles["rewards"] = {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}
     titles["learning rate"] = {"learning_rate": None}

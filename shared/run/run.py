@@ -50,7 +50,7 @@ class Run:
     Args:
         config: the template's, with the groups data, batch, optim, speed, evaluation, checkpoint and log.
         name: template name, for the run's folder and the tracker's project.
-        unit: what throughput counts: tokens, images or pairs.
+        unit: what throughput counts: tokens, images, texts or pairs.
 
     Attributes:
         accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank 0.
@@ -177,7 +177,7 @@ class Run:
         """Write config.yaml, print the summary, start the logs. From here on a signal stops the run with a checkpoint.
 
         Args:
-            samples: the unit of a batch, for the summary: rows, images.
+            samples: the unit of a batch, for the summary: rows, images, texts.
             flops: floating-point operations of forward and backward for one token or image, for MFU.
             rows: more lines of the summary.
         """

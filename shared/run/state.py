@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.data.loader import Window
+from shared.process.errors import ConfigError
 
 
 @dataclass
@@ -53,6 +54,9 @@ class TrainState:
         self.evaluated, self.latest = self.step, values
         if self.step == 0:
             self.before = values
+        if metric != "none" and f"eval_{metric}" not in values:
+            known = ", ".join(name.removeprefix("eval_") for name in values)
+            raise ConfigError(f"--metric_for_best_model {metric}: an evaluation of this run measures {known}")
         if metric == "none" or self.step == 0:
             self.results = values
             return

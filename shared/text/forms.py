@@ -55,12 +55,21 @@ def recognise(record: dict[str, Any], where: str) -> str:
 def refuse_other_meanings(record: dict[str, Any], form: str, where: str, allowed: Collection[str] = ()) -> None:
     """Raise ConfigError if columns of a record change what an answer means, except for the `allowed` ones."""
     if found := {name: _MEANINGS[name] for name in records.unused(record, allowed) if name in _MEANINGS}:
-        of_images = not form and "image" in found and found.keys() <= {"image", "label"}
-        taker = "templates/image_classification.py takes it" if of_images else "no template here takes it"
-        taker = "templates/dpo.py takes it" if {"chosen", "rejected"} <= found.keys() else taker
+        taker = f"{_taker(set(found), form) or 'no template here'} takes it"
         alone = f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}" if form else ""
         what = " and ".join(dict.fromkeys(found.values()))
         raise ConfigError(f"{where}: this is {what} (columns: {', '.join(found)}), {taker}{alone}")
+
+
+def _taker(found: set[str], form: str) -> str:
+    """The template for records of this form, or of none (""), whose columns `found` change what an answer means."""
+    if found >= {"chosen", "rejected"}:
+        return "templates/dpo.py"
+    if not form and "image" in found and found <= {"image", "label", "labels"}:
+        return "templates/image_classification.py"
+    if form in ("", "plain text") and found <= {"label", "labels"}:
+        return "templates/text_classification.py"
+    return ""
 
 
 def unused(record: dict[str, Any], form: str, example: Example, template: str) -> list[str]:

@@ -19,6 +19,27 @@ class TextConfig(DataConfig):
 
 
 @dataclass(frozen=True)
+class LabelledTextConfig(DataConfig):
+    """Texts with labels."""
+
+    FREE: ClassVar = DataConfig.FREE | {"preprocessing_num_workers"}
+
+    text_column: str | None = None  # Column of the text; if not given, text or sentence
+    text_pair_column: str | None = None  # Column of a second text, for sentence pairs
+    label_column: str | None = None  # Column of the label; if not given, label or labels
+    # One class a text, several or none, or a number; if not given: lists are multi_label, numbers with fractions are
+    # regression, anything else is single_label
+    problem_type: Literal["single_label", "multi_label", "regression"] | None = None
+    seq_length: int = 256  # Tokens of a text, or of both of a pair, at most; longer ones are cut, and counted
+    validation_split_percentage: float = 10.0  # Per cent of each class held out, where no validation data is named
+    preprocessing_num_workers: int | None = None  # Processes that tokenise; if not given, one a processor, at most 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        configs.require(self, "at least 8", "seq_length")
+
+
+@dataclass(frozen=True)
 class CorpusConfig(TextConfig):
     """Text and tokenizer."""
 

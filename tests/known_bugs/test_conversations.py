@@ -206,7 +206,8 @@ def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
         ({"label": False}, r"data with labels \(columns: label\), no template here takes it"),
         ({"label": 0, "score": 0.5}, r"data with labels and data with scores \(columns: label, score\), no template"),
         ({"images": ["1.png"]}, r"data with images \(columns: images\), no template here takes it"),
-        ({"chosen": "a", "rejected": "b"}, r"preference data \(columns: chosen, rejected\), templates/dpo.py takes it"),
+        ({"chosen": "a"}, r"preference data \(columns: chosen\), no template here takes it"),
+        ({"chosen": "a", "rejected": "b"}, r"preference data \(columns: chosen, rejected\), templates/dpo\.py takes it"),
     ],
 )
 def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name(prepared, columns, what):
@@ -224,10 +225,12 @@ def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name
 def test_data_of_other_kinds_are_named():
     """They are no chats with something missing."""
     for record, said in (
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "this is preference data .*, templates/dpo.py takes it$"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"this is preference data .*, templates/dpo\.py takes it$"),
+        ({"sentence": "a", "label": "b"}, r"this is data with labels .*, templates/text_classification\.py takes it$"),
+        ({"prompt": "a", "kto_tag": True}, "this is data with labels .*, no template here takes it$"),
         (
             {"image": "a.png", "label": 1},
-            "this is data with images and data with labels .*image_classification.py takes it$",
+            "this is data with images and data with labels .*templates/image_classification.py takes it$",
         ),
         ({"images": ["a.png"], "question": "b"}, "this is data with images .*, no template here takes it$"),
         ({"question": "b"}, "columns question are of no known form"),

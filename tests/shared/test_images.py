@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from shared.data.labels import hold_out
 from shared.images import files as images
 from shared.images.decoding import BadImage, decode, decode_tensor
-from shared.images.files import ImageData, hold_out, prepare
+from shared.images.files import ImageData, prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
 from tests.conftest import paint
@@ -541,7 +542,15 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
         ({"image": "a.png", "label": None}, "the label is null, expected a name or a number"),
         ({"image": "a.png", "label": ""}, "the label is empty, expected a name or a number"),
         ({"image": "a.png", "label": 1.5}, "the label is a float, expected a name or a number"),
-        ({"image": "a.png", "label": ["x"]}, "the label is a list, expected a name or a number"),
+        (
+            {"image": "a.png", "label": ["x"]},
+            "the label is a list, expected a name or a number; --problem_type multi_label takes lists",
+        ),
+        (
+            {"image": "a.png", "label": "x|y"},
+            "the label is 'x|y': for several labels add --problem_type multi_label, for one of this name "
+            "--problem_type single_label",
+        ),
         ({"image": None, "label": "x"}, "the image is null, expected a path"),
         ({"image": 3, "label": "x"}, "the image is an int, expected a path"),
         ({"image": "", "label": "x"}, "the image is empty, expected a path"),

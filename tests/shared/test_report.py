@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn import metrics
 
+from shared.data import report
 from shared.data.order import IGNORED
-from shared.images import report
+from shared.data.report import Predictions, scores
 from shared.images.files import Images
-from shared.images.report import Predictions, scores
 
 
 def test_scores_of_a_batch_by_hand():
@@ -89,6 +89,7 @@ def test_the_summary_by_hand():
         "eval_loss": 3.0,
         "eval_accuracy": pytest.approx(0.6),
         "eval_macro_f1": pytest.approx((2 / 3 + 1 / 2) / 2),
+        "eval_matthews": pytest.approx(1 / 6),
     }
     by_class = predictions.per_class()
     assert by_class["precision"].tolist() == pytest.approx([2 / 3, 1 / 2])
@@ -165,6 +166,7 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
         "loss": 2.0,
         "accuracy": 0.5,
         "macro_f1": 0.5,
+        "matthews": 0.0,
         "images": 4,
         "classes": {
             "cat": {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},

@@ -1,0 +1,214 @@
+"""Evaluation of a classifier: figures by class, a confusion matrix, a page of its most confident mistakes."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.nn import functional as F
+
+from shared.data.order import IGNORED
+from shared.process.errors import first_line
+from shared.process.printing import print_main
+
+MATRIX_CLASSES = 40  # in the picture, at most: those with the most mistakes
+MISTAKES = 32  # on the page, at most
+
+
+class Validated(Protocol):
+    """The samples that were validated on."""
+
+    def shown(self, number: int) -> dict[str, Any]:
+        """What evaluation.json says of a sample: where it is from."""
+
+    def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
+        """Draw samples, each with its text, if they can be drawn."""
+
+
+def scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What the evaluation keeps of a batch.
+
+    Args:
+        logits: [batch, classes].
+        labels: [batch], -100 for rows that do not count.
+
+    Returns:
+        [batch, 5] fp32: label, predicted class, its probability, loss, classes scored above the true one.
+    """
+    logits = logits.float()
+    valid = labels.clamp(min=0)
+    confidence, predicted = logits.softmax(1).max(1)
+    loss = F.cross_entropy(logits, valid, reduction="none")
+    above = (logits > logits.gather(1, valid[:, None])).sum(1)
+    return torch.stack([labels.float(), predicted.float(), confidence, loss, above.float()], dim=1)
+
+
+def gather_rows(accelerator: Accelerator, batches: list[torch.Tensor], num_samples: int) -> np.ndarray:
+    """What all ranks keep, each sample once, in their order: [num_samples, values] fp64. Every rank calls this.
+
+    Args:
+        batches: this rank's, of each window in order, [per device, values]; all ranks have equally many. The first value is
+            -100 in rows that do not count.
+        num_samples: size of the data set; the rest fills the last window.
+    """
+    mine = torch.stack(batches)  # [windows, per device, values]
+    everything = accelerator.gather(mine).view(accelerator.num_processes, *mine.shape)
+    rows = everything.transpose(0, 1).flatten(0, 2).double().cpu().numpy()
+    rows = rows[rows[:, 0] != IGNORED]
+    assert len(rows) == num_samples
+    return rows
+
+
+def write_report(run_dir: Path, content: dict[str, Any], pictures: dict[str, Callable[[Path], None]]) -> list[Path]:
+    """Write evaluation.json and the pictures of an evaluation into the run's folder. Call on one rank.
+
+    Args:
+        pictures: by file name, a function that draws into the file, or draws nothing.
+
+    Returns:
+        The pictures that were drawn.
+    """
+    (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    for name, draw in pictures.items():
+        (run_dir / name).unlink(missing_ok=True)  # of an evaluation before
+        try:
+            draw(run_dir / name)
+        except Exception as error:  # a font or an image must not cost the model
+            print_main(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
+    return [run_dir / name for name in pictures if (run_dir / name).exists()]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """One entry a sample, in the order of the data set; all arrays [samples]."""
+
+    labels: np.ndarray
+    predicted: np.ndarray
+    confidence: np.ndarray
+    losses: np.ndarray
+    above: np.ndarray  # classes that were scored above the true one
+    classes: tuple[str, ...]
+    noun: str = "images"  # what the samples are
+
+    of_batch = staticmethod(scores)
+
+    @classmethod
+    def gather(
+        cls,
+        accelerator: Accelerator,
+        batches: list[torch.Tensor],
+        num_samples: int,
+        classes: tuple[str, ...],
+        noun: str = "images",
+    ) -> "Predictions":
+        """The predictions of all ranks, each sample once. Every rank calls this and gets all.
+
+        Args:
+            batches, num_samples: see `gather_rows`; what `scores` gave.
+        """
+        rows = gather_rows(accelerator, batches, num_samples)
+        integers = rows[:, [0, 1, 4]].astype(np.int64).T
+        return cls(integers[0], integers[1], rows[:, 2], rows[:, 3], integers[2], classes, noun)
+
+    def per_class(self) -> dict[str, np.ndarray]:
+        """precision, recall, f1 and support (samples) of each class, [classes]; 0 where nothing defines them."""
+        from sklearn.metrics import precision_recall_fscore_support
+
+        numbers = range(len(self.classes))
+        values = precision_recall_fscore_support(self.labels, self.predicted, labels=numbers, zero_division=0.0)
+        return dict(zip(("precision", "recall", "f1", "support"), values, strict=True))
+
+    def summary(self) -> dict[str, float]:
+        """The figures of an evaluation; the mean F1 is over the classes that occur."""
+        from sklearn.metrics import matthews_corrcoef
+
+        by_class = self.per_class()
+        values = {"eval_loss": self.losses.mean(), "eval_accuracy": (self.labels == self.predicted).mean()}
+        if len(self.classes) > 5:
+            values["eval_top5_accuracy"] = (self.above < 5).mean()
+        values["eval_macro_f1"] = by_class["f1"][by_class["support"] > 0].mean()
+        values["eval_matthews"] = matthews_corrcoef(self.labels, self.predicted)
+        return {name: float(value) for name, value in values.items()}
+
+    def headline(self) -> str:
+        return f"{self.summary()['eval_accuracy']:.2%} of {len(self.labels):,} validation {self.noun} are right"
+
+    def for_config(self) -> dict[str, Any]:
+        """What final/config.json says besides the names of the classes."""
+        return {}
+
+    def usage(self, load: str) -> str:
+        """The lines of the model card that use the pipeline which `load` makes."""
+        return load
+
+    def mistakes(self) -> np.ndarray:
+        """The samples that were classified wrongly, the most confident mistake first."""
+        wrong = np.flatnonzero(self.labels != self.predicted)
+        return wrong[np.argsort(-self.confidence[wrong], kind="stable")]
+
+    def listed(self, samples: Validated) -> list[dict[str, Any]]:
+        """The mistakes in words, in their order."""
+        return [
+            {
+                **samples.shown(int(i)),
+                "label": self.classes[self.labels[i]],
+                "predicted": self.classes[self.predicted[i]],
+                "confidence": round(float(self.confidence[i]), 4),
+            }
+            for i in self.mistakes()
+        ]
+
+    def write(self, run_dir: Path, samples: Validated) -> list[Path]:
+        """Write evaluation.json, confusion_matrix.png and mistakes.png into the run's folder. Call on one rank.
+
+        Returns:
+            The pictures.
+        """
+        by_class = {name: values.tolist() for name, values in self.per_class().items()}
+        content: dict[str, Any] = {
+            **{key.removeprefix("eval_"): value for key, value in self.summary().items()},
+            self.noun: len(self.labels),
+            "classes": {name: {key: by_class[key][i] for key in by_class} for i, name in enumerate(self.classes)},
+            "mistakes": self.listed(samples),
+        }
+        draw: Any = {
+            "confusion_matrix.png": self._draw_confusion,
+            "mistakes.png": partial(self._draw_mistakes, samples=samples),
+        }
+        return write_report(run_dir, content, draw)
+
+    def _draw_confusion(self, file: Path) -> None:
+        from matplotlib.figure import Figure
+        from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
+
+        mistakes = self.mistakes()
+        wrong = sum(np.bincount(v[mistakes], minlength=len(self.classes)) for v in (self.labels, self.predicted))
+        shown = np.sort(np.argsort(-wrong, kind="stable")[:MATRIX_CLASSES])
+        title = f"{len(self.labels):,} validation {self.noun}, {(self.labels == self.predicted).mean():.2%} right"
+        if len(shown) < len(self.classes):
+            title += f"\nthe {len(shown)} of {len(self.classes)} classes with the most mistakes"
+        side = 2.5 + 0.45 * len(shown)
+        figure = Figure(figsize=(side, side), layout="constrained")
+        axes = figure.add_subplot(title=title)
+        matrix = confusion_matrix(self.labels, self.predicted, labels=shown)
+        display = ConfusionMatrixDisplay(matrix, display_labels=[short(self.classes[i]) for i in shown])
+        display.plot(ax=axes, cmap="Blues", xticks_rotation="vertical", colorbar=False, text_kw={"fontsize": 8})
+        figure.savefig(file, dpi=110)
+
+    def _draw_mistakes(self, file: Path, samples: Validated) -> None:
+        tiles = []
+        for i in self.mistakes()[:MISTAKES]:
+            true, predicted = short(self.classes[self.labels[i]]), short(self.classes[self.predicted[i]])
+            tiles.append((int(i), f"pred {predicted} {self.confidence[i]:.0%}\ntrue {true}"))
+        samples.draw(file, f"the most confident of {len(self.mistakes()):,} mistakes", tiles)
+
+
+def short(name: str) -> str:
+    """At most 18 characters, without $ (it starts a formula in matplotlib) and without bytes that are not Unicode."""
+    name = name.encode("utf-8", "backslashreplace").decode()
+    return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

@@ -1,0 +1,402 @@
+"""Texts with labels: prepared once, and read as samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shared import demo
+from shared.config.parse import cache_dir
+from shared.data import prepared, records
+from shared.data.labels import hold_out, in_order, label_of, rarest
+from shared.data.loader import parallel_map
+from shared.data.order import IGNORED, Batch, Row
+from shared.data.records import Source
+from shared.models.hub import from_hub
+from shared.process.collectives import on_main
+from shared.process.errors import ConfigError
+from shared.text.options import LabelledTextConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK_TEXTS = 256  # texts that a process gets at a time
+COLUMNS = {"text": ("text", "sentence"), "text_pair": (), "label": ("label", "labels")}
+DEMO = Source("functions of the standard library", lambda: [sys.version, demo.python_files()], demo.functions_of_packages)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, which pads on the right. One without a padding token pads with its end-of-text token.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has neither token.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None or not tokenizer.is_fast:
+        raise ConfigError(f"{name}: its tokenizer has no padding and no end-of-text token, or is a slow one")
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+class Texts:
+    """One split of prepared texts: `order.Samples`, and what `report` asks for.
+
+    Each row has `input_ids`, [tokens] int64, `token_type_ids` where the tokenizer makes them, and `labels`: a class number,
+    a number, or [classes] fp32 with 1 for each class that the text has.
+
+    Args:
+        folder: of the prepared data.
+        index: [n], the numbers of the texts.
+        labels: [n], or [n, classes].
+        sources: texts of each source of a mixture, in this order.
+    """
+
+    def __init__(
+        self, folder: Path, index: np.ndarray, labels: np.ndarray, tokenizer: Any, sources: dict[str, int] | None = None
+    ) -> None:
+        self.folder, self.index, self.labels, self.tokenizer, self.sources = folder, index, labels, tokenizer, sources or {}
+        with prepared.reading(folder):
+            self.meta = json.loads((folder / "meta.json").read_text())
+            self.ids = np.memmap(folder / "ids.bin", np.int32, "r")
+            self.types = np.memmap(folder / "types.bin", np.uint8, "r") if self.meta["has_types"] else None
+            self.ends = np.load(folder / "ends.npy")
+            if self.ends[-1] != len(self.ids):
+                raise ValueError("its files are not of one length")
+        self.starts = np.concatenate([[0], self.ends[:-1]])
+        self.lengths = (self.ends - self.starts)[index]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def _part(self, number: int) -> slice:
+        return slice(self.starts[self.index[number]], self.ends[self.index[number]])
+
+    def __getitem__(self, number: int) -> Row:
+        part = self._part(number)
+        row = {"input_ids": self.ids[part].astype(np.int64), "labels": np.array(self.labels[number])}
+        return row if self.types is None else row | {"token_type_ids": self.types[part].astype(np.int64)}
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return len(indices)
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """Where the texts to validate on are from, by their numbers."""
+        with prepared.reading(self.folder):
+            return json.loads((self.folder / "places.json").read_text())
+
+    def shown(self, number: int) -> dict[str, Any]:
+        """Where a text is from, and its tokens as text; of a pair with the tokens that part them."""
+        ids = self.ids[self._part(number)].tolist()
+        return {
+            "where": self.places[str(self.index[number])],
+            "text": self.tokenizer.decode(ids, skip_special_tokens=not self.meta["pairs"]),
+        }
+
+    def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
+        """Texts are read in evaluation.json."""
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Training and validation texts of a config."""
+
+    train: Texts
+    validation: Texts
+    classes: tuple[str, ...]  # names, by class number; of a regression one
+    problem_type: str  # single_label, multi_label or regression
+    identity: str  # changes if the tokens or the labels change
+    about: str  # a description in one line
+
+    def numbered_as(self, classes: tuple[str, ...]) -> TextData:
+        """The same texts with class numbers by the order of `classes`: the same names in another order."""
+        number = np.array([classes.index(name) for name in self.classes])
+        parts = []
+        for part in (self.train, self.validation):
+            labels = part.labels
+            if self.problem_type == "single_label":
+                labels = number[labels]
+            elif self.problem_type == "multi_label":
+                labels = labels[:, np.argsort(number)]
+            parts.append(Texts(part.folder, part.index, labels, part.tokenizer, part.sources))
+        return replace(self, train=parts[0], validation=parts[1], classes=classes)
+
+
+def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: int = 8) -> Batch:
+    """Rows of `Texts` -> {"input_ids", "attention_mask" and perhaps "token_type_ids": [batch, longest] int64; "labels"}.
+
+    Args:
+        at_most: no row is longer.
+        multiple_of: pad to a multiple of this, but not beyond `at_most`: fewer lengths mean fewer kernels to choose.
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
+    longest = min(longest + -longest % multiple_of, at_most)
+    fill = {"input_ids": pad_token_id} | ({"token_type_ids": 0} if "token_type_ids" in rows[0] else {})
+    batch = {key: np.full((len(rows), longest), value, np.int64) for key, value in fill.items()}
+    batch["attention_mask"] = np.zeros((len(rows), longest), np.int64)
+    for i, row in enumerate(rows):
+        for key in fill:
+            batch[key][i, : len(row[key])] = row[key]
+        batch["attention_mask"][i, : len(row["input_ids"])] = 1
+    batch["labels"] = np.stack([row["labels"] for row in rows])
+    return {key: torch.from_numpy(value) for key, value in batch.items()}
+
+
+def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> TextData:
+    """Read, check and tokenise the data once, and split them. Every rank calls this; the main one works.
+
+    Raises:
+        ConfigError: wrong input, with its place; a class with nothing to train on; only one class.
+    """
+    sources = {name: records.open_sources(source, demo=DEMO) for name, source in config.sources().items()}
+    trained = {name: train for name, (train, _) in sources.items()}
+    validation = next(iter(sources.values()))[1]  # the same for all
+    serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    key = on_main(
+        lambda: prepared.fingerprint(
+            code=prepared.source_of("data", "text"),
+            train={name: source.identity() for name, source in trained.items()},
+            validation=validation and validation.identity(),
+            tokenizer=hashlib.sha256(serialised.encode()).hexdigest(),
+            columns=[config.text_column, config.text_pair_column, config.label_column],
+            settings=[config.problem_type, config.seq_length, config.validation_split_percentage],
+        )
+    )
+    folder = prepared.build_once(
+        cache_dir() / "labelled" / key, lambda into: _Building(config, tokenizer, into).build(trained, validation)
+    )
+    with prepared.reading(folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        labels, parts = np.load(folder / "labels.npy"), [np.load(folder / f"{name}.npy") for name in ("train", "validation")]
+    if meta["problem_type"] == "multi_label":
+        labels = labels.astype(np.float32)
+    train, held_out = (Texts(folder, index, labels[index], tokenizer) for index in parts)
+    train.sources = meta["sources"]
+    about = meta["about"] + records.not_used(meta["unused"])
+    return TextData(train, held_out, tuple(meta["classes"]), meta["problem_type"], meta["sha256"], about)
+
+
+class _Encode:
+    """(place, text, second text or None) of several -> (ids, token types or None, length of each, how many were cut)."""
+
+    def __init__(self, tokenizer: Any, seq_length: int) -> None:
+        self.tokenizer, self.seq_length = tokenizer, seq_length
+
+    def __call__(self, chunk: list[tuple[str, str, str | None]]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, int]:
+        places, texts, others = zip(*chunk, strict=True)
+        pairs = None if others[0] is None else list(others)
+        encoded = self.tokenizer(list(texts), pairs, truncation=True, max_length=self.seq_length)
+        lengths = np.array([len(ids) for ids in encoded["input_ids"]])
+        if not lengths.all():
+            raise ConfigError(f"{places[int(lengths.argmin())]}: the tokenizer makes no token of this text")
+        types = np.concatenate(encoded["token_type_ids"]).astype(np.uint8) if "token_type_ids" in encoded else None
+        cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        return np.concatenate(encoded["input_ids"]).astype(np.int32), types, lengths, cut
+
+
+class _Building:
+    """Fills the folder of prepared data."""
+
+    def __init__(self, config: LabelledTextConfig, tokenizer: Any, folder: Path) -> None:
+        self.config, self.tokenizer, self.folder = config, tokenizer, folder
+        self.places: list[str] = []
+        self.labels: list[Any] = []
+        self.lengths: list[np.ndarray] = []
+        self.has_types = False
+        self.unused: Counter[str] = Counter()
+        self.cut = 0
+
+    def build(self, trained: dict[str, Source], validation: Source | None) -> None:
+        sizes = {name: self._add(source) for name, source in trained.items()}
+        size = len(self.labels)
+        if validation is not None:
+            self._add(validation)
+        problem_type = self.config.problem_type or _problem_type(self.labels)
+        if problem_type == "regression":
+            classes, labels, groups = ["LABEL_0"], self._numbers(), np.zeros(size, np.int64)
+        else:
+            classes, labels = self._classes(problem_type, size)
+            groups = rarest(labels[:size]) if problem_type == "multi_label" else labels[:size]
+        held_out = np.arange(len(labels)) >= size
+        how = (
+            f"of {validation.name}" if validation else f"{self.config.validation_split_percentage:g}% of each class held out"
+        )
+        if validation is None:
+            held_out = hold_out(groups, self.config.validation_split_percentage)
+            how = how.replace(" of each class", "") if problem_type == "regression" else how
+        name = ", ".join(source.name for source in trained.values())
+        index = [np.flatnonzero(~held_out), np.flatnonzero(held_out)]
+        if not all(map(len, index)):
+            raise ConfigError(f"{name}: no text to {'train' if held_out.all() else 'validate'} on")
+        counts = np.zeros(0, np.int64)
+        if problem_type == "single_label":
+            counts = np.bincount(labels[index[0]], minlength=len(classes))
+        elif problem_type == "multi_label":
+            counts = labels[index[0]].sum(axis=0, dtype=np.int64)
+        if not counts.all():
+            raise ConfigError(f"{name}: the class {classes[int(counts.argmin())]!r} has no text to train on")
+        lengths = np.concatenate(self.lengths)
+        index[1] = index[1][np.argsort(-lengths[index[1]], kind="stable")]  # batches of similar lengths
+        self._save(classes, labels, lengths, index)
+        of = np.searchsorted(np.cumsum([*sizes.values()]), index[0], side="right")
+        about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on, {lengths.min()}-{lengths.max()} tokens (mean "
+        about += (
+            f"{lengths.mean():.0f}), {self.cut:,} cut to {self.config.seq_length}; {len(index[1]):,} to validate on, {how}"
+        )
+        most = np.argsort(-counts, kind="stable")[:10]
+        about += "".join(f"{', ' if i else '; '}{classes[c]} {counts[c]:,}" for i, c in enumerate(most))
+        about += f" and {len(counts) - 10:,} more classes" if len(counts) > 10 else ""
+        meta: dict[str, Any] = {
+            "classes": classes,
+            "problem_type": problem_type,
+            "about": about,
+            "unused": sorted(self.unused),
+        }
+        meta |= {"sha256": self._digest(labels, index, classes), "has_types": self.has_types}
+        meta |= {"pairs": self.config.text_pair_column is not None}
+        meta |= {"sources": dict(zip(sizes, np.bincount(of, minlength=len(sizes)).tolist(), strict=True))}
+        (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+    def _add(self, source: Source) -> int:
+        """Tokenise all texts of a source. Returns their number."""
+        from tqdm import tqdm
+
+        before = len(self.labels)
+        work = _Encode(self.tokenizer, self.config.seq_length)
+        rows = self._read(source)
+        chunks = iter(lambda: list(islice(rows, CHUNK_TEXTS)), [])
+        results = parallel_map(work, chunks, self.config.preprocessing_num_workers)
+        bar = tqdm(desc=f"tokenising {source.name}", unit=" texts", leave=False, disable=None)
+        with open(self.folder / "ids.bin", "ab") as into, open(self.folder / "types.bin", "ab") as types_into, bar:
+            for ids, types, lengths, cut in results:
+                into.write(ids.data)
+                if types is not None:
+                    types_into.write(types.data)
+                    self.has_types = True
+                self.lengths.append(lengths)
+                self.cut += cut
+                bar.update(len(lengths))
+        if len(self.labels) == before:
+            raise ConfigError(f"{source.name}: no records in it")
+        return len(self.labels) - before
+
+    def _read(self, source: Source) -> Iterator[tuple[str, str, str | None]]:
+        """(place, text, second text or None) of each record. Its label and place are noted."""
+        columns: dict[str, str] = {}
+        for where, record in source.read():
+            columns = columns or self._columns(record, where)
+            for column in columns.values():
+                if column not in record:
+                    raise ConfigError(f"{where}: no column {column!r} (has: {', '.join(map(str, record))})")
+            texts = [record[columns[kind]] for kind in ("text", "text_pair") if kind in columns]
+            for kind, text in zip(columns, texts, strict=False):
+                if not isinstance(text, str) or not text.strip():
+                    found = "empty" if isinstance(text, str) else records.kind(text)
+                    raise ConfigError(f"{where}: {columns[kind]!r} is {found}, expected text")
+            self.unused.update(records.unused(record, columns.values()))
+            label = record[columns["label"]]
+            self.labels.append(int(label) if isinstance(label, float) and label.is_integer() else label)
+            self.places.append(where)
+            yield where, texts[0], texts[1] if len(texts) > 1 else None
+
+    def _columns(self, record: dict[str, Any], where: str) -> dict[str, str]:
+        """The names of the columns: text, perhaps text_pair, and label."""
+        found = {}
+        for kind, usual in COLUMNS.items():
+            named = getattr(self.config, f"{kind}_column")
+            column = named or next((name for name in usual if name in record), "")
+            if column not in record and (named or usual):
+                wanted = repr(named) if named else " or ".join(usual)
+                has = ", ".join(map(str, record))
+                raise ConfigError(f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column")
+            if column:
+                found[kind] = column
+        return found
+
+    def _numbers(self) -> np.ndarray:
+        """The labels of a regression, [n] fp32."""
+        numbers = []
+        for where, label in zip(self.places, self.labels, strict=True):
+            number = _number(label)
+            if number is None or not math.isfinite(number) or number == IGNORED:
+                why = "which marks rows without a label: rescale the labels" if number == IGNORED else "expected a number"
+                raise ConfigError(f"{where}: the label is {label!r}, {why}")
+            numbers.append(number)
+        return np.array(numbers, np.float32)
+
+    def _classes(self, problem_type: str, size: int) -> tuple[list[str], np.ndarray]:
+        """(names of the classes; [n] int64 class numbers, or [n, classes] uint8). The first `size` texts are trained on."""
+        given = self.config.problem_type or (problem_type if problem_type == "multi_label" else None)
+        names: Any = [label_of(label, given, where) for where, label in zip(self.places, self.labels, strict=True)]
+        several = problem_type == "multi_label"
+        each = names if several else [(name,) for name in names]
+        classes = in_order({name for of_one in each[:size] for name in of_one})
+        if len(classes) < 2:
+            found = f"only one class, {classes[0]!r}" if classes else "no label"
+            raise ConfigError(f"{self.places[0]} and after: {found}")
+        number_of = {name: number for number, name in enumerate(classes)}
+        for where, of_one in zip(self.places[size:], each[size:], strict=True):
+            for name in of_one:
+                if name not in number_of:
+                    some = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
+                    raise ConfigError(f"{where}: the label {name!r} is none of the training data ({some})")
+        if not several:
+            return classes, np.array([number_of[name] for name in names], np.int64)
+        hot = np.zeros((len(names), len(classes)), np.uint8)
+        for row, of_one in zip(hot, each, strict=True):
+            row[[number_of[name] for name in of_one]] = 1
+        return classes, hot
+
+    def _save(self, classes: list[str], labels: np.ndarray, lengths: np.ndarray, index: list[np.ndarray]) -> None:
+        np.save(self.folder / "ends.npy", np.cumsum(lengths))
+        np.save(self.folder / "labels.npy", labels)
+        for name, numbers in zip(("train", "validation"), index, strict=True):
+            np.save(self.folder / f"{name}.npy", numbers)
+        places = {number: self.places[number] for number in index[1].tolist()}
+        (self.folder / "places.json").write_text(json.dumps(places))
+
+    def _digest(self, labels: np.ndarray, index: list[np.ndarray], classes: list[str]) -> str:
+        digest = hashlib.sha256(json.dumps(classes).encode())
+        for array in (labels, *index):
+            digest.update(array.tobytes())
+        for name in ("ids.bin", "types.bin", "ends.npy"):
+            with open(self.folder / name, "rb") as file:
+                while block := file.read(2**24):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+def _number(label: Any) -> float | None:
+    """A label as a number; None if it is none."""
+    if isinstance(label, bool) or not isinstance(label, int | float | str):
+        return None
+    try:
+        return float(label)
+    except ValueError:
+        return None
+
+
+def _problem_type(labels: list[Any]) -> str:
+    """What the labels look like."""
+    if any(isinstance(label, list) for label in labels):
+        return "multi_label"
+    numbers = [_number(label) for label in labels]
+    if None not in numbers and any(number != math.floor(number) for number in numbers if math.isfinite(number or 0)):  # type: ignore[operator, arg-type]
+        return "regression"
+    return "single_label"

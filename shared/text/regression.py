@@ -1,0 +1,94 @@
+"""Evaluation of predicted numbers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from shared.data.report import Validated, gather_rows, write_report
+
+
+@dataclass(frozen=True)
+class RegressionPredictions:
+    """As `report.Predictions`, for numbers. One entry a sample, in the order of the data set; all arrays [samples]."""
+
+    labels: np.ndarray
+    predicted: np.ndarray
+    noun: str
+
+    @staticmethod
+    def of_batch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """What the evaluation keeps of a batch: [batch, 2] fp32: label, prediction.
+
+        Args:
+            logits: [batch, 1].
+            labels: [batch], -100 in rows that do not count.
+        """
+        return torch.cat([labels[:, None].float(), logits.float()], dim=1)
+
+    @classmethod
+    def gather(
+        cls, accelerator: Accelerator, batches: list[torch.Tensor], num_samples: int, classes: tuple[str, ...], noun: str
+    ) -> "RegressionPredictions":
+        """See `report.Predictions.gather`; `batches` are of `of_batch`."""
+        labels, predicted = gather_rows(accelerator, batches, num_samples).T
+        return cls(labels, predicted, noun)
+
+    def summary(self) -> dict[str, float]:
+        """eval_loss, the mean squared error, and the correlations; 0 where nothing defines them."""
+        from scipy.stats import pearsonr, spearmanr
+
+        varies = np.ptp(self.labels) > 0 and np.ptp(self.predicted) > 0
+        found = {
+            f"eval_{name}": f(self.labels, self.predicted).statistic if varies else 0.0
+            for name, f in (
+                ("pearson", pearsonr),
+                ("spearman", spearmanr),
+            )
+        }
+        return {"eval_loss": float(((self.labels - self.predicted) ** 2).mean())} | {k: float(v) for k, v in found.items()}
+
+    def headline(self) -> str:
+        values = self.summary()
+        return (
+            f"Pearson's correlation {values['eval_pearson']:.4f}, Spearman's {values['eval_spearman']:.4f} on "
+            f"{len(self.labels):,} validation {self.noun}"
+        )
+
+    def for_config(self) -> dict[str, Any]:
+        """What final/config.json says: pipelines then give the number as it is."""
+        return {"problem_type": "regression"}
+
+    def usage(self, load: str) -> str:
+        return load
+
+    def listed(self, samples: Validated) -> list[dict[str, Any]]:
+        """The samples with the largest errors, in words; at most 1000."""
+        apart = np.abs(self.labels - self.predicted)
+        return [
+            {
+                **samples.shown(int(i)),
+                "label": round(float(self.labels[i]), 4),
+                "predicted": round(float(self.predicted[i]), 4),
+            }
+            for i in np.argsort(-apart, kind="stable")[:1000]
+        ]
+
+    def write(self, run_dir: Path, samples: Validated) -> list[Path]:
+        """Write evaluation.json and predictions.png into the run's folder. Call on one rank. Returns the picture."""
+        content = {key.removeprefix("eval_"): value for key, value in self.summary().items()}
+        content |= {self.noun: len(self.labels), "mistakes": self.listed(samples)}  # type: ignore[dict-item]
+        return write_report(run_dir, content, {"predictions.png": self._draw})
+
+    def _draw(self, file: Path) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 5), layout="constrained")
+        axes = figure.add_subplot(title=self.headline().replace(", ", "\n", 1), xlabel="label", ylabel="predicted")
+        axes.scatter(self.labels, self.predicted, s=8, alpha=0.5)
+        ends = [min(self.labels.min(), self.predicted.min()), max(self.labels.max(), self.predicted.max())]
+        axes.plot(ends, ends, color="grey", linewidth=1)
+        figure.savefig(file, dpi=110)

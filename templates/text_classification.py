@@ -1,0 +1,229 @@
+"""Classify texts: one class or several a text, a number (regression), or pairs of texts; all weights or LoRA.
+
+    accelerate launch templates/text_classification.py                         # offline demo, any machine
+    accelerate launch templates/text_classification.py --model_name_or_path ORG/BERT --train_file reviews.csv
+    accelerate launch templates/text_classification.py --model_name_or_path ORG/LLAMA --dataset_name ORG/NAME --lora_r 16
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/text_classification.py --train_file pairs.jsonl \
+        --text_column premise --text_pair_column hypothesis --model_name_or_path ORG/BERT
+    docker run --gpus all IMAGE accelerate launch templates/text_classification.py
+
+Fine-tuning of encoders: Devlin et al., arXiv 1810.04805. LoRA: Hu et al., arXiv 2106.09685.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from shared import demo
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.models.options import AdapterConfig
+from shared.process.errors import ConfigError
+from shared.text.options import LabelledTextConfig
+
+DEMO_EPOCHS = 3  # about a minute on two CPU cores
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a classifier of texts."""
+
+    # Options that may change on resume: they do not change what the model learns.
+    FREE: ClassVar = frozenset[str]()
+
+    model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
+    lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
+    lora_alpha: int = 32  # Scale of the adapters: updates are multiplied by alpha / r
+    data: LabelledTextConfig = LabelledTextConfig()
+    batch: BatchConfig = BatchConfig(
+        global_batch_size=16, per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
+    )
+    optim: OptimConfig = OptimConfig(
+        learning_rate=1e-4, weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_ratio=0.06
+    )
+    speed: SpeedConfig = SpeedConfig()
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="loss")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        self.batch.micro_batch()  # refuses what does not divide
+        configs.require(self, "at least 0", "lora_r")
+        configs.require(self, "above 0", "lora_alpha")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+    CONFIG = configs.parse_or_exit(Config)
+
+import numpy as np
+import torch
+from accelerate import DistributedType
+from torch import nn
+from torch.nn import functional as F
+
+from shared.data.loader import Loader
+from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy
+from shared.data.order import IGNORED, Batch, Order
+from shared.data.report import MISTAKES, Predictions
+from shared.models import adapters, classifier
+from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.checks import require_tokens_fit
+from shared.models.counts import count_parameters, measure
+from shared.models.hub import attention_option
+from shared.models.loading import without_adapters
+from shared.models.weights import gather_weights
+from shared.parallel import sharding
+from shared.process.files import whole_folder
+from shared.run import exits
+from shared.run.run import Run
+from shared.text import labelled
+from shared.text.packing import rows_order
+from shared.text.regression import RegressionPredictions
+from shared.training import optim
+
+# By --problem_type: transformers' name of it, and what an evaluation measures.
+PROBLEMS: dict[str, tuple[str, Any]] = {
+    "single_label": ("single_label_classification", Predictions),
+    "multi_label": ("multi_label_classification", MultiLabelPredictions),
+    "regression": ("regression", RegressionPredictions),
+}
+
+
+def load_model(config: Config, data: labelled.TextData) -> tuple[Any, tuple[str, ...]]:
+    """(the model with fp32 weights, without adapters; the classes in the order of its scores)."""
+    problem_type, _ = PROBLEMS[data.problem_type]
+    options = attention_option(config.speed.attn_implementation)
+    padding = data.train.tokenizer.pad_token_id
+    return classifier.load_text_classifier(config.model_name_or_path, data.classes, problem_type, padding, **options)
+
+
+def prepare_model(run: Run, model: Any, data: labelled.TextData, sample: Batch) -> tuple[nn.Module, float]:
+    """(the model ready to be sharded, FLOPs of forward and backward for a text such as the `sample`)."""
+    config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
+    require_tokens_fit(model, data.train.tokenizer, config.data.seq_length)
+    set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
+    if config.lora_r:
+        whole = (*classifier.text_heads(model), *(name for name, _ in model.named_modules() if name.endswith("pooler")))
+        adapter = AdapterConfig(lora_r=config.lora_r, lora_alpha=config.lora_alpha, modules_to_save=whole)
+        model = adapters.add_adapters(model, adapter, "SEQ_CLS")
+    classifier.make_shardable(without_adapters(model), of_text=True)
+    device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
+    model.to(device)
+    with run.accelerator.autocast():
+        flops = measure(model, {key: value.to(device) for key, value in sample.items() if key != "labels"})
+    if config.speed.torch_compile:
+        compile_blocks(model)
+    return model.train(), flops
+
+
+def build_loaders(run: Run, data: labelled.TextData) -> tuple[Loader, Loader, Batch]:
+    """(training and validation micro-batches of texts of similar lengths, a batch of one usual text)."""
+    batch, tokenizer = run.config.batch, data.train.tokenizer
+    if len(data.train) < batch.global_batch_size:
+        raise ConfigError(f"{len(data.train)} training texts are fewer than one --global_batch_size: choose a smaller one")
+    weights = run.config.data.mix_weights
+    order = rows_order(data.train, batch.global_batch_size, batch.seed, weights, packed=False)
+    share, eval_size = sharding.share(run.accelerator), batch.per_device_eval_batch_size
+    eval_order = Order(len(data.validation), eval_size * share["world_size"], 0, shuffle=False)
+    collate = partial(labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=run.config.data.seq_length)
+    rows, workers = batch.micro_batch()[0], batch.dataloader_num_workers
+    return (
+        Loader(data.train, collate, order, per_device=rows, num_workers=workers, **share),
+        Loader(data.validation, collate, eval_order, per_device=eval_size, **share),
+        collate([data.train[int(np.argsort(data.train.lengths)[len(data.train) // 2])]]),
+    )
+
+
+def text_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss summed over this micro-batch's texts. Rows that only fill it up have the label IGNORED.
+
+    Cross-entropy for class numbers, [rows] int64; a yes or no for each class, [rows, classes]; squared error for numbers.
+    """
+    labels = batch["labels"]
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits.float()
+    if labels.ndim == 2:
+        losses = binary_cross_entropy(logits, labels)
+    elif labels.is_floating_point():
+        losses = (logits[:, 0] - labels) ** 2
+    else:
+        losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+    return (losses * (labels != IGNORED)).sum()
+
+
+def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Any:
+    """What the model says of the validation texts, each counted once on any world size."""
+    batches, (_, kind) = [], PROBLEMS[data.problem_type]
+    for window in run.read(loader):
+        (batch,) = window.micro_batches
+        labels = batch.pop("labels")
+        batches.append(kind.of_batch(model(**batch).logits, labels))
+    return kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
+
+
+def evaluate(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Any:
+    """Log loss and scores of the validation texts."""
+    with run.evaluating(model):
+        predictions = predict(run, model, loader, data)
+        run.log_evaluation(predictions.summary())
+    return predictions
+
+
+def save_final(run: Run, model: nn.Module, data: labelled.TextData, predictions: Any) -> None:
+    """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found. Every rank calls this."""
+    config, tokenizer = run.config, data.train.tokenizer
+    weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
+    if not run.is_main:
+        return
+    for picture in predictions.write(run.dir, data.validation):
+        run.logger.log_picture(picture.stem, picture)
+    mistakes = predictions.listed(data.validation)[:MISTAKES]
+    run.logger.log_table("mistakes", [*mistakes[0]] if mistakes else [], [[*map(str, row.values())] for row in mistakes])
+    whole = run.unwrap(model)
+    if config.lora_r:
+        with whole_folder(run.dir / "adapter") as folder:
+            adapters.save_adapter(folder, whole, weights, {})
+        whole = adapters.merge_into(load_model(config, data)[0], run.dir / "adapter")
+    with whole_folder(run.dir / "final") as folder:
+        whole.config.update(predictions.for_config())
+        whole.save_pretrained(folder, state_dict=None if config.lora_r else weights)
+        tokenizer.model_max_length = config.data.seq_length  # pipelines cut longer texts, as training did
+        tokenizer.save_pretrained(folder)
+        task = "text-classification"
+        load = predictions.usage(f'transformers.pipeline("{task}", model="final", truncation=True)')
+        (folder / "README.md").write_text(run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8")
+
+
+def main(config: Config) -> None:
+    run = Run(config, "text_classification", unit="texts")
+    data = labelled.prepare(config.data, labelled.load_tokenizer(config.model_name_or_path))
+    model, classes = load_model(config, data)
+    data = data.numbered_as(classes)
+    train, validation, sample = build_loaders(run, data)
+    model, flops = prepare_model(run, model, data, sample)
+    trained, parameters = count_parameters(model)
+
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    demo_steps = DEMO_EPOCHS * train.order.steps_per_epoch if config.data.is_demo else None
+    run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch, default=demo_steps))
+    run.rehearse(partial(text_loss, model))  # --find_batch_size, --dress_rehearsal
+    about = f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained"
+    run.start(samples="texts", flops=flops, data=data.about, model=about)
+
+    if run.should_evaluate():
+        evaluate(run, model, validation, data)
+    for step in run.steps():
+        for batch in step.micro_batches():
+            step.backward(text_loss(model, batch))  # summed over the micro-batch, scaled to the mean of the global batch
+        step.clip_gradients(config.optim.max_grad_norm)
+        step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
+        if run.should_evaluate():
+            evaluate(run, model, validation, data)
+    run.load_best_weights()
+    with run.evaluating(model):
+        predictions = predict(run, model, validation, data)
+    save_final(run, model, data, predictions)
+    run.close(predictions.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+
+
+if __name__ == "__main__":
+    exits.run(main, CONFIG)
