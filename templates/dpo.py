@@ -84,12 +84,12 @@ from shared.models.loss import fuse_head, log_probabilities
 from shared.run import exits
 from shared.run.final import save_whole
 from shared.run.final_adapter import save_adapter
+from shared.run.reference import add_reference, identity_of_start
 from shared.run.run import Run
 from shared.text import chat
 from shared.text.loaders import choose_packing
 from shared.text.preferences import PairData, build_loaders, read_pairs
 from shared.training import optim
-from shared.training.reference import add_reference, identity_of_start
 
 
 def build_model(run: Run, tokenizer: Any) -> nn.Module:
@@ -156,7 +156,8 @@ def preference_loss(config: Config, model: nn.Module, batch: dict[str, torch.Ten
 
 def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None:
     """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation pairs, each counted once."""
-    config, sums = run.config, {}
+    config = run.config
+    sums: dict[str, Any] = {}
 
     def add(**values: torch.Tensor) -> None:
         for name, value in values.items():

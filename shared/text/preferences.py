@@ -174,7 +174,7 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
     - `reference`: [pairs, 2] fp32.
     """
     cuts = [int(np.flatnonzero(row["position_ids"] == 0)[1]) for row in rows]
-    halves = [
+    halves: list[Row] = [
         {key: row[key][part] for key in ("input_ids", "labels")}
         for row, cut in zip(rows, cuts, strict=True)
         for part in (slice(cut), slice(cut, None))
