@@ -23,8 +23,8 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.text.options import PreferenceConfig
 
-DEMO_STEPS = 60  # about two minutes on two CPU cores
-DEMO_SAMPLES = 1200
+DEMO_STEPS = 40  # about two minutes on two CPU cores
+DEMO_SAMPLES = 800
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 REFERENCE_FREE = ("simpo", "orpo")
 
