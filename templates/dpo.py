@@ -23,8 +23,8 @@ from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.text.options import PreferenceConfig
 
-DEMO_STEPS = 60  # about two minutes on two CPU cores
-DEMO_SAMPLES = 1200
+DEMO_STEPS = 40  # about two minutes on two CPU cores
+DEMO_SAMPLES = 800
 ADAPTER = AdapterConfig(lora_r=16, lora_alpha=32)
 REFERENCE_FREE = ("simpo", "orpo")
 
@@ -182,7 +182,7 @@ def main(config: Config) -> None:
     model = build_model(run, tokenizer)
     initial = {} if config.full else adapters.pissa_start(model, config.adapter)
     (trained, parameters), flops = count_parameters(model), flops_per_token(model, held_out.meta["context"])
-    start = identity_of_start(config.model_name_or_path, model, config.adapter, run.accelerator)
+    start = identity_of_start(config.model_name_or_path, model, config.adapter)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)

@@ -23,7 +23,7 @@ from shared.process.errors import ConfigError, first_line
 from shared.text.preferences import Pairs, one_pass
 
 
-def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig, accelerator: Accelerator) -> str:
+def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig) -> str:
     """What the model before its first step is known by. New adapters change nothing yet. Every rank calls this.
 
     Args:
@@ -32,10 +32,8 @@ def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig, accel
     """
     given = adapter.adapter_name_or_path
     return prepared.fingerprint(
-        code=prepared.source_of("models"),
         weights=identity_of_weights(name, model),
         adapter=given and identity_of_weights(given, files="adapter_model.safetensors"),
-        precision=accelerator.mixed_precision,
         quantised=[adapter.load_in_4bit, adapter.load_in_8bit],
     )
 
@@ -60,7 +58,8 @@ def add_reference(
     Raises:
         ConfigError: they are not finite, or cannot be written or read.
     """
-    key = prepared.fingerprint(pairs=pairs.meta["sha256"], split=pairs.split, start=start)
+    how = [prepared.source_of("models"), accelerator.mixed_precision]
+    key = prepared.fingerprint(pairs=pairs.meta["sha256"], split=pairs.split, start=start, how=how)
     file = cache_dir() / "reference" / f"{key}.npy"
     if on_main(file.exists):
         with prepared.reading(file):
