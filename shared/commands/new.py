@@ -25,7 +25,6 @@ COMMANDS = ("run", "verify_resume", "audit", "upgrade")  # of `python -m shared`
 # Launch configs that a template does not support.
 UNFIT = {
     "image_classification": "deepspeed|tensor_parallel|offload",
-    "text_classification": "tensor_parallel",
     "pretrain_pipeline": "deepspeed|tensor_parallel|offload|fsdp2|hsdp|fp8|single_gpu",
 }
 GITIGNORE = "__pycache__/\n*.pyc\noutputs/\nruns/\nwandb/\n.venv/\n"

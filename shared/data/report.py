@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from shared.data.order import IGNORED
+from shared.process import ranks
 from shared.process.errors import first_line
 from shared.process.printing import print_main
 
@@ -58,6 +59,7 @@ def gather_rows(accelerator: Accelerator, batches: list[torch.Tensor], num_sampl
     """
     mine = torch.stack(batches)  # [windows, per device, values]
     everything = accelerator.gather(mine).view(accelerator.num_processes, *mine.shape)
+    everything = everything[:: accelerator.num_processes // ranks.data_parallel_size()]  # some read the same, in a row
     rows = everything.transpose(0, 1).flatten(0, 2).double().cpu().numpy()
     rows = rows[rows[:, 0] != IGNORED]
     assert len(rows) == num_samples

@@ -58,7 +58,9 @@ def test_gathering_drops_the_filling_and_keeps_the_order():
         Predictions.gather(accelerator, batches, 11, ("a", "b", "c"))
 
 
-def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set():
+def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
     class Two:
         """What an accelerator of two processes gathers from this rank and one whose labels are 2 higher."""
 

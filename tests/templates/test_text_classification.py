@@ -226,6 +226,17 @@ def test_two_processes_learn_what_one_learns(one_process, base, tmp_path, per_de
     assert evaluation(other.folder)["texts"] == 17
 
 
+@pytest.mark.slow
+def test_a_decoder_is_cut_by_tensor_parallelism(base, tiny_model, tmp_path):
+    flags = (*base, "--model_name_or_path", tiny_model, "--per_device_train_batch_size", 8)
+    one = run("text_classification", tmp_path / "one", *flags)
+    other = run("text_classification", tmp_path / "cut", *flags, processes=2, config="tensor_parallel")
+    assert other.manifest(12)["strategy"] == "TP 2 on cpu, fp32"
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert other.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-5)
+    assert evaluation(other.folder)["texts"] == evaluation(one.folder)["texts"] == 17
+
+
 def test_adapters_are_killed_and_resumed_bit_for_bit_and_serve_as_they_were_measured(base, tmp_path):
     """With dropout. final/ is the base with the adapters merged in; what they do not reach is as it was."""
     model = save_bert(tmp_path / "model", dropout=0.1)
