@@ -3,7 +3,7 @@
     accelerate launch templates/full_finetune.py                         # offline demo, any machine
     accelerate launch templates/full_finetune.py --model_name_or_path ORG/NAME --train_file chats.jsonl --learning_rate 1e-5
     accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py --model_name_or_path ...
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py --optim adamw_8bit ...
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py --optim adamw_8bit
     docker run --gpus all IMAGE accelerate launch templates/full_finetune.py
 
 NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Zamirai et al., arXiv 2010.06192.

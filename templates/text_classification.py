@@ -3,7 +3,7 @@
     accelerate launch templates/text_classification.py                         # offline demo, any machine
     accelerate launch templates/text_classification.py --model_name_or_path ORG/BERT --train_file reviews.csv
     accelerate launch templates/text_classification.py --model_name_or_path ORG/LLAMA --dataset_name ORG/NAME --lora_r 16
-    accelerate launch --config_file accelerate_configs/ddp.yaml templates/text_classification.py --train_file pairs.jsonl \
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/text_classification.py --train_file pairs.jsonl \\
         --text_column premise --text_pair_column hypothesis --model_name_or_path ORG/BERT
     docker run --gpus all IMAGE accelerate launch templates/text_classification.py
 

@@ -140,13 +140,21 @@ def test_the_messages_and_exit_codes_are_those_of_the_source():
 
 
 def test_the_examples_of_records_are_read():
-    from shared.text import forms
+    from shared.text import forms, preferences
 
     examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)]
     found = {forms.recognise(example, "docs/data.md") for example in examples}
     assert found == set(forms.FORMS)
     for example in examples:
         forms.read_example(example, forms.recognise(example, "docs/data.md"), "docs/data.md")
+    (section,) = re.findall(r"\n## Preferences\n(.*?)\n## ", PAGES["docs/data.md"], re.DOTALL)
+    pairs = [
+        json.loads(line) for text in re.findall(r"```jsonl\n(.*?)```", section, re.DOTALL) for line in text.splitlines()
+    ]
+    assert {preferences.recognise(pair, "docs/data.md") for pair in pairs} == set(preferences.FORMS)
+    for pair in pairs:
+        form, both = preferences.two_records(pair, preferences.recognise(pair, "docs/data.md"), "docs/data.md")
+        assert len([forms.read_example(record, form, "docs/data.md") for record in both]) == 2
 
 
 def launched_on(tokens: list[str]) -> list[int]:

@@ -5,6 +5,7 @@ Only the last of the section on weights ever was here.
 
 import contextlib
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -86,7 +87,8 @@ def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
     template, logged = load_template("lora_finetune"), {}
     sums = iter(torch.tensor(value) for value in (10.0, 1.0))  # of 5 targets, and of 1
     monkeypatch.setattr(template, "causal_lm_loss", lambda *_: next(sums))
-    run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False)
+    run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=None)
+    run.mean_loss = partial(Run.mean_loss, run)
     run.state, run.evaluating = SimpleNamespace(step=1), lambda _: torch.no_grad()
     run.read = lambda windows: [SimpleNamespace(micro_batches=[{}], num_targets=count) for count in windows]
     template.evaluate(run, None, SimpleNamespace(validation=[5, 1]), None)
