@@ -261,6 +261,7 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
         "meta-llama/Llama-3.1-8B": tiny_model,
         "runs/sft/final": tiny_model,
         "answerdotai/ModernBERT-base": tiny_model,
+        "google-bert/bert-base-uncased": tiny_model,
         "pairs.jsonl": folder / "pairs.jsonl",
         "reviews.csv": folder / "reviews.csv",
         "facebook/convnext-tiny-224": folder / "convnext",
@@ -299,11 +300,11 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
     extra = {"--output_dir": str(folder / "run"), "--report_to": "none", "--global_batch_size": "8"}
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
-    extra |= {"--eval_samples": "4"} if template != "image_classification" else {"--image_size": "16"}
+    classifies = {"image_classification": {"--image_size": "16"}, "text_classification": {"--seq_length": "64"}}
+    extra |= classifies.get(template, {"--eval_samples": "4"})
     extra |= (
         {"--num_generations": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
     )
-    extra |= {"--seq_length": "64"} if template == "text_classification" else {}
     extra |= {"--config_overrides": TINY, "--seq_length": "64"} if template == "pretrain" else {}
     given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]
