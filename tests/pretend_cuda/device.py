@@ -56,7 +56,7 @@ class Log:
         frame, place = sys._getframe(2), "elsewhere"
         while frame is not None:
             file = frame.f_code.co_filename
-            if file.startswith(str(ROOT)) and "pretend_cuda" not in file:
+            if file.startswith(str(ROOT)) and "pretend_cuda" not in file and "site-packages" not in file:  # of a .venv here
                 place = f"{Path(file).name}:{frame.f_lineno}"
                 break
             frame = frame.f_back
