@@ -78,10 +78,10 @@ from shared.models import adapters, attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.generation import answers
 from shared.models.loading import dtype_of, load_causal_lm
 from shared.models.loss import fuse_head, log_probabilities
 from shared.run import exits
+from shared.run.answers import log_answers
 from shared.run.final import save_whole
 from shared.run.final_adapter import save_adapter
 from shared.run.reference import add_reference, identity_of_start
@@ -168,11 +168,7 @@ def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None
         pairs = len(data.validation.samples)
         accuracy, margin = (run.sum(sums[f"rewards/{name}"]).item() / pairs for name in ("accuracies", "margins"))
         run.log_evaluation({"eval_loss": loss, "eval_accuracy": accuracy, "eval_margin": margin})
-        if run.state.step == 0 or run.is_last:
-            prompts = [data.held_out.prompt(i) for i in range(min(config.num_generations, len(data.held_out)))]
-            options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
-            rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
-            run.logger.log_table("generations", ["step", "prompt", "chosen", "output"], rows)
+        log_answers(run, model, data.held_out, tokenizer, expected="chosen")
 
 
 def main(config: Config) -> None:

@@ -69,12 +69,12 @@ from shared.models import attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.generation import answers
 from shared.models.loading import dtype_of, freeze, load_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.neftune import noisy_embeddings
 from shared.models.weights import DTYPES
 from shared.run import exits
+from shared.run.answers import log_answers
 from shared.run.final import save_whole
 from shared.run.run import Run
 from shared.text import chat
@@ -97,15 +97,10 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
 
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
     """Log the loss per target token and the perplexity of the validation samples; before and at the end, answers to some."""
-    config = run.config
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
         run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
-        if run.state.step == 0 or run.is_last:
-            prompts = [data.held_out.prompt(i) for i in range(min(config.num_generations, len(data.held_out)))]
-            options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
-            rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
-            run.logger.log_table("generations", ["step", "prompt", "reference", "output"], rows)
+        log_answers(run, model, data.held_out, tokenizer)
 
 
 def main(config: Config) -> None:
@@ -129,9 +124,10 @@ def main(config: Config) -> None:
 
     if run.should_evaluate():
         evaluate(run, model, data, tokenizer)
+    whole = run.unwrap(model)
     for step in run.steps():
         for batch in step.micro_batches():
-            with noisy_embeddings(run.unwrap(model), batch, config.neftune_noise_alpha):
+            with noisy_embeddings(whole, batch, config.neftune_noise_alpha):
                 loss = causal_lm_loss(model, batch, log=step.log)  # summed over this micro-batch's target tokens
             step.backward(loss)  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)

@@ -61,9 +61,9 @@ from shared.models import adapters, attention, targets
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
-from shared.models.generation import answers
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.run import exits
+from shared.run.answers import log_answers
 from shared.run.final_adapter import save_adapter
 from shared.run.run import Run
 from shared.text import chat
@@ -84,15 +84,10 @@ def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Mo
 
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
     """Log the loss per target token and the perplexity of the validation samples; before and at the end, answers to some."""
-    config = run.config
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
         run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
-        if run.state.step == 0 or run.is_last:
-            prompts = [data.held_out.prompt(i) for i in range(min(config.num_generations, len(data.held_out)))]
-            options = {"max_new_tokens": config.max_new_tokens, "end": data.held_out.meta["end"]}
-            rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
-            run.logger.log_table("generations", ["step", "prompt", "reference", "output"], rows)
+        log_answers(run, model, data.held_out, tokenizer)
 
 
 def main(config: Config) -> None:

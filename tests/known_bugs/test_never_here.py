@@ -91,7 +91,7 @@ def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
     run.mean_loss = partial(Run.mean_loss, run)
     run.state, run.evaluating = SimpleNamespace(step=1), lambda _: torch.no_grad()
     run.read = lambda windows: [SimpleNamespace(micro_batches=[{}], num_targets=count) for count in windows]
-    template.evaluate(run, None, SimpleNamespace(validation=[5, 1]), None)
+    template.evaluate(run, None, SimpleNamespace(validation=[5, 1], held_out=None), None)
     assert logged == {"eval_loss": pytest.approx(11 / 6), "eval_perplexity": pytest.approx(math.exp(11 / 6))}
 
 
