@@ -1,10 +1,5 @@
 """Log-probabilities of a reference model, computed once by the model that is then trained, before its first step."""
 
-import contextlib
-import os
-import secrets
-from typing import Any
-
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -19,7 +14,7 @@ from shared.models.loss import log_probabilities
 from shared.models.options import AdapterConfig
 from shared.parallel import sharding
 from shared.process.collectives import on_main
-from shared.process.errors import ConfigError, first_line
+from shared.process.errors import ConfigError
 from shared.text.preferences import Pairs, one_pass
 
 
@@ -60,10 +55,10 @@ def add_reference(
     """
     how = [prepared.source_of("models"), accelerator.mixed_precision]
     key = prepared.fingerprint(pairs=pairs.meta["sha256"], split=pairs.split, start=start, how=how)
-    file = cache_dir() / "reference" / f"{key}.npy"
-    if on_main(file.exists):
-        with prepared.reading(file):
-            pairs.reference = np.load(file).reshape(len(pairs), 2)
+    folder, name = cache_dir() / "reference" / key, "log_probabilities.npy"
+    if on_main(folder.exists):
+        with prepared.reading(folder):
+            pairs.reference = np.load(folder / name).reshape(len(pairs), 2)
         return "read"
     found = torch.zeros(len(pairs), 2, device=accelerator.device)
     loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))
@@ -79,23 +74,5 @@ def add_reference(
     pairs.reference = sharding.total(accelerator, found).cpu().numpy()
     if not np.isfinite(pairs.reference).all():
         raise ConfigError("the model's log-probabilities of some answers are not finite before training: use bf16 or fp32")
-    on_main(lambda: _write(file, pairs.reference))
+    prepared.build_once(folder, lambda temporary: np.save(temporary / name, pairs.reference))
     return "computed"
-
-
-def _write(file: Any, values: np.ndarray) -> None:
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as into:
-            np.save(into, values)
-            into.flush()
-            os.fsync(into.fileno())
-        temporary.replace(file)
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: cannot be written ({first_line(error)}); set TEMPLATES_CACHE to a writable folder"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
