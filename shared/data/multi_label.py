@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from shared.data.report import MATRIX_CLASSES, MISTAKES, Validated, gather_rows, short, write_report
+from shared.data.report import MATRIX_CLASSES, MISTAKES, Validated, gather_rows, scores_by_class, short, write_report
 
 LISTED = 1000  # mistakes in evaluation.json, at most
 
@@ -165,14 +165,7 @@ class MultiLabelPredictions:
         Returns:
             The pictures.
         """
-        by_class = {name: values.tolist() for name, values in self.per_class().items()}
-        content: dict[str, Any] = {
-            **{key.removeprefix("eval_"): value for key, value in self.summary().items()},
-            self.noun: len(self.labels),
-            "classes": {name: {key: by_class[key][i] for key in by_class} for i, name in enumerate(self.classes)},
-            "num_mistakes": len(self.mistakes()),
-            "mistakes": self.listed(samples),
-        }
+        content = scores_by_class(self) | {"num_mistakes": len(self.mistakes()), "mistakes": self.listed(samples)}
         draw: Any = {
             "average_precision.png": self._draw_classes,
             "mistakes.png": partial(self._draw_mistakes, samples=samples),

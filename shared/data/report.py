@@ -66,6 +66,16 @@ def gather_rows(accelerator: Accelerator, batches: list[torch.Tensor], num_sampl
     return rows
 
 
+def scores_by_class(predictions: Any) -> dict[str, Any]:
+    """What evaluation.json says of an evaluation by classes: its figures, the number of samples, each class's figures."""
+    by_class = {name: values.tolist() for name, values in predictions.per_class().items()}
+    return {
+        **{key.removeprefix("eval_"): value for key, value in predictions.summary().items()},
+        predictions.noun: len(predictions.labels),
+        "classes": {name: {key: by_class[key][i] for key in by_class} for i, name in enumerate(predictions.classes)},
+    }
+
+
 def write_report(run_dir: Path, content: dict[str, Any], pictures: dict[str, Callable[[Path], None]]) -> list[Path]:
     """Write evaluation.json and the pictures of an evaluation into the run's folder. Call on one rank.
 
@@ -171,13 +181,7 @@ class Predictions:
         Returns:
             The pictures.
         """
-        by_class = {name: values.tolist() for name, values in self.per_class().items()}
-        content: dict[str, Any] = {
-            **{key.removeprefix("eval_"): value for key, value in self.summary().items()},
-            self.noun: len(self.labels),
-            "classes": {name: {key: by_class[key][i] for key in by_class} for i, name in enumerate(self.classes)},
-            "mistakes": self.listed(samples),
-        }
+        content = scores_by_class(self) | {"mistakes": self.listed(samples)}
         draw: Any = {
             "confusion_matrix.png": self._draw_confusion,
             "mistakes.png": partial(self._draw_mistakes, samples=samples),
