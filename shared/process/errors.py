@@ -4,6 +4,14 @@ import re
 from typing import Any
 
 
+def shown(text: str) -> str:
+    """`text` from outside (a name, a record, a label) as one line: control characters are written out as escapes."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name
+
+
 class CleanExit(Exception):
     """An end that a user can act on: one line on the console, no traceback, and a stated exit code."""
 
@@ -20,7 +28,7 @@ class ConfigError(CleanExit):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), message)
+        text = shown(message)
         super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-700:]}")
 
 
@@ -56,7 +64,6 @@ _OF_THE_NETWORK = {
     *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
     *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "urllib3.HTTPError"),
 }
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name
 
 
 def first_line(error: BaseException) -> str:

@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shared.process import faults
+from shared.process.errors import ConfigError
 
 # The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
 _FILES_ONLY = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES}
@@ -76,6 +78,35 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder / name`, where a file of the folder, which others may have written, names another one.
+
+    Raises:
+        ConfigError: it leads out of the folder, by `..`, as an absolute path, or by a link.
+    """
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{folder}: {name!r} leads out of this folder")
+    return path
+
+
+def open_regular(path: Path, mode: str = "w") -> IO[Any]:
+    """`open` for a file to be written by a name that others can guess: no link is followed, no pipe waited for.
+
+    Raises:
+        OSError: it is a link, a pipe or a device.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        return descriptor
+
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 
 def digest(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shared.text import chat, corpus
 from shared.text.options import ChatConfig, CorpusConfig
 from shared.text.stream import Stream
 from tests.conftest import run, slow
-from tests.test_security import canary, files_with
+from tests.security.test_secrets import canary, files_with
 
 ROWS = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
 
