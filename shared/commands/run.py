@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from shared.process.errors import ConfigError
-from shared.process.signals import STOP_SIGNALS
+from shared.process.signals import STOP_SIGNALS, start_of
 
 STOPPED = 143
 
@@ -84,8 +84,12 @@ def _ignore_stop_signals() -> None:
 
 
 def _training(folder: str) -> set[int]:
-    """Process ids of all trainings, ended ones too: each writes its id to `folder` once it can handle signals."""
-    return {int(path.name) for path in Path(folder).glob("[0-9]*")}
+    """Process ids of all trainings: each writes its id and its start to `folder` once it can handle signals.
+
+    Not of those whose id is another process's by now.
+    """
+    noted = {int(path.name): path.read_text(encoding="utf-8") for path in Path(folder).glob("[0-9]*")}
+    return {pid for pid, start in noted.items() if start in ("", start_of(pid))}
 
 
 def _pass_on(number: int, processes: set[int]) -> bool:
@@ -102,13 +106,14 @@ def _wait_for_checkpoints(folder: str, seconds: float = 290) -> None:
     """Wait until all training processes have ended: after a launcher was killed, they may still write a checkpoint."""
     import psutil
 
-    deadline, numbers = time.monotonic() + seconds, list(_training(folder))
-    while numbers and time.monotonic() < deadline:
+    def still_runs(pid: int) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(numbers[-1]).status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.1)
-                continue
-        numbers.pop()
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + seconds
+    while any(map(still_runs, _training(folder))) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def kill(pid: int) -> None:

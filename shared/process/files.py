@@ -43,11 +43,22 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Call on one rank.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    new_folder(temporary)
     yield temporary
     faults.point("finish")
     commit(temporary, folder)
+
+
+def new_folder(path: Path) -> None:
+    """Make an empty folder in place of what is there, of which a link's target stays as it is. Call on one rank."""
+    discard(path)
+    path.mkdir(parents=True)
+
+
+def discard(path: Path) -> None:
+    """Remove a file, a link or a folder, as far as that can be done."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def commit(temporary: Path, folder: Path) -> None:
@@ -62,10 +73,10 @@ def commit(temporary: Path, folder: Path) -> None:
     faults.point("save.rename")
     if folder.exists():  # rename cannot replace a folder that is not empty
         old = folder.with_name(f".old-{folder.name}")
-        shutil.rmtree(old, ignore_errors=True)
+        discard(old)
         folder.rename(old)
         temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        discard(old)
     else:
         temporary.rename(folder)
     faults.point("save.renamed")
@@ -75,9 +86,9 @@ def commit(temporary: Path, folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Delete a folder, which is never seen half deleted under its name. Call on one rank."""
     gone = folder.with_name(f".tmp-gone-{folder.name}")
-    shutil.rmtree(gone, ignore_errors=True)
+    discard(gone)
     folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    discard(gone)
 
 
 def inside(folder: Path, name: str) -> Path:

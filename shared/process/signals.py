@@ -64,7 +64,7 @@ def stop_on_signals_before_training() -> None:
     folder = os.environ.get("TEMPLATES_RUN")
     if folder:
         with contextlib.suppress(OSError):
-            Path(folder, str(os.getpid())).touch()
+            Path(folder, str(os.getpid())).write_text(start_of(os.getpid()), encoding="utf-8")
         before = sys.excepthook
 
         def noted(*error: Any) -> None:
@@ -90,6 +90,16 @@ def _stop_before_training(number: int, _frame: object) -> None:
         with contextlib.suppress(OSError):  # not print: the signal may have interrupted a print
             os.write(2, f"stopped by {signal.Signals(number).name} before the start\n".encode())
     os._exit(143)
+
+
+def start_of(pid: int) -> str:
+    """When a process started, in clock ticks since the boot: with its id, this names it for good.
+
+    Empty where there is no such process, or no /proc.
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    return ""
 
 
 _PARENT = os.getppid()

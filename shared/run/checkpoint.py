@@ -8,6 +8,7 @@ step alone, so only the step is saved.
 import contextlib
 import dataclasses
 import json
+import secrets
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,8 +33,8 @@ from shared.parallel.gradients import reshard
 from shared.parallel.sharding import sharding_shares
 from shared.process import faults
 from shared.process.collectives import on_main
-from shared.process.errors import CleanExit, ConfigError, NotNow, is_out_of_memory
-from shared.process.files import commit, digest, remove
+from shared.process.errors import CleanExit, NotNow, is_out_of_memory
+from shared.process.files import commit, digest, new_folder, remove
 from shared.process.printing import print_main, redact
 from shared.run import exits
 from shared.run.checkpoint_files import (
@@ -46,10 +47,12 @@ from shared.run.checkpoint_files import (
     checkpoints,
     innermost,
     require_compatible,
+    run_of,
     verify,
     versions,
     write_manifest,
 )
+from shared.run.folder import run_id
 from shared.run.launch import strategy
 from shared.run.state import TrainState
 from shared.training import optim
@@ -99,6 +102,7 @@ class Checkpointer:
             self.trainable |= {prefix + n: p for n, p in whole.named_parameters() if p.requires_grad}
             self.buffers |= {prefix + n: b for n, b in persistent_buffers(whole).items()}
         self.model = accelerator.unwrap_model(models["model"])
+        self.run: str = on_main(partial(run_id, run_dir))
         self.latest: Path | None = None
         self.passed_over: list[Path] = []  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
@@ -174,16 +178,16 @@ class Checkpointer:
         folder = self.run_dir / f"{prefix}checkpoint-{state.step:06d}"
         temporary = self.run_dir / f".tmp-checkpoint-{state.step:06d}"
         if self.accelerator.is_main_process:
-            shutil.rmtree(temporary, ignore_errors=True)
             with contextlib.suppress(OSError):  # reported below: writing into it fails
-                temporary.mkdir()
+                new_folder(temporary)
         self.accelerator.wait_for_everyone()
         reshard(self.model)  # an evaluation may have left weights gathered
         tensors, scalars = self._to_save(state.step)
         content = dataclasses.asdict(state) | {"scalars": scalars}
         if self.accelerator.scaler is not None:  # fp16's loss scale
             content["scaler"] = self.accelerator.scaler.state_dict()
-        manifest = {"format": 2, "step": state.step, "best_step": state.best_step, "started_from": state.started_from}
+        manifest = {"format": 2, "run": self.run, "step": state.step}
+        manifest |= {"best_step": state.best_step, "started_from": state.started_from}
         manifest |= {"world_size": self.accelerator.num_processes, "strategy": strategy(self.accelerator)}
         manifest |= {"held": sharding_shares(self.accelerator, self.model, self.optimizers), "versions": versions()}
         manifest |= {"data": self.data, "base": self.base, "settings": self.settings}
@@ -229,6 +233,8 @@ class Checkpointer:
             # Write while more is copied to the CPU. A background save has its copy already, and copying ahead would wait for
             # the training's stream at every 10 MB.
             ahead = 0 if self.options.async_save else 10_000_000
+            if temporary.is_symlink():
+                raise OSError(f"{temporary} is a link")
             writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=ahead)
             dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
             faults.point("save.shard")
@@ -244,6 +250,10 @@ class Checkpointer:
             try:
                 files = {name: fact for _, part in reports for name, fact in part.items()}
                 write_manifest(temporary, content, manifest, files)
+                if folder.exists() and not self._wrote(folder):
+                    aside = folder.with_name(f"other-{name}-{secrets.token_hex(4)}")
+                    folder.rename(aside)
+                    print_main(f"warning: {name} was not written by this run, and is called {aside.name} now")
                 commit(temporary, folder)
             except OSError as error:
                 problems = [f"rank 0: {cause_of(error)}"]
@@ -270,13 +280,20 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int, best: int) -> None:
-        """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was taken back, or damaged."""
+        """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was taken back, or damaged.
+
+        What this run has not written, as its manifest says, stays.
+        """
         own = [folder for folder in checkpoints(self.run_dir) if folder not in self.passed_over or _step_of(folder) <= step]
+        own = [folder for folder in own if self._wrote(folder)]
         behind = [p for p in own if _step_of(p) <= step]
         kept = [*behind[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
         for old in (p for p in own if p not in kept):
             faults.point("save.prune")
             remove(old)
+
+    def _wrote(self, folder: Path) -> bool:
+        return run_of(folder) in ("", self.run)
 
     def resume(self, named: Path | None = None) -> TrainState:
         """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls this.
@@ -289,14 +306,11 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the one named is damaged or missing, or all of the run's are damaged.
-            ConfigError: it was made with other data or other settings that change what is learned, or the run's folder holds
-                what was trained before and no checkpoint.
+            ConfigError: it was made with other data or other settings that change what is learned.
             NotNow: the file system gives an error.
         """
         folder = self._choose(named)
         begins = folder is None or folder.parent != self.run_dir
-        if begins:
-            on_main(self._require_nothing_trained)
         if folder is None:
             return TrainState()
         faults.point("resume.verified")
@@ -347,6 +361,8 @@ class Checkpointer:
         for folder in reversed(own):
             try:
                 manifest = self._verify(folder)
+                if manifest.get("run", self.run) != self.run:
+                    raise CheckpointError(f"{folder}: another run has written it")
             except CheckpointError as error:
                 print_main(f"warning: {error}; the one before it is used")
                 self.passed_over.append(folder)
@@ -359,7 +375,7 @@ class Checkpointer:
             return folder
         if own:
             raise CheckpointError(
-                f"{self.run_dir}: none of its {len(own)} checkpoints is whole; choose another --output_dir"
+                f"{self.run_dir}: none of its {len(own)} checkpoints is whole and its own; choose another --output_dir"
             )
         return None
 
@@ -378,14 +394,6 @@ class Checkpointer:
     def _require_compatible(self, folder: Path, manifest: dict[str, Any]) -> None:
         own = {"data": self.data, "base": self.base, "settings": self.settings, "strategy": strategy(self.accelerator)}
         require_compatible(folder, manifest, own, free=self.free, allowed=set(self.options.allow_changed))
-
-    def _require_nothing_trained(self) -> None:
-        for name in ("final", "merged"):
-            if (self.run_dir / name).exists():
-                raise ConfigError(
-                    f"{self.run_dir} holds {name}/ of a run whose checkpoints are gone, and would be overwritten: move it "
-                    "away, or choose another --output_dir"
-                )
 
     def _drop_unused(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Drop optimizer state that the checkpoint lacks: of parameters that never had a gradient."""

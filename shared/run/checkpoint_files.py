@@ -1,5 +1,6 @@
 """Checkpoint folders: found, verified, read without running code."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ from shared.process.printing import print_main
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
-NAME = re.compile(r"checkpoint-(\d+)")
+NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
 class CheckpointError(CleanExit):
@@ -38,6 +39,13 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first; anything else in it is not looked at."""
     found = [(int(m[1]), p) for p in run_dir.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
     return [p for _, p in sorted(found)]
+
+
+def run_of(folder: Path) -> str | None:
+    """The number of the run that wrote a checkpoint, "" of one before runs had any; None where no manifest tells."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("run", ""))
+    return None
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
@@ -64,6 +72,8 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
         raise NoAnswer(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
+    if (named := NAME.fullmatch(folder.name)) and int(named[1]) != manifest["step"]:
+        raise CheckpointError(f"{folder}: of step {manifest['step']}, was it renamed?")
     for name, (expected, size) in list(files.items())[part::parts]:
         path = folder / name
         try:
@@ -134,12 +144,16 @@ class TensorReader(dcp.FileSystemReader):
             with path.open("rb") as file:
                 metadata = self._Unpickler(file).load()
             foreign = [k for k, v in metadata.state_dict_metadata.items() if not isinstance(v, TensorStorageMetadata)]
+            verified = json.loads((path.parent / MANIFEST).read_text(encoding="utf-8"))["files"]
+            elsewhere = {where.relative_path for where in metadata.storage_data.values()} - set(verified)
         except CheckpointError as error:
             raise CheckpointError(f"{path.parent}: {error}") from None
         except Exception as error:  # a damaged pickle can raise nearly anything
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__})") from None
         if foreign:
             raise CheckpointError(f"{path}: {foreign[0]} is not a tensor")
+        if elsewhere:
+            raise CheckpointError(f"{path}: reads {min(elsewhere)!r}, which is no file of this checkpoint")
         if metadata.storage_meta is None:
             metadata.storage_meta = dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shared.process import ranks
 from shared.process.errors import CleanExit, first_line, is_out_of_memory
+from shared.process.files import open_regular
 from shared.process.printing import print_main, redact
 from shared.process.signals import STOP_SIGNALS, clean_exit
 
@@ -182,7 +183,8 @@ def _report(error: BaseException | None) -> None:
     content = {"exit_code": code, "cause": cause, "step": _step, "rank": ranks.rank(), "time": time.time()}
     path, temporary = _folder / "exit.json", _folder / f".tmp-exit-{ranks.rank()}"
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        with open_regular(temporary) as file:
+            file.write(json.dumps(content) + "\n")
         if not path.exists():
             temporary.rename(path)
     with contextlib.suppress(OSError):

@@ -1,32 +1,41 @@
-"""A run's folder: one writer at a time."""
+"""A run's folder: it is the run's own, and has one writer at a time."""
 
 import errno
 import fcntl
 import os
 import re
 import secrets
-import shutil
 import socket
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from shared.data import audit
 from shared.process.collectives import on_main
-from shared.process.errors import ConfigError, NotNow
+from shared.process.errors import ConfigError, NotNow, shown
+from shared.process.files import discard, open_regular
 from shared.process.printing import print_main
+from shared.run.checkpoint_files import checkpoints, run_of
 from shared.run.exits import report_end_in
+from shared.run.profiling import TRACE
 
-_locks: dict[Path, TextIO] = {}
+# What runs write beside their checkpoints.
+FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", "evaluation.json", audit.FOLDER, TRACE)
+PICTURES = ("confusion_matrix.png", "mistakes.png", "average_precision.png", "predictions.png")
+MODELS = ("final", "merged", "adapter")
+OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")  # how the lock of a run begins; a kill can leave an empty one
+
+_locks: dict[Path, IO[Any]] = {}
 
 
 def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -> Path:
     """The run's folder, made if need be and locked for this run, the same on every rank. Every rank calls this.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or holds files of the user's that the run would overwrite.
         NotNow: another run is writing to it.
     """
     folder = on_main(lambda: (output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")).resolve())
@@ -58,22 +67,48 @@ def _lock(folder: Path) -> None:
     """
     if folder in _locks:
         return
-    file = (folder / ".lock").open("a+", encoding="utf-8")
+    run_id(folder)  # refuse before anything is written
+    try:
+        file = open_regular(folder / ".lock", "a+")
+    except OSError as error:
+        raise ConfigError(f"{folder / '.lock'}: cannot be opened ({error.strerror}): choose another --output_dir") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that has no locks
-            print_main(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
-            return
-        file.seek(0)
-        raise NotNow(
-            f"--output_dir {folder}: another run is writing to it ({file.read().strip()}): wait for it, stop it, or "
-            "choose another folder"
-        ) from None
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            raise NotNow(
+                f"--output_dir {folder}: another run is writing to it ({shown(file.read().strip())}): wait for it, stop "
+                "it, or choose another folder"
+            ) from None
+        # a file system that has no locks
+        print_main(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
+    number = run_id(folder)
     file.truncate(0)
+    file.write(f"run {number}\n")
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     _locks[folder] = file
+
+
+def run_id(folder: Path) -> str:
+    """16 hex digits that the run's checkpoints name; new ones for a new folder. Call on one rank.
+
+    Raises:
+        ConfigError: the folder holds what the run would overwrite, and what it is not known to have written.
+    """
+    lock = folder / ".lock"
+    begins = lock.open(encoding="utf-8", errors="replace").read(21) if lock.is_file() and not lock.is_symlink() else "none"
+    found = OWN.match(begins)
+    ids = [number for path in reversed(checkpoints(folder)) if (number := run_of(path)) is not None]
+    names = MODELS if found else (".lock", *FILES, *PICTURES, *MODELS)
+    present = [name for name in names if os.path.lexists(folder / name)]
+    if present and not ids:  # with checkpoints, a run's folder was copied without hidden files
+        raise ConfigError(
+            f"--output_dir {folder}: holds {present[0]}, which would be overwritten, and no checkpoint of its run: move it "
+            "away, or choose another folder"
+        )
+    return (found and found[1]) or next(iter(ids), "") or secrets.token_hex(8)
 
 
 def _tidy(folder: Path) -> None:
@@ -82,7 +117,7 @@ def _tidy(folder: Path) -> None:
         match = re.fullmatch(r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.(write-test|tmp-exit)-\w+", path.name)
         if match is None:
             continue
-        if match[1] == "old-" and not (folder / match[2]).exists():
+        if match[1] == "old-" and not path.is_symlink() and not os.path.lexists(folder / match[2]):
             path.rename(folder / match[2])
         else:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            discard(path)

@@ -27,7 +27,7 @@ from shared.models.counts import find_gpu
 from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
-from shared.process.files import read_json_lines
+from shared.process.files import open_regular, read_json_lines
 from shared.process.printing import print_main, redact
 from shared.process.ranks import data_parallel_size
 from shared.run.plots import draw_curves
@@ -372,7 +372,8 @@ def _keep_whole_lines(file: Path, state: TrainState) -> None:
         if isinstance(row.get("step"), int) and row["step"] <= last:
             kept.append(json.dumps(row) + "\n")
     temporary = file.with_name(".metrics.jsonl")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    with open_regular(temporary) as rewritten:
+        rewritten.write("".join(kept))
     temporary.replace(file)
 
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from shared.process.files import open_regular
+
 
 def draw_curves(metrics: Path, picture: Path) -> None:
     """Loss, a score of the validation if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
@@ -37,5 +39,6 @@ def draw_curves(metrics: Path, picture: Path) -> None:
         if len(labels) > 1 and panel.lines:
             panel.legend()
     temporary = picture.with_name(".curves.png")
-    figure.savefig(temporary, dpi=120)
+    with open_regular(temporary, "wb") as file:
+        figure.savefig(file, dpi=120, format="png")
     temporary.replace(picture)

@@ -1,0 +1,185 @@
+"""A run's folder: what it has not written stays, what is not its own is not loaded, and no link leads out of it."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shared.commands import run as command
+from shared.process.errors import ConfigError
+from shared.process.files import digest, inside, open_regular, whole_folder
+from shared.process.signals import start_of
+from shared.run.checkpoint_files import MANIFEST, CheckpointError, _digest_of, read_tensors, verify
+from shared.run.folder import FILES, MODELS, PICTURES, _lock
+from shared.run.state import TrainState
+from tests.conftest import run_here
+from tests.run.test_checkpoint import make
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """Change a manifest, and make its own hash right again, as whoever can write there can."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest |= changes
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
+
+
+# What is not the run's own -------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_that_the_run_has_not_written_are_never_removed(tmp_path, capsys):
+    """The user's own folders of such names, and another run's checkpoint; also where the run saves at that very step."""
+    make(tmp_path / "other")[2].save(TrainState(step=2))
+    (tmp_path / "run").mkdir()
+    _lock(tmp_path / "run")
+    _, _, saver = make(tmp_path / "run", save_total_limit=1)
+    saver.save(TrainState(step=1))
+    theirs = [tmp_path / "run" / name for name in ("checkpoint-1", "checkpoint-000003", "checkpoint-000004")]
+    for folder in theirs:
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+    (tmp_path / "other" / "checkpoint-000002").rename(tmp_path / "run" / "checkpoint-000002")
+    theirs.append(tmp_path / "run" / "checkpoint-000002")
+    before = {folder: files_of(folder) for folder in theirs}
+    _, _, saver = make(tmp_path / "run", save_total_limit=1)
+    assert saver.resume().step == 1
+    assert "checkpoint-000002: another run has written it; the one before it is used" in capsys.readouterr().err
+    for step in range(2, 7):
+        saver.save(TrainState(step=step))
+    moved = [tmp_path / "run" / name for name in os.listdir(tmp_path / "run") if name.startswith("other-")]
+    assert sorted(p.name.rpartition("-")[0] for p in moved) == [f"other-checkpoint-00000{n}" for n in (2, 3, 4)]
+    kept = {p.name.split("-")[2]: files_of(p) for p in moved} | {"1": files_of(theirs[0])}
+    assert kept == {folder.name.split("-")[1]: content for folder, content in before.items()}
+    own = sorted(p.name for p in (tmp_path / "run").glob("checkpoint-0*"))
+    assert own == ["checkpoint-000006"]
+
+
+def test_a_checkpoint_under_another_ones_name_is_damage(tmp_path, capsys):
+    _, _, saver = make(tmp_path / "run", save_total_limit=9)
+    for step in (1, 2, 3):
+        saver.save(TrainState(step=step))
+    one, two = (tmp_path / "run" / f"checkpoint-00000{n}" for n in (2, 3))
+    one.rename(tmp_path / "x"), two.rename(one), (tmp_path / "x").rename(two)
+    assert make(tmp_path / "run")[2].resume().step == 1
+    assert "checkpoint-000003: of step 2, was it renamed?; the one before it is used" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="of step 3, was it renamed"):
+        make(tmp_path / "new")[2].resume(one)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "curves.png", "final/model.safetensors", ".lock"])
+def test_files_of_the_user_are_not_overwritten(name, tmp_path, tiny_model, text_file):
+    folder = tmp_path / "run"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text(f"train_file: {text_file}\nmodel_name_or_path: {tiny_model}\nmax_steps: 1\n")
+    before = files_of(folder)
+    flags = ["--config", folder / name] if name == "config.yaml" else []
+    with pytest.raises(ConfigError, match=f"holds {name.split('/')[0]}, which would be overwritten.*choose another folder"):
+        run_here("pretrain", "--max_steps", 1, "--output_dir", folder, *flags)
+    assert files_of(folder) == before
+
+
+def test_a_run_writes_nothing_but_what_it_is_known_to_write(tmp_path, image_folder, architectures):
+    """Else the list of files that a run refuses to overwrite would not be true."""
+    flags = ["--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16, "--audit_data"]
+    flags += ["--global_batch_size", 4, "--per_device_train_batch_size", 4, "--max_steps", 2, "--dataloader_num_workers", 0]
+    run_here("image_classification", *flags, "--output_dir", tmp_path / "run", "--report_to", "none", "--profile")
+    names = {p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith((".", "checkpoint-"))}
+    assert names <= {*FILES, *PICTURES, *MODELS} and len(names) > 6
+
+
+# Links ---------------------------------------------------------------------------------------------------------------
+
+
+def test_no_link_is_followed_where_a_run_writes(tmp_path, image_folder, architectures):
+    """In a folder that others may write: a link in the place of a lock or of a temporary file leaves its target alone."""
+    folder, target, victim = tmp_path / "run", tmp_path / "target", tmp_path / "victim.txt"
+    folder.mkdir(), target.mkdir()
+    victim.write_text("precious"), (target / "precious.txt").write_text("precious")
+    (folder / ".lock").symlink_to(victim)
+    flags = ["--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16, "--save_steps", 1]
+    flags += ["--global_batch_size", 4, "--per_device_train_batch_size", 4, "--max_steps", 2, "--dataloader_num_workers", 0]
+    flags += ["--output_dir", folder, "--report_to", "none"]
+    with pytest.raises(ConfigError, match=r"holds \.lock"):
+        run_here("image_classification", *flags)
+    (folder / ".lock").unlink()
+    for name in (
+        ".tmp-checkpoint-000001",
+        ".tmp-checkpoint-000002",
+        ".tmp-final",
+        ".old-final",
+        ".tmp-gone-checkpoint-000001",
+    ):
+        (folder / name).symlink_to(target)
+    run_here("image_classification", *flags)
+    for name in (".metrics.jsonl", ".curves.png", ".tmp-exit-0"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(victim)
+        with pytest.raises(OSError, match="symbolic links"):
+            open_regular(folder / name)
+    assert victim.read_text() == "precious" and files_of(target) == {"precious.txt": b"precious"}
+    assert (folder / "final" / "model.safetensors").is_file() and not (folder / "final").is_symlink()
+
+
+def test_what_is_no_file_is_not_opened_and_no_name_leads_out(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"not a regular file|No such device"):
+        open_regular(tmp_path / "pipe", "w")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(Path("/dev/null"))
+    for name in ("../x", "/etc/passwd", "a/../../x", "link/x"):
+        with pytest.raises(ConfigError, match="leads out of this folder"):
+            inside(tmp_path / "folder", name)
+    assert inside(tmp_path / "folder", "a/../b") == tmp_path / "folder" / "a/../b"
+    with whole_folder(tmp_path / "made") as made:
+        (made / "x").write_text("x")
+    assert files_of(tmp_path / "made") == {"x": b"x"}
+
+
+def test_a_checkpoint_reads_its_own_files_alone(tmp_path):
+    """An index that names shards of elsewhere, with hashes that are right."""
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    saver.save(TrainState(step=2))
+    one, two = (tmp_path / "run" / f"checkpoint-00000{n}" for n in (1, 2))
+    index = two / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{one.name}/{place.relative_path}"
+    index.write_bytes(pickle.dumps(metadata))
+    files = json.loads((two / MANIFEST).read_text())["files"]
+    rewrite(two, files=files | {".metadata": digest(index)})
+    verify(two)
+    tensors = {name: torch.empty(entry.size) for name, entry in metadata.state_dict_metadata.items()}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(two), no_dist=True)  # PyTorch's own reader reads them
+    with pytest.raises(CheckpointError, match=r"reads '\.\./checkpoint-000001/.*', which is no file of this checkpoint"):
+        read_tensors(two)
+
+
+# Signals -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_has_got_an_ended_ones_id_gets_no_signal(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
+        (tmp_path / str(bystander.pid)).write_text(start_of(os.getpid()))  # of an earlier process with its id
+        assert command._training(str(tmp_path)) == set()
+        (tmp_path / str(bystander.pid)).write_text(start_of(bystander.pid))
+        assert command._training(str(tmp_path)) == {bystander.pid}
+        assert not command._pass_on(15, set()) and bystander.poll() is None
+        assert command._pass_on(15, {bystander.pid})
+        deadline = time.monotonic() + 30
+        while bystander.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
