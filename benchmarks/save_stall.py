@@ -34,10 +34,10 @@ def training(options: argparse.Namespace) -> Row:
     savers: list[checkpoint.Checkpointer] = []
     log, save = metrics.Logger.step, checkpoint.Checkpointer.save
 
-    def logged(logger, step):  # type: ignore[no-untyped-def]
+    def logged(logger, step, *, due):  # type: ignore[no-untyped-def]
         ends[step.number] = time.perf_counter()
         writing[step.number] = any(saver.pending is not None and not saver.pending.done() for saver in savers)
-        log(logger, step)
+        log(logger, step, due=due)
 
     def saved(saver, state):  # type: ignore[no-untyped-def]
         savers[:] = [saver]

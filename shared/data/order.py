@@ -126,12 +126,14 @@ def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: i
     """One rank's micro-batches of a global batch: [micro-batches, per_device] sample indices.
 
     All ranks get the same number of micro-batches, because their collectives must match. A smaller batch is padded with
-    -1: rows without targets. Over all ranks, each index appears exactly once.
+    -1: rows without targets. Over all ranks, each index appears exactly once. A rank's rows are neighbours, so that which
+    they are does not depend on `per_device`.
     """
-    at_once = per_device * world_size
-    padded = np.full(math.ceil(len(indices) / at_once) * at_once, -1, dtype=np.int64)
-    padded[: len(indices)] = indices
-    return padded.reshape(-1, world_size, per_device)[:, rank]
+    share = math.ceil(len(indices) / world_size)
+    own = indices[rank * share : (rank + 1) * share]
+    padded = np.full(math.ceil(share / per_device) * per_device, -1, dtype=np.int64)
+    padded[: len(own)] = own
+    return padded.reshape(-1, per_device)
 
 
 Row = Mapping[str, Any]

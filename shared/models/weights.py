@@ -61,7 +61,8 @@ def average_buffers(accelerator: Accelerator, groups: Iterable[Mapping[str, torc
         buffer.copy_(mean.view_as(buffer))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor; the tensor itself where it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -86,7 +87,7 @@ class WeightCopy:
     @torch.no_grad()
     def average_in(self, decay: float) -> None:
         """Move to the model's present weights: copy = decay * copy + (1 - decay) * present. Integers are taken over."""
-        pairs = [(_local(self.tensors[name]), _local(value)) for name, value in self.live.items()]
+        pairs = [(local_part(self.tensors[name]), local_part(value)) for name, value in self.live.items()]
         floats = [pair for pair in pairs if pair[0].is_floating_point()]
         torch._foreach_lerp_([c for c, _ in floats], [v for _, v in floats], 1 - decay)
         for copy, value in pairs:
@@ -105,7 +106,7 @@ class WeightCopy:
     @torch.no_grad()
     def swap(self) -> None:
         for name, value in self.live.items():
-            mine, theirs = _local(self.tensors[name]), _local(value)
+            mine, theirs = local_part(self.tensors[name]), local_part(value)
             kept = theirs.clone()
             theirs.copy_(mine)
             mine.copy_(kept)

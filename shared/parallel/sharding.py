@@ -39,7 +39,13 @@ def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizers: list[Any], *, max_grad_norm: float, comm_hook: str = "none"
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: list[Any],
+    *,
+    max_grad_norm: float,
+    comm_hook: str = "none",
+    replicas: bool = False,
 ) -> tuple[Any, list[Any]]:
     """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
 
@@ -47,6 +53,7 @@ def prepare(
         model: whole, on every rank, the same weights.
         optimizers: of its parameters, without state.
         max_grad_norm: DeepSpeed clips inside its own step, so it must know.
+        replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
         comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
 
     Returns:
@@ -69,16 +76,18 @@ def prepare(
         names = {p: name for name, p in model.named_parameters()}
         tensor_parallel(model, mesh)
         _replace_parameters(optimizers, names, dict(model.named_parameters()))
-    if mesh is not None and accelerator.distributed_type != DistributedType.FSDP:
+    sharded, layout = accelerator.distributed_type == DistributedType.FSDP, accelerator.parallelism_config
+    if (mesh is not None or replicas) and not sharded:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has no sharded weights.
         # It leaves models with DTensors where they are: the embeddings and norms, which are whole, are still on the CPU.
         prepared = [accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)]
         prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
     else:
-        layout = accelerator.parallelism_config
         if mesh is not None:
             layout.tp_size = 1  # done above; Accelerate would do it again
-        sharded = accelerator.distributed_type == DistributedType.FSDP
+        groups = layout.dp_replicate_size if layout is not None else 1
+        if replicas:
+            layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
         if sharded:
             _own_what_is_left(model)
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -90,6 +99,8 @@ def prepare(
             prepared = accelerator.prepare(model, *optimizers)
         if mesh is not None:
             layout.tp_size = mesh.size()
+        if replicas:
+            layout.dp_replicate_size = groups
     model, *wrapped = prepared
     optimizers = [wrapper.optimizer for wrapper in wrapped]
     if comm_hook != "none":

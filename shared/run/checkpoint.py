@@ -57,6 +57,7 @@ from shared.run.launch import strategy
 from shared.run.state import TrainState
 from shared.training import optim
 from shared.training.low_memory import state_tensors
+from shared.training.sync import Replicas
 
 
 class Checkpointer:
@@ -72,6 +73,7 @@ class Checkpointer:
         base: fingerprint of weights that are not trained, and so not saved.
         ema: the moving average of the weights, if there is one.
         extra: more tensors of the run, by name. They are saved and loaded in place.
+        replicas: where they train apart. The checkpoint's model is then the one that they agreed on.
     """
 
     def __init__(
@@ -86,7 +88,10 @@ class Checkpointer:
         base: str = "",
         ema: WeightCopy | None = None,
         extra: Mapping[str, torch.Tensor] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
+        self.replicas = replicas
+        self.own = f"replica{replicas.index}." if replicas else ""  # begins the names of what replicas do not share
         self.ema, self.extra = ema, dict(extra or {})
         self.accelerator, self.run_dir, self.data, self.base = accelerator, run_dir, data, base
         self.options: CheckpointConfig = config.checkpoint
@@ -125,27 +130,31 @@ class Checkpointer:
         live |= {f"ema.{name}": b for name, b in (self.ema.buffers if self.ema else {}).items()}
         return {name: b for name, b in live.items() if b.is_floating_point()}
 
-    def _live(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _live(self, step: int, *, loading: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers."""
-        tensors: dict[str, torch.Tensor] = {f"model.{name}": b for name, b in self.buffers.items()}
+        own = self.own
+        tensors: dict[str, torch.Tensor] = {f"{own}model.{name}": b for name, b in self.buffers.items()}
+        if self.replicas:
+            tensors |= {f"model.{name}": value for name, value in self.replicas.agreed.tensors.items()}
+            tensors |= self.replicas.state(step, loading=loading)
         tensors |= {f"extra.{name}": value for name, value in self.extra.items()}
         tensors |= {f"ema.{name}": value for name, value in (self.ema.tensors if self.ema else {}).items()}
         scalars: dict[str, Any] = {}
         if zero.is_used(self.accelerator):
             return tensors | zero.state(self.accelerator, self.trainable, step), scalars
-        tensors |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
+        tensors |= {f"{own}model.{name}": p.detach() for name, p in self.trainable.items()}
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             for parameter, key, value in state_tensors(optimizer):
                 into: dict[str, Any] = tensors if isinstance(value, torch.Tensor) else scalars
-                into[f"optimizer.{name_of[parameter]}.{key}"] = value
+                into[f"{own}optimizer.{name_of[parameter]}.{key}"] = value
         return tensors, scalars
 
     def _to_save(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on as many ranks."""
         tensors, scalars = self._live(step)
         own = self._statistics()
-        if self.accelerator.num_processes > 1 and own:
+        if self.accelerator.num_processes > 1 and own and not self.replicas:
             mean = {name: value.clone() for name, value in own.items()}  # saving changes nothing in the live model
             average_buffers(self.accelerator, [mean])
             rank = self.accelerator.process_index
@@ -190,6 +199,7 @@ class Checkpointer:
         manifest |= {"best_step": state.best_step, "started_from": state.started_from}
         manifest |= {"world_size": self.accelerator.num_processes, "strategy": strategy(self.accelerator)}
         manifest |= {"held": sharding_shares(self.accelerator, self.model, self.optimizers), "versions": versions()}
+        manifest |= {"replicas": self.replicas.count if self.replicas else 0}
         manifest |= {"data": self.data, "base": self.base, "settings": self.settings}
         if self.options.async_save:
             staged = self.stager.stage(tensors, non_blocking=self.on_gpu)
@@ -393,6 +403,7 @@ class Checkpointer:
 
     def _require_compatible(self, folder: Path, manifest: dict[str, Any]) -> None:
         own = {"data": self.data, "base": self.base, "settings": self.settings, "strategy": strategy(self.accelerator)}
+        own |= {"replicas": self.replicas.count if self.replicas else 0}
         require_compatible(folder, manifest, own, free=self.free, allowed=set(self.options.allow_changed))
 
     def _drop_unused(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -402,9 +413,9 @@ class Checkpointer:
         for optimizer in self.optimizers:
             keys: dict[nn.Parameter, list[str]] = {}
             for parameter, key, _ in state_tensors(optimizer):
-                keys.setdefault(parameter, []).append(f"optimizer.{name_of[parameter]}.{key}")
+                keys.setdefault(parameter, []).append(f"{self.own}optimizer.{name_of[parameter]}.{key}")
             for parameter, of_it in keys.items():
-                if not any(key in saved for key in of_it) and f"model.{name_of[parameter]}" in saved:
+                if not any(key in saved for key in of_it) and f"{self.own}model.{name_of[parameter]}" in saved:
                     del optimizer.state[parameter]
                     for key in of_it:
                         tensors.pop(key, None)
@@ -444,18 +455,29 @@ class Checkpointer:
             zero.load(self.accelerator, self.trainable, step, read)
             read({f"model.{name}": b for name, b in self.buffers.items()})
             return
+        if self.replicas and self.replicas.count != _replicas_of(folder):  # allowed by --allow_changed
+            agreed = self.replicas.agreed.tensors
+            read({f"model.{name}": value for name, value in agreed.items()} | self.replicas.state(step))
+            self.replicas.begin_from_agreed()
+            print_main("each replica begins at the agreed weights, with a new optimizer")
+            return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
-        tensors, _ = self._live(step)
+        tensors, _ = self._live(step, loading=True)
         self._drop_unused(folder, tensors)
-        if own := self._own_statistics(folder):
+        if not self.replicas and (own := self._own_statistics(folder)):
             tensors = {name: value for name, value in tensors.items() if name not in self._statistics()} | own
         read(tensors)
         for optimizer in self.optimizers:
             for name, parameter in self.trainable.items():
                 for key in optimizer.state.get(parameter, {}):
-                    if f"optimizer.{name}.{key}" in scalars:
-                        optimizer.state[parameter][key] = scalars[f"optimizer.{name}.{key}"]
+                    if f"{self.own}optimizer.{name}.{key}" in scalars:
+                        optimizer.state[parameter][key] = scalars[f"{self.own}optimizer.{name}.{key}"]
+
+
+def _replicas_of(folder: Path) -> int:
+    names = TensorReader(folder).read_metadata().state_dict_metadata
+    return len({name.partition(".")[0] for name in names if name.startswith("replica")})
 
 
 def _step_of(folder: Path) -> int:

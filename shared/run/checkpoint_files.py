@@ -212,7 +212,12 @@ def require_compatible(
             f"{folder} belongs to a run on other base weights, of which it holds none itself: use the same, another "
             "--output_dir, or --allow_changed base"
         )
-    if unknown := sorted(allowed - set(own["settings"]) - {"data", "base"}):
+    if (before := manifest.get("replicas", 0)) != own["replicas"] and "replicas" not in allowed:
+        raise ConfigError(
+            f"{folder} is of {before} replicas that train apart, and here are {own['replicas']}: launch as many, or give "
+            "--allow_changed replicas, which begins at the agreed weights and loses each replica's own and its optimizer"
+        )
+    if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces between them")
     before = manifest.get("settings", {})
     changed = {k: (before[k], v) for k, v in own["settings"].items() if k in before and before[k] != v}

@@ -24,6 +24,7 @@ from shared.process.ranks import is_main_rank
 from shared.process.signals import STOP_SIGNALS
 from shared.run.exits import Stopped, stop_at_once
 from shared.run.state import TrainState
+from shared.training.sync import Replicas
 
 T = TypeVar("T")
 
@@ -62,12 +63,20 @@ class Guard:
         models: as prepared.
         state: of the run; skipped steps are counted in it.
         max_skipped: so many steps may be skipped in the whole run.
+        replicas: where these train apart, each decides on its own updates, and all meet now and then.
     """
 
     def __init__(
-        self, accelerator: Accelerator, models: Sequence[nn.Module], state: TrainState, *, max_skipped: int
+        self,
+        accelerator: Accelerator,
+        models: Sequence[nn.Module],
+        state: TrainState,
+        *,
+        max_skipped: int,
+        replicas: Replicas | None = None,
     ) -> None:
         self.accelerator, self.models, self.state, self.max_skipped = accelerator, models, state, max_skipped
+        self.replicas, self.own_skips = replicas, 0
         self.received = self.agreed = self.slow = 0
         self.began = time.perf_counter()
         self.unread: Callable[[], None] | None = None  # acts on the last step's verdict
@@ -81,20 +90,26 @@ class Guard:
         if self.received != signal.SIGINT:  # Ctrl-C ends the launcher, too, whose SIGTERM follows
             self.received = number
 
-    def _agree(self, good: torch.Tensor, *, slow: bool = False) -> tuple[torch.Tensor, Callable[[], bool]]:
+    def _agree(
+        self, good: torch.Tensor, *, slow: bool = False, apart: bool = False
+    ) -> tuple[torch.Tensor, Callable[[], bool]]:
         """Whether it is `good` on all ranks, as a bool on the device; the same as a function that fetches it, with the
-        signal that any rank has received and whether any is `slow`."""
-        if self.accelerator.num_processes == 1:
+        signal that any rank has received and whether any is `slow`. `apart`: on the ranks of this replica, without signals.
+        """
+        apart = apart and self.replicas is not None
+        group = self.replicas.inner if apart and self.replicas else None
+        if self.accelerator.num_processes == 1 or (apart and group is None):
             alone, self.slow = _OnItsWay(good), int(slow)
             return good, lambda: bool(alone.read())
         verdict = torch.full((2,), -(2 * self.received + slow), dtype=torch.int32, device=good.device)
         verdict[0] = good
-        dist.all_reduce(verdict, dist.ReduceOp.MIN)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
         answer = _OnItsWay(verdict)
 
         def fetch() -> bool:
             everywhere, note = answer.read()
-            self.agreed, self.slow = divmod(-note, 2)
+            agreed, self.slow = divmod(-note, 2)
+            self.agreed = 0 if apart else agreed
             return bool(everywhere)
 
         return verdict[0] == 1, fetch
@@ -120,7 +135,7 @@ class Guard:
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
         before, self.began = self.began, time.perf_counter()
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
-        everywhere, fetch = self._agree(finite, slow=self.began - before > 1)
+        everywhere, fetch = self._agree(finite, slow=self.began - before > 1, apart=True)
         step = self.state.step
 
         def act() -> None:
@@ -142,7 +157,8 @@ class Guard:
 
     def _count_skipped(self, step: int, losses: list[torch.Tensor], norm: torch.Tensor, indices: np.ndarray) -> None:
         guilty = [i for i, loss in enumerate(losses) if not torch.isfinite(loss)]
-        each: list[Any] = gather_object([(self.accelerator.process_index, guilty, indices.tolist())])
+        own = (self.accelerator.process_index, guilty, indices.tolist())
+        each: list[Any] = gather_object([own]) if self.replicas is None else self.replicas.gather(own)
         named = [(rank, i, rows[i]) for rank, own, rows in each for i in own if i < len(rows)]
         where = "; ".join(
             f"rank {rank}, micro-batch {i + 1}: {', '.join(str(s) for s in rows if s >= 0)}" for rank, i, rows in named[:8]
@@ -152,11 +168,16 @@ class Guard:
         what = f"step {step}: loss or gradient is not finite (gradient norm {norm.item():g}; {samples})"
         buffers = [b for m in self.models for b in persistent_buffers(m).values() if b.is_floating_point()]
         sound = torch.tensor(all(bool(torch.isfinite(b).all()) for b in buffers), device=norm.device)
-        if not self._agree(sound)[0]:
+        if not self._agree(sound, apart=True)[0]:
             raise NonFiniteError(f"{what}. The running statistics have taken it in: continue from the last checkpoint")
         if zero.is_used(self.accelerator):
             raise NonFiniteError(f"{what}. DeepSpeed has updated with it: continue from the last checkpoint")
         self.state.skipped += 1
+        if self.replicas is not None:  # the others have done theirs; when all meet, they are told
+            self.own_skips += 1
+            if self.replicas.leads:
+                print(f"warning: {what}; replica {self.replicas.index} skipped its update", file=sys.stderr, flush=True)
+            return
         if self.state.skipped > self.max_skipped:
             raise NonFiniteError(
                 f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been skipped before: "
@@ -182,6 +203,24 @@ class Guard:
         if self.agreed:
             self.received = self.agreed  # also where another rank was told
             raise Stopped(f"stopped by {signal.Signals(self.agreed).name} at step {self.state.step}")
+
+    def meet(self) -> None:
+        """What replicas decide when they wait for each other anyway: to stop, and whether too many updates were skipped.
+
+        Raises:
+            Stopped, NonFiniteError: on all ranks.
+        """
+        assert self.replicas is not None
+        self.settle()
+        own, self.own_skips = self.own_skips, 0
+        skips = torch.tensor(float(own if self.replicas.leads else 0), device=self.accelerator.device)
+        self.state.skipped += int(self.accelerator.reduce(skips, "sum").item()) - own
+        if self.state.skipped > self.max_skipped:
+            raise NonFiniteError(
+                f"step {self.state.step}: {self.state.skipped} updates of all replicas were skipped, since loss or gradient "
+                "was not finite: look at the samples named above, lower --learning_rate, or raise --max_skipped_steps"
+            )
+        self._ask()
 
     def watch(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass an evaluation's windows on, and end it if a signal asks to. Every rank calls this alike.

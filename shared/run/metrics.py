@@ -145,8 +145,8 @@ class Logger:
             self.bar.start_t += self.mark - start
             self.bar.last_print_t += self.mark - start
 
-    def step(self, step: Step) -> None:
-        """Count one optimizer step; on a logging step, reduce over ranks and write. Every rank calls this."""
+    def step(self, step: Step, *, due: bool) -> None:
+        """Count one optimizer step; if a line is `due`, and at the last, sum over ranks and write. Every rank calls this."""
         if self.recorder is not None:
             self.recorder.write(self.state.step, step.window)
         assert step.finite is not None and step.grad_norm is not None
@@ -156,7 +156,7 @@ class Logger:
         self.bar.update()
         if self.profiler is not None:
             self.profiler.step()
-        if self.state.step % self.config.logging_steps and self.state.step != self.total_steps:
+        if not due and self.state.step != self.total_steps:
             if self.bar.disable and self.state.step == self.first + 1:  # the next line may be minutes away
                 print_main(f"step {self.state.step}/{self.total_steps}")
             if len(self.unread) == UNREAD:
@@ -164,9 +164,11 @@ class Logger:
             return
         grad_norm = self._read(step.grad_norm)
         alone = self.accelerator.num_processes == 1
-        own = torch.tensor([*self.sums.values(), self.positions], device="cpu" if alone else self.accelerator.device)
-        *sums, positions = total(self.accelerator, own).tolist()
-        means = {name: value / self.steps if self.steps else math.nan for name, value in zip(self.sums, sums, strict=True)}
+        read = [*self.sums.values(), self.steps, self.positions]
+        own = torch.tensor(read, device="cpu" if alone else self.accelerator.device)
+        *sums, finite, positions = total(self.accelerator, own).tolist()
+        steps = finite / data_parallel_size()  # replicas that train apart skip steps of their own
+        means = {name: value / steps if steps else math.nan for name, value in zip(self.sums, sums, strict=True)}
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         processed = positions / seconds

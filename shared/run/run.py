@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from shared.config import parse as configs
+from shared.config.options import SyncConfig
 from shared.data.loader import Window
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
@@ -42,6 +43,7 @@ from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
 from shared.training import optim
 from shared.training.step import Step
+from shared.training.sync import Replicas, refuse_what_has_no_replicas
 
 
 class Run:
@@ -75,6 +77,8 @@ class Run:
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
+        self.replicas: Replicas | None = None
+        self._sync: SyncConfig = getattr(config, "sync", SyncConfig())
         self._kept: dict[str, torch.Tensor] = {}
         self._step: Step | None = None  # the present step, until it is logged
         self.is_last = False
@@ -102,13 +106,18 @@ class Run:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             if group["lr"] != options.learning_rate:
                 group.setdefault("lr_scale", group["lr"] / options.learning_rate)
+        apart = self._sync.sync_every > 1
         if spread:
             hook = self.config.speed.ddp_comm_hook
+            if apart:
+                refuse_what_has_no_replicas(self.accelerator)
             model, optimizers = sharding.prepare(
-                self.accelerator, model, optimizers, max_grad_norm=options.max_grad_norm, comm_hook=hook
+                self.accelerator, model, optimizers, max_grad_norm=options.max_grad_norm, comm_hook=hook, replicas=apart
             )
         self.models[name] = model
         self.optimizers += optimizers
+        if apart and (len(self.models) > 1 or self.config.evaluation.ema_decay):
+            raise ConfigError("--sync_every takes one model, and no --ema_decay")
         if name == "model" and self.config.evaluation.ema_decay:
             self.ema = WeightCopy(self.accelerator, model)
         return model, optimizers
@@ -137,6 +146,8 @@ class Run:
         self.train, self.total_steps = train, total_steps
         self.eval_steps = config.evaluation.eval_steps or train.steps_per_epoch or total_steps
         model = self.models["model"]
+        if self._sync.sync_every > 1:
+            self.replicas = Replicas(self.accelerator, model, self._sync, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
         self.saver = Checkpointer(
             *(self.accelerator, self.models, self.optimizers, self.dir, config),
@@ -144,6 +155,7 @@ class Run:
             base=base,
             ema=self.ema,
             extra=self._kept,
+            replicas=self.replicas,
         )
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
         train.place = self.state.place
@@ -207,7 +219,7 @@ class Run:
             flops=flops,
         )
         models, allowed = list(self.models.values()), config.optim.max_skipped_steps
-        self.guard = Guard(self.accelerator, models, self.state, max_skipped=allowed)
+        self.guard = Guard(self.accelerator, models, self.state, max_skipped=allowed, replicas=self.replicas)
 
     # Training ------------------------------------------------------------------------------------------------------
 
@@ -228,11 +240,17 @@ class Run:
             rate = optim.set_learning_rate(self.optimizers, config.optim, self.state.step, self.total_steps)
             self.state.advance(window)  # now, so that an evaluation in the loop's body knows its step
             self.is_last = self.state.step == self.total_steps
-            self._step = Step(self.accelerator, models, window, number=self.state.step, rate=rate, verdict=self.guard.finite)
+            self._step = Step(
+                *(self.accelerator, models, window),
+                number=self.state.step,
+                rate=rate,
+                verdict=self.guard.finite,
+                group=self.replicas.inner if self.replicas else None,
+            )
             yield self._step
             self._complete_step()
             evaluated, best = (self.state.step == step for step in (self.state.evaluated, self.state.best_step))
-            saving = self.is_last or best or self.state.step % config.checkpoint.save_steps == 0
+            saving = self.is_last or best or self._is_due(config.checkpoint.save_steps)
             self._stop_if_asked(now=evaluated or saving)
             with self.logger.pause():
                 if evaluated:
@@ -242,6 +260,11 @@ class Run:
             if self.is_last:
                 break
         self._settle()
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that is to happen each `every` steps is due; where replicas train apart, when they next meet."""
+        step = self.state.step
+        return self.replicas.is_due(step, every) if self.replicas else step % every == 0
 
     def stop(self) -> None:
         """Make the present step the last one."""
@@ -258,11 +281,16 @@ class Run:
             done = self.state.step - 1
             self.ema.average_in(min(self.config.evaluation.ema_decay, (1 + done) / (10 + done)))  # lower at first
         exits.at_step(self.state.step)
-        self.logger.step(step)
+        if self.replicas:
+            self.replicas.after(self.state.step)
+        self.logger.step(step, due=self._is_due(self.config.log.logging_steps))
 
     def _stop_if_asked(self, *, now: bool) -> None:
         try:
-            self.guard.stop_if_asked(now=now)
+            if self.replicas is None:
+                self.guard.stop_if_asked(now=now)
+            elif self.replicas.meets(self.state.step):
+                self.guard.meet()
         except exits.Stopped:
             self._save_and_close()
             raise
@@ -287,7 +315,7 @@ class Run:
 
     def should_evaluate(self) -> bool:
         """Whether an evaluation is due: before the first step, each --eval_steps, at the last step; once a step."""
-        due = self.state.step % self.eval_steps == 0 or self.state.step == self.total_steps or self.is_last
+        due = self._is_due(self.eval_steps) or self.state.step in (0, self.total_steps) or self.is_last
         return due and self.state.evaluated < self.state.step
 
     @contextlib.contextmanager
@@ -313,7 +341,8 @@ class Run:
     @contextlib.contextmanager
     def _evaluation_weights(self, model: nn.Module) -> Iterator[None]:
         """The moving average of the weights, if there is one, and the mean of all ranks' BatchNorm statistics."""
-        with self.ema.swapped_in() if self.ema else contextlib.nullcontext():
+        others = self.replicas.agreed if self.replicas else self.ema
+        with others.swapped_in() if others else contextlib.nullcontext():
             buffers = persistent_buffers(self.unwrap(model))
             own = {name: buffer.clone() for name, buffer in buffers.items()}
             average_buffers(self.accelerator, [buffers])
@@ -364,6 +393,9 @@ class Run:
             if best != self.state.step and not self.saver.load_best(best):  # it is damaged
                 self.state.best_step, self.state.results = self.state.step, self.state.latest
             print_main(f"best by {metric}: step {self.state.best_step}")
+        if self.replicas:
+            self.replicas.agreed.swap()
+            self.replicas = None
         if self.ema:
             self.ema.swap()
             self.ema = None  # later evaluations measure what final/ holds

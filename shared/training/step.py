@@ -23,6 +23,7 @@ class Step:
     Args:
         verdict: (losses of this rank's micro-batches, gradient norm, sample indices) -> a bool on the device: whether the
             losses and the norm are finite on all ranks.
+        group: the process group that shares the model, where there are replicas; else None.
 
     Attributes:
         number: of this optimizer step, from 1.
@@ -42,9 +43,10 @@ class Step:
         number: int,
         rate: float,
         verdict: Callable[[list[torch.Tensor], torch.Tensor, Any], torch.Tensor],
+        group: Any = None,
     ) -> None:
         self.accelerator, self.models, self.window, self._verdict = accelerator, models, window, verdict
-        self.number, self.learning_rate = number, rate
+        self.number, self.learning_rate, self.group = number, rate, group
         self.batches, self.num_targets = window.micro_batches, window.num_targets
         self.scale = loss_scale(window.num_targets)
         self.sums: dict[str, list[torch.Tensor]] = {}  # logged values by name, a scalar for each micro-batch
@@ -79,7 +81,7 @@ class Step:
             model: the model to clip; None: all prepared models together.
         """
         models = self.models if model is None else [model]
-        self.grad_norm, self._is_clipped = clip_gradients(self.accelerator, models, max_norm), True
+        self.grad_norm, self._is_clipped = clip_gradients(self.accelerator, models, max_norm, self.group), True
         return self.grad_norm
 
     def update(self, optimizers: list[Any]) -> None:
@@ -138,7 +140,9 @@ def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None
         loss.backward(torch.full_like(loss, scale))
 
 
-def clip_gradients(accelerator: Accelerator, models: Sequence[nn.Module], max_norm: float) -> torch.Tensor:
+def clip_gradients(
+    accelerator: Accelerator, models: Sequence[nn.Module], max_norm: float, group: Any = None
+) -> torch.Tensor:
     """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0. Returns their norm before.
 
     Every rank calls this before the optimizer.
@@ -150,7 +154,7 @@ def clip_gradients(accelerator: Accelerator, models: Sequence[nn.Module], max_no
         return torch.tensor(float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()), device=accelerator.device)
     accelerator.unscale_gradients()
     gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-    norm = gradient_norm(accelerator, gradients)
+    norm = gradient_norm(accelerator, gradients, group)
     if max_norm:
         shrink = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_gradients(gradients, shrink)

@@ -1,0 +1,198 @@
+"""Replicas that take optimizer steps of their own, and agree on their weights now and then instead of on each gradient.
+
+Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105), and its streaming form, which sends parts
+of the model in the background (arXiv 2501.18512).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from shared.config.options import SyncConfig
+from shared.models.weights import WeightCopy, average_buffers, local_part
+from shared.parallel import zero
+from shared.process import ranks
+from shared.process.errors import ConfigError
+
+
+def refuse_what_has_no_replicas(accelerator: Accelerator) -> None:
+    """Raise a ConfigError where the launch config's processes are not replicas that can differ for a while."""
+    sizes = accelerator.parallelism_config
+    tensor_parallel = sizes is not None and sizes.tp_enabled
+    if zero.is_used(accelerator) or tensor_parallel or ranks.pipeline_ranks() > 1 or accelerator.scaler is not None:
+        raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
+    if accelerator.distributed_type == DistributedType.FSDP and not (sizes is not None and sizes.dp_replicate_enabled):
+        raise ConfigError("--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, whose groups are replicas")
+
+
+@dataclass
+class Flight:
+    """The sum over replicas of what a fragment has moved, on its way."""
+
+    total: torch.Tensor  # [values of this rank's shards]
+    work: Any = None
+
+    def land(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.total
+
+
+class Replicas:
+    """The replicas of one run. Every rank makes one, after `sharding.prepare`, and calls its methods alike.
+
+    Each replica (a process, or a group of HSDP) updates its own weights. Every `sync_every` steps the mean of what they have
+    moved since the agreed weights is one gradient of an outer optimizer, SGD with Nesterov momentum, which moves the agreed
+    weights. After `sync_delay` steps, in which the replicas have gone on, each moves to them: to
+    sync_alpha * its own + (1 - sync_alpha) * the agreed weights. With `sync_fragments` the model is sent in parts, at
+    different steps.
+
+    Attributes:
+        count: of replicas.
+        agreed: the agreed weights, the same on all replicas. Evaluations and final/ are made with them.
+        inner: process group of this replica's ranks; None where a replica is one process.
+    """
+
+    @torch.no_grad()
+    def __init__(self, accelerator: Accelerator, model: nn.Module, options: SyncConfig, total_steps: int) -> None:
+        refuse_what_has_no_replicas(accelerator)
+        self.accelerator, self.options, self.total_steps = accelerator, options, total_steps
+        sizes = accelerator.parallelism_config
+        size = sizes.dp_shard_size if accelerator.distributed_type == DistributedType.FSDP else 1
+        self.count, self.index = accelerator.num_processes // size, accelerator.process_index // size
+        self.inner: Any = None
+        self.across: Any = None  # the ranks that hold the same shards, one of each replica
+        for place in range(size if self.count > 1 else 0):  # every rank makes all groups
+            group = dist.new_group(list(range(place, accelerator.num_processes, size)))
+            self.across = group if place == accelerator.process_index % size else self.across
+        for first in range(0, accelerator.num_processes if size > 1 else 0, size):
+            group = dist.new_group(list(range(first, first + size)))
+            self.inner = group if first == self.index * size else self.inner
+        self.agreed = WeightCopy(accelerator, model)
+        self.names = [name for name in self.agreed.live if name not in self.agreed.buffers]
+        self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
+        self.fragments = list(self._cut(options.sync_fragments))
+        self.flights: dict[int, Flight] = {}  # by fragment
+
+    def _cut(self, fragments: int) -> Iterator[list[str]]:
+        """Neighbouring weights, in parts of about the same size."""
+        numbers = [self.agreed.live[name].numel() for name in self.names]
+        done, parts = 0, [[] for _ in range(fragments)]  # type: ignore[var-annotated]
+        for name, number in zip(self.names, numbers, strict=True):
+            parts[min(fragments - 1, (done + number // 2) * fragments // sum(numbers))].append(name)
+            done += number
+        yield from parts
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its replica."""
+        return self.accelerator.process_index * self.count % self.accelerator.num_processes == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each rank of this replica."""
+        if self.inner is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.inner)
+        dist.all_gather_object(values, value, group=self.inner)
+        return values
+
+    # When ----------------------------------------------------------------------------------------------------------
+
+    def _sends(self, step: int) -> list[int]:
+        """The fragments that are sent after a step: each every `sync_every` steps, and evenly spread."""
+        every, parts = self.options.sync_every, self.options.sync_fragments
+        if not 0 < step < self.total_steps:
+            return []
+        return [part for part in range(parts) if (step + part * every // parts) % every == 0]
+
+    def meets(self, step: int) -> bool:
+        """Whether replicas wait for each other after a step anyway: what all have to decide is decided then."""
+        options = self.options
+        return step == self.total_steps or (
+            step > options.sync_delay and (step - options.sync_delay) % options.sync_every == 0
+        )
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something that is to happen each `every` steps is due: at the first meeting from then on."""
+        if not self.meets(step):
+            return False
+        before = step - 1
+        while before > 0 and not self.meets(before):
+            before -= 1
+        return step // every > before // every
+
+    # What ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def after(self, step: int) -> None:
+        """Send and apply what is due after an optimizer step."""
+        delay, last = self.options.sync_delay, step == self.total_steps
+        for part in self._sends(step - delay) if delay else []:
+            self._apply(part, self.options.alpha)
+        if last:  # all that was done is agreed on
+            for part in sorted(self.flights):
+                self._apply(part, self.options.alpha)
+        for part in range(len(self.fragments)) if last else self._sends(step):
+            self._send(part)
+            if last or not delay:
+                self._apply(part, 0.0)
+        if self.meets(step) and self.agreed.buffers:
+            live = {name: self.agreed.live[name] for name in self.agreed.buffers}
+            average_buffers(self.accelerator, [live])
+            for name, value in live.items():
+                self.agreed.buffers[name].copy_(value)
+
+    def _pairs(self, part: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(the replica's own, agreed, momentum) of each weight of a fragment: this rank's shards."""
+        sets = (self.agreed.live, self.agreed.tensors, self.momentum)
+        return [tuple(local_part(tensors[name]) for tensors in sets) for name in self.fragments[part]]  # type: ignore[misc]
+
+    def _send(self, part: int) -> None:
+        moved = [(agreed - own).flatten() for own, agreed, _ in self._pairs(part)]
+        total = torch.cat(moved) if moved else torch.zeros(0, device=self.accelerator.device)
+        total = total.to(torch.bfloat16) if self.options.sync_dtype == "bf16" else total
+        self.flights[part] = Flight(total)
+        if self.across is not None and total.numel():
+            self.flights[part].work = dist.all_reduce(total, group=self.across, async_op=True)
+
+    def _apply(self, part: int, alpha: float) -> None:
+        total = self.flights.pop(part).land().float() / self.count
+        pairs, rate, decay = self._pairs(part), self.options.outer_learning_rate, self.options.outer_momentum
+        pieces = total.split([own.numel() for own, _, _ in pairs]) if pairs else []
+        for (own, agreed, momentum), piece in zip(pairs, pieces, strict=True):
+            gradient = piece.view_as(own)
+            momentum.mul_(decay).add_(gradient)
+            agreed.sub_(rate * (gradient + decay * momentum))
+            own.copy_(torch.lerp(agreed, own, alpha) if alpha else agreed)
+
+    @torch.no_grad()
+    def begin_from_agreed(self) -> None:
+        """Let this replica have the agreed weights."""
+        for name, value in self.agreed.live.items():
+            local_part(value).copy_(local_part(self.agreed.tensors[name]))
+
+    # Checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state(self, step: int, *, loading: bool = False) -> dict[str, torch.Tensor]:
+        """Tensors beside the agreed weights, by name: the outer momentum, and what is in flight. They are loaded in place.
+
+        Args:
+            step: done. What is in flight then follows from it.
+            loading: make room for it.
+        """
+        if loading:
+            self.flights = {}
+            for sent in range(max(1, step - self.options.sync_delay + 1), step + 1) if self.options.sync_delay else ():
+                for part in self._sends(sent):
+                    size = sum(own.numel() for own, _, _ in self._pairs(part))
+                    dtype = torch.bfloat16 if self.options.sync_dtype == "bf16" else torch.float32
+                    self.flights[part] = Flight(torch.zeros(size, dtype=dtype, device=self.accelerator.device))
+        rank = self.accelerator.process_index
+        tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
+        return tensors | {f"flight.{rank}.{part}": flight.land() for part, flight in self.flights.items()}

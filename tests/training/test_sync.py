@@ -1,0 +1,115 @@
+"""Replicas that train apart and agree now and then: equal to a simulation in one plain process, and resumed bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.config import parse as configs
+from shared.data.loader import Loader
+from shared.data.order import Order
+from shared.text import corpus
+from shared.text.options import CorpusConfig
+from tests.conftest import load_template, run, slow
+
+STEPS, BATCH, LENGTH = 20, 8, 32
+
+
+@pytest.fixture(scope="module")
+def flags(text_file, tiny_model):
+    return (
+        *("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", LENGTH, "--eval_samples", 7),
+        *("--global_batch_size", BATCH, "--per_device_train_batch_size", 2, "--max_steps", STEPS, "--logging_steps", 1),
+        *("--learning_rate", 1e-3, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_ratio", 0),
+        *("--adam_beta2", 0.999, "--max_grad_norm", 0.5, "--eval_steps", 5, "--save_steps", 5, "--report_to", "none"),
+    )
+
+
+def simulated(text_file, tiny_model, *, replicas, every, delay=0, alpha=0.0, parts=1, rate=0.7, momentum=0.9):
+    """The agreed weights after all steps, by plain tensors: each replica with its own AdamW, one after the other."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    data = corpus.open_corpus(CorpusConfig(train_file=(str(text_file),)), tokenizer, LENGTH)
+    order = Order(len(data.train), BATCH, 0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    models = [copy.deepcopy(model) for _ in range(replicas)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0) for m in models]
+    share = {"device": torch.device("cpu"), "per_device": BATCH // replicas, "world_size": replicas}
+    windows = [iter(Loader(data.train, corpus.collate, order, rank=r, **share).windows(0, STEPS)) for r in range(replicas)]
+    agreed = [p.detach().clone() for p in model.parameters()]
+    moments = [torch.zeros_like(p) for p in agreed]
+    sizes, middle = [p.numel() for p in agreed], []
+    for size in sizes:
+        middle.append((sum(sizes[: len(middle)]) + size // 2) * parts // sum(sizes))
+    sent = {}
+
+    def apply(part, alpha):
+        for i, moved in sent.pop(part).items():
+            moments[i] = momentum * moments[i] + moved
+            agreed[i] = agreed[i] - rate * (moved + momentum * moments[i])
+            for m in models:
+                own = list(m.parameters())[i].data
+                own.copy_(alpha * own + (1 - alpha) * agreed[i])
+
+    def send(part):
+        mine = [i for i, where in enumerate(middle) if min(where, parts - 1) == part]
+        with torch.no_grad():
+            sent[part] = {i: sum(agreed[i] - list(m.parameters())[i] for m in models) / replicas for i in mine}
+
+    due = {}
+    for step in range(1, STEPS + 1):
+        for m, optimizer, reader in zip(models, optimizers, windows, strict=True):
+            window = next(reader)
+            for batch in window.micro_batches:
+                logits = m(input_ids=batch["input_ids"]).logits
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+                (loss * replicas / window.num_targets).backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        for part in due.pop(step, []):
+            apply(part, alpha)
+        if step == STEPS:
+            for part in sorted(sent):
+                apply(part, alpha)
+            for part in range(parts):
+                send(part)
+                apply(part, 0.0)
+        else:
+            for part in range(parts):
+                if (step + part * every // parts) % every == 0:
+                    send(part)
+                    if delay:
+                        due.setdefault(step + delay, []).append(part)
+                    else:
+                        apply(part, 0.0)
+    return dict(zip((name for name, _ in model.named_parameters()), agreed, strict=True))
+
+
+def assert_weights(theirs, ours):
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-5)
+
+
+WAYS = {
+    "diloco": {"every": 5},
+    "local-sgd": {"every": 3, "rate": 1.0, "momentum": 0.0},
+    "streaming": {"every": 6, "delay": 2, "alpha": 0.5, "parts": 3},
+    "late": {"every": 5, "delay": 4, "alpha": 0.25, "parts": 2, "momentum": 0.5},
+}
+
+
+def given(way):
+    names = {"every": "sync_every", "delay": "sync_delay", "alpha": "sync_alpha", "parts": "sync_fragments"}
+    names |= {"rate": "outer_learning_rate", "momentum": "outer_momentum"}
+    return [token for key, value in WAYS[way].items() for token in (f"--{names[key]}", value)]
+
+
+@pytest.mark.parametrize(
+    ("way", "config", "processes"),
+    [("diloco", "ddp", 2), ("streaming", "ddp", 2), *(slow(way, "ddp", 4) for way in WAYS), slow("late", "hsdp", 4)],
+)
+def test_equals_a_simulation_in_one_process(flags, text_file, tiny_model, tmp_path, way, config, processes):
+    ours = run("pretrain", tmp_path / "run", *flags, *given(way), config=config, processes=processes)
+    replicas = 2 if config == "hsdp" else processes
+    assert_weights(ours.weights(), simulated(text_file, tiny_model, replicas=replicas, **WAYS[way]))
