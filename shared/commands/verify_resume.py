@@ -109,7 +109,8 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     for part, keys in parts.items():
         found[part] = _first(_rows(one, keys), _rows(other, keys))
     mine, theirs = (read_tensors(checkpoints(run)[-1]) for run in (one, other))
-    parts = {"weights": ("model.",), "optimizer's state": ("optimizer.",), "averages and others": ("ema.", "extra.", "rank")}
+    parts = {"weights": ("model.",), "optimizer's state": ("optimizer.", "replica", "outer.", "flight.")}
+    parts["averages and others"] = ("ema.", "extra.", "rank")
     for part, keys in parts.items():
         names = {name for name in mine | theirs if name.startswith(keys)}
         unlike = sorted(n for n in names if n not in mine or n not in theirs or not torch.equal(mine[n], theirs[n]))

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -130,13 +130,13 @@ class Checkpointer:
         live |= {f"ema.{name}": b for name, b in (self.ema.buffers if self.ema else {}).items()}
         return {name: b for name, b in live.items() if b.is_floating_point()}
 
-    def _live(self, step: int, *, loading: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _live(self, step: int, saved: Container[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers."""
         own = self.own
         tensors: dict[str, torch.Tensor] = {f"{own}model.{name}": b for name, b in self.buffers.items()}
         if self.replicas:
             tensors |= {f"model.{name}": value for name, value in self.replicas.agreed.tensors.items()}
-            tensors |= self.replicas.state(step, loading=loading)
+            tensors |= self.replicas.state(saved)
         tensors |= {f"extra.{name}": value for name, value in self.extra.items()}
         tensors |= {f"ema.{name}": value for name, value in (self.ema.tensors if self.ema else {}).items()}
         scalars: dict[str, Any] = {}
@@ -455,15 +455,19 @@ class Checkpointer:
             zero.load(self.accelerator, self.trainable, step, read)
             read({f"model.{name}": b for name, b in self.buffers.items()})
             return
-        if self.replicas and self.replicas.count != _replicas_of(folder):  # allowed by --allow_changed
+        saved = TensorReader(folder).read_metadata().state_dict_metadata
+        if self.replicas and self.replicas.count != len(
+            {name.partition(".")[0] for name in saved if name.startswith("replica")}
+        ):
+            # as --allow_changed replicas allows
             agreed = self.replicas.agreed.tensors
-            read({f"model.{name}": value for name, value in agreed.items()} | self.replicas.state(step))
+            read({f"model.{name}": value for name, value in agreed.items()} | self.replicas.state())
             self.replicas.begin_from_agreed()
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
-        tensors, _ = self._live(step, loading=True)
+        tensors, _ = self._live(step, saved)
         self._drop_unused(folder, tensors)
         if not self.replicas and (own := self._own_statistics(folder)):
             tensors = {name: value for name, value in tensors.items() if name not in self._statistics()} | own
@@ -473,11 +477,6 @@ class Checkpointer:
                 for key in optimizer.state.get(parameter, {}):
                     if f"{self.own}optimizer.{name}.{key}" in scalars:
                         optimizer.state[parameter][key] = scalars[f"{self.own}optimizer.{name}.{key}"]
-
-
-def _replicas_of(folder: Path) -> int:
-    names = TensorReader(folder).read_metadata().state_dict_metadata
-    return len({name.partition(".")[0] for name in names if name.startswith("replica")})
 
 
 def _step_of(folder: Path) -> int:

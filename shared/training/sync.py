@@ -4,7 +4,7 @@ Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105)
 of the model in the background (arXiv 2501.18512).
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ class Replicas:
         self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
         self.fragments = list(self._cut(options.sync_fragments))
         self.flights: dict[int, Flight] = {}  # by fragment
+        self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
 
     def _cut(self, fragments: int) -> Iterator[list[str]]:
         """Neighbouring weights, in parts of about the same size."""
@@ -156,12 +157,14 @@ class Replicas:
     def _send(self, part: int) -> None:
         moved = [(agreed - own).flatten() for own, agreed, _ in self._pairs(part)]
         total = torch.cat(moved) if moved else torch.zeros(0, device=self.accelerator.device)
-        total = total.to(torch.bfloat16) if self.options.sync_dtype == "bf16" else total
+        total = total.to(self.dtype)
         self.flights[part] = Flight(total)
         if self.across is not None and total.numel():
             self.flights[part].work = dist.all_reduce(total, group=self.across, async_op=True)
 
     def _apply(self, part: int, alpha: float) -> None:
+        if part not in self.flights:  # sent before the run was prolonged: it was all applied at the former end
+            return
         total = self.flights.pop(part).land().float() / self.count
         pairs, rate, decay = self._pairs(part), self.options.outer_learning_rate, self.options.outer_momentum
         pieces = total.split([own.numel() for own, _, _ in pairs]) if pairs else []
@@ -179,20 +182,16 @@ class Replicas:
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
-    def state(self, step: int, *, loading: bool = False) -> dict[str, torch.Tensor]:
-        """Tensors beside the agreed weights, by name: the outer momentum, and what is in flight. They are loaded in place.
+    def state(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
+        """Tensors beside the agreed weights, by name: the outer momentum, and what is on its way. They are loaded in place.
 
         Args:
-            step: done. What is in flight then follows from it.
-            loading: make room for it.
+            saved: names in the checkpoint that is to be loaded: room is made for what was on its way.
         """
-        if loading:
-            self.flights = {}
-            for sent in range(max(1, step - self.options.sync_delay + 1), step + 1) if self.options.sync_delay else ():
-                for part in self._sends(sent):
-                    size = sum(own.numel() for own, _, _ in self._pairs(part))
-                    dtype = torch.bfloat16 if self.options.sync_dtype == "bf16" else torch.float32
-                    self.flights[part] = Flight(torch.zeros(size, dtype=dtype, device=self.accelerator.device))
-        rank = self.accelerator.process_index
+        name = f"flight.{self.accelerator.process_index}."
+        for part in range(len(self.fragments)):
+            if f"{name}{part}" in saved:
+                size = sum(own.numel() for own, _, _ in self._pairs(part))
+                self.flights[part] = Flight(torch.zeros(size, dtype=self.dtype, device=self.accelerator.device))
         tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
-        return tensors | {f"flight.{rank}.{part}": flight.land() for part, flight in self.flights.items()}
+        return tensors | {f"{name}{part}": flight.land() for part, flight in self.flights.items()}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.config import parse as configs
+from shared.commands.verify_resume import compare
 from shared.data.loader import Loader
 from shared.data.order import Order
 from shared.text import corpus
 from shared.text.options import CorpusConfig
-from tests.conftest import load_template, run, slow
+from tests.conftest import run, slow
 
 STEPS, BATCH, LENGTH = 20, 8, 32
 
@@ -22,7 +22,7 @@ def flags(text_file, tiny_model):
         *("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", LENGTH, "--eval_samples", 7),
         *("--global_batch_size", BATCH, "--per_device_train_batch_size", 2, "--max_steps", STEPS, "--logging_steps", 1),
         *("--learning_rate", 1e-3, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_ratio", 0),
-        *("--adam_beta2", 0.999, "--max_grad_norm", 0.5, "--eval_steps", 5, "--save_steps", 5, "--report_to", "none"),
+        *("--adam_beta2", 0.999, "--max_grad_norm", 0.5, "--eval_steps", 5, "--audit_data", "--report_to", "none"),
     )
 
 
@@ -113,3 +113,28 @@ def test_equals_a_simulation_in_one_process(flags, text_file, tiny_model, tmp_pa
     ours = run("pretrain", tmp_path / "run", *flags, *given(way), config=config, processes=processes)
     replicas = 2 if config == "hsdp" else processes
     assert_weights(ours.weights(), simulated(text_file, tiny_model, replicas=replicas, **WAYS[way]))
+
+
+@pytest.mark.parametrize(("way", "config", "processes"), [("late", "ddp", 2), slow("streaming", "hsdp", 4)])
+def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, processes):
+    """Killed between agreements, and while one is on its way; saved at other steps than the run left alone."""
+    flags = (*flags, *given(way), "--save_steps", 1, "--async_save")
+    straight = run("pretrain", tmp_path / "straight", *flags, "--save_steps", STEPS, config=config, processes=processes)
+    for place in ("micro_batch:kill@15#1", "save.rename:kill@1", "update:kill@4"):
+        killed = run(
+            *("pretrain", tmp_path / "killed", *flags),
+            config=config,
+            processes=processes,
+            check=False,
+            env={"TEMPLATES_FAULT": place},
+        )
+        assert killed.returncode
+    ended = run("pretrain", tmp_path / "killed", *flags, config=config, processes=processes)
+    assert set(compare(straight.folder, ended.folder).values()) == {""}
+    assert {k: v.tolist() for k, v in straight.weights().items()} == {k: v.tolist() for k, v in ended.weights().items()}
+    other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, "--allow_changed", "max_steps", check=False)
+    assert "is of 2 replicas that train apart, and here are 1" in other.output
+    allowed = ("--allow_changed", "max_steps", "replicas")
+    other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, *allowed)
+    assert "each replica begins at the agreed weights, with a new optimizer" in other.output
+    assert other.last("eval_loss") < straight.last("eval_loss") * 1.05
