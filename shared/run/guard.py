@@ -77,8 +77,10 @@ class Guard:
     ) -> None:
         self.accelerator, self.models, self.state, self.max_skipped = accelerator, models, state, max_skipped
         self.replicas, self.own_skips = replicas, 0
+        self.asked = 0  # the signal that a rank of this replica has received
+        self.last_step: int | None = None  # after which all replicas stop
         self.received = self.agreed = self.slow = 0
-        self.began = time.perf_counter()
+        self.began = self.looked = time.perf_counter()
         self.unread: Callable[[], None] | None = None  # acts on the last step's verdict
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
@@ -109,7 +111,7 @@ class Guard:
         def fetch() -> bool:
             everywhere, note = answer.read()
             agreed, self.slow = divmod(-note, 2)
-            self.agreed = 0 if apart else agreed
+            self.agreed, self.asked = (0, agreed) if apart else (agreed, 0)
             return bool(everywhere)
 
         return verdict[0] == 1, fetch
@@ -211,6 +213,33 @@ class Guard:
             Stopped, NonFiniteError: on all ranks.
         """
         assert self.replicas is not None
+        self._count_all_skips()
+        self._ask()
+
+    def stop_apart(self) -> None:
+        """Between meetings: all replicas go on to the step of the one that is ahead, and stop there. Every rank calls this.
+
+        A replica learns of another one's signal within five seconds. No collective is used that other replicas are in.
+
+        Raises:
+            Stopped: on all ranks, after the same step.
+        """
+        replicas = self.replicas
+        assert replicas is not None
+        now = self.received or replicas.waited or time.perf_counter() - self.looked > 5
+        if replicas.leads and replicas.count > 1 and now:
+            self.looked = time.perf_counter()
+            self.received = replicas.asked_to_stop(self.received)
+        if replicas.inner is None or replicas.waited:  # else the ranks of a replica tell each other with the next verdict
+            self.asked = max(replicas.gather(self.received))
+        if self.asked and self.last_step is None:
+            self.received, self.last_step = self.asked, replicas.last_step(self.state.step)
+        if self.last_step == self.state.step:
+            self._count_all_skips()
+            raise Stopped(f"stopped by {signal.Signals(self.received).name} at step {self.state.step}")
+
+    def _count_all_skips(self) -> None:
+        assert self.replicas is not None
         self.settle()
         own, self.own_skips = self.own_skips, 0
         skips = torch.tensor(float(own if self.replicas.leads else 0), device=self.accelerator.device)
@@ -220,7 +249,6 @@ class Guard:
                 f"step {self.state.step}: {self.state.skipped} updates of all replicas were skipped, since loss or gradient "
                 "was not finite: look at the samples named above, lower --learning_rate, or raise --max_skipped_steps"
             )
-        self._ask()
 
     def watch(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass an evaluation's windows on, and end it if a signal asks to. Every rank calls this alike.

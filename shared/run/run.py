@@ -291,6 +291,8 @@ class Run:
                 self.guard.stop_if_asked(now=now)
             elif self.replicas.meets(self.state.step):
                 self.guard.meet()
+            else:
+                self.guard.stop_apart()
         except exits.Stopped:
             self._save_and_close()
             raise

@@ -138,3 +138,23 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
     other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, *allowed)
     assert "each replica begins at the agreed weights, with a new optimizer" in other.output
     assert other.last("eval_loss") < straight.last("eval_loss") * 1.05
+
+
+@pytest.mark.parametrize(("config", "processes"), [("ddp", 2), slow("hsdp", 4)])
+def test_a_signal_stops_all_replicas_after_the_same_step(flags, tmp_path, config, processes):
+    """Between meetings, where one replica is far behind the other, and waits for nothing."""
+    flags = (*flags, "--sync_every", 18, "--sync_delay", 1)
+    straight = run("pretrain", tmp_path / "straight", *flags, config=config, processes=processes)
+    fault = f"update:pause@2#{processes - 1},update:term@7#0"
+    stopped = run(
+        *("pretrain", tmp_path / "run", *flags),
+        config=config,
+        processes=processes,
+        check=False,
+        env={"TEMPLATES_FAULT": fault},
+    )
+    assert "stopped by SIGTERM at step" in stopped.output
+    (checkpoint,) = stopped.folder.glob("checkpoint-*")
+    assert 7 <= int(checkpoint.name[-6:]) < 18
+    ended = run("pretrain", tmp_path / "run", *flags, config=config, processes=processes)
+    assert set(compare(straight.folder, ended.folder).values()) == {""}
