@@ -77,9 +77,10 @@ def _lock(folder: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
+            holder = shown(file.read().strip().rpartition("\n")[2])
             raise NotNow(
-                f"--output_dir {folder}: another run is writing to it ({shown(file.read().strip().rpartition('\n')[2])}): wait for "
-                "it, stop it, or choose another folder"
+                f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, stop it, or choose another "
+                "folder"
             ) from None
         # a file system that has no locks
         print_main(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
