@@ -203,7 +203,8 @@ sbatch jobs/slurm.sh {first}
 
 `python -m shared upgrade --source ../templates` merges later changes of the templates, of which you name a checkout, into
 your files. Your edits stay, and conflicts are marked as git marks them. `--check` only lists the changes. The templates'
-repository also has `python -m shared plan`, which predicts GPU memory. What comes from there is under the Apache License 2.0: see `shared/LICENSE`.
+repository also has `python -m shared plan`, which predicts GPU memory. What comes from there is under the Apache License
+2.0: see `shared/LICENSE`.
 """
 
 

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import redact
 from shared.process.ranks import env_flag, is_main_rank
+from shared.process.redaction import redact
 from shared.process.signals import clean_exit, stop_on_signals_before_training
 from shared.process.streams import outlive_readers
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from shared.process.printing import redact
+from shared.process.redaction import redact
 
 
 def model_card(

@@ -34,7 +34,8 @@ from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, is_out_of_memory
 from shared.process.files import commit, digest, remove
-from shared.process.printing import print_main, redact
+from shared.process.printing import print_main
+from shared.process.redaction import redact
 from shared.run import exits
 from shared.run.checkpoint_files import (
     MANIFEST,

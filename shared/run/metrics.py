@@ -28,8 +28,9 @@ from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import read_json_lines
-from shared.process.printing import print_main, redact
+from shared.process.printing import print_main
 from shared.process.ranks import data_parallel_size
+from shared.process.redaction import redact
 from shared.run.plots import draw_curves
 from shared.run.profiling import Profiler
 from shared.run.state import TrainState

@@ -3,16 +3,12 @@
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
-import torch
 
 from shared.commands import new, upgrade
-from shared.models.hub import _refuse_pickles
 from shared.process.errors import ConfigError
 from tests.conftest import ROOT
 
