@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -127,7 +128,9 @@ def _require_shared_beside(script: Path) -> None:
     used = Path(__file__).resolve().parents[2]
     root = next((root for root in script.resolve().parents[:2] if (root / "shared/config/parse.py").is_file()), used)
     if root != used:
-        raise ConfigError(f"{script} would run with {used}/shared: put PYTHONPATH={root} before the command")
+        raise ConfigError(
+            f"{script} would run with {used}/shared: put PYTHONPATH={shlex.quote(str(root))} before the command"
+        )
 
 
 def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:

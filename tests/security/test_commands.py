@@ -3,12 +3,17 @@
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 
 import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shared.commands import new, upgrade
+from shared.config import parse
+from shared.models.hub import _refuse_pickles
 from shared.process.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -90,3 +95,30 @@ def test_a_project_does_not_name_the_folder_whose_code_an_upgrade_runs(project, 
             upgraded(monkeypatch, *flags)
         assert end.value.code == 2 and "--source" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+
+
+HOSTILE = """x$(touch ran)y 'it's `touch ran`'; touch ran; "; touch ran; " \\$(touch ran)"""
+
+
+def test_the_command_that_converts_a_pickle_runs_nothing_of_the_folder_s_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (model := tmp_path / HOSTILE).mkdir()
+    torch.save({"a": torch.ones(2)}, model / "pytorch_model.bin")
+    with pytest.raises(ConfigError) as caught:
+        _refuse_pickles(model)
+    command = str(caught.value).partition("this converts it: ")[2].replace("python", sys.executable, 1)
+    subprocess.run(["sh", "-c", command], check=True)
+    assert not (tmp_path / "ran").exists()
+    assert load_file(model / "model.safetensors")["a"].tolist() == [1, 1]
+
+
+def test_the_command_that_names_another_checkout_runs_nothing_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / HOSTILE / "shared/config/parse.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    with pytest.raises(ConfigError) as caught:
+        parse._require_shared_beside(tmp_path / HOSTILE / "train.py")
+    command = str(caught.value).partition(": put ")[2].partition(" before the command")[0]
+    told = subprocess.run(["sh", "-c", f"{command} printenv PYTHONPATH"], check=True, capture_output=True, text=True).stdout
+    assert told == f"{tmp_path / HOSTILE}\n" and not (tmp_path / "ran").exists()

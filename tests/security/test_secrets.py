@@ -164,8 +164,8 @@ def test_masking_twice_changes_nothing(text):
 
 def test_hostile_text_costs_linear_time():
     size = 100_000
-    starts = [*PIECES, "?token", "sk-", "://a:", "https://", "eyJ", "glpat-", "bearer ", "machine a login b password ", "SG."]
-    starts += ["-----BEGIN PRIVATE KEY-----a-", "M", "1:", "***", "hooks.slack.com/a/", "discord.com/api/webhooks/", "webhooks/"]
+    starts = [*PIECES, "?token", "sk-", "://a:", "https://", "eyJ", "glpat-", "bearer ", "SG.", "M", "1:", "***"]
+    starts += ["machine a login b password ", "-----BEGIN PRIVATE KEY-----a-", "discord.com/api/webhooks/"]
     texts = [start * (size // len(start)) for start in starts] + [start + end * size for start in starts for end in "aA- :"]
     for text in (*texts, " ".join(HINTS) * (size // 400)):
         began = time.process_time()
