@@ -201,9 +201,10 @@ sbatch jobs/slurm.sh {first}
 
 ## Upgrade
 
-`python -m shared upgrade` merges later changes of the templates into your files. Your edits stay, and conflicts are marked
-as git marks them. `--check` only lists the changes. The templates' repository also has `python -m shared plan`, which
-predicts GPU memory. What comes from there is under the Apache License 2.0: see `shared/LICENSE`.
+`python -m shared upgrade --source ../templates` merges later changes of the templates, of which you name a checkout, into
+your files. Your edits stay, and conflicts are marked as git marks them. `--check` only lists the changes. The templates'
+repository also has `python -m shared plan`, which predicts GPU memory. What comes from there is under the Apache License
+2.0: see `shared/LICENSE`.
 """
 
 
@@ -257,7 +258,7 @@ def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes]) -> Non
         ConfigError: the folder is not empty, or cannot be written.
     """
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    origin = {"templates": list(names), "source": str(SOURCE), "version": version(), "files": hashes}
+    origin = {"templates": list(names), "version": version(), "files": hashes}
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not empty: choose another folder, nothing is overwritten")

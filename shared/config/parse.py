@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import redact
 from shared.process.ranks import env_flag, is_main_rank
+from shared.process.redaction import redact
 from shared.process.signals import clean_exit, stop_on_signals_before_training
 from shared.process.streams import outlive_readers
 
@@ -127,7 +128,9 @@ def _require_shared_beside(script: Path) -> None:
     used = Path(__file__).resolve().parents[2]
     root = next((root for root in script.resolve().parents[:2] if (root / "shared/config/parse.py").is_file()), used)
     if root != used:
-        raise ConfigError(f"{script} would run with {used}/shared: put PYTHONPATH={root} before the command")
+        raise ConfigError(
+            f"{script} would run with {used}/shared: put PYTHONPATH={shlex.quote(str(root))} before the command"
+        )
 
 
 def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shared.data.files import DataFile, File, find_files, name_inside
 from shared.data.remote import RemoteFile
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
-from shared.process.printing import print_main, redact
+from shared.process.printing import label, print_main
 
 if TYPE_CHECKING:
     from shared.data.options import DataConfig
@@ -89,13 +89,13 @@ def _file_source(files: list[File], streaming: bool) -> Source:
         local = (lambda file: [file.name, file.stat().st_size]) if streaming else (lambda file: file)
         return [file.identity() if isinstance(file, RemoteFile) else local(file) for file in files]
 
-    return Source(redact(name), identity, lambda: read_records(files), lambda cursor: read_records(files, cursor))
+    return Source(label(name), identity, lambda: read_records(files), lambda cursor: read_records(files, cursor))
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
     (name,), part = config.dataset_name, config.dataset_config_name
     identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
-    return Source(redact(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
+    return Source(label(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
 
 
 def _hub_identity(name: str) -> list[Any]:

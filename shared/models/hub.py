@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ _AN_ADAPTER = (
 )
 
 
-_CONVERT = (
-    'python -c "import torch, safetensors.torch; safetensors.torch.save_file({{k: v.contiguous() for k, v in '
-    "torch.load({0!r}, map_location='cpu', weights_only=True).items()}}, {1!r}, {{'format': 'pt'}})\""
+_CONVERT = (  # the names of files are arguments of the shell, not part of the code
+    'python -c "import sys, torch, safetensors.torch as s; s.save_file({k: v.contiguous() for k, v in '
+    "torch.load(sys.argv[1], map_location='cpu', weights_only=True).items()}, sys.argv[2], {'format': 'pt'})\""
 )
 
 
@@ -144,7 +145,7 @@ def _refuse_pickles(folder: Path) -> None:
         way = "take safetensors weights, which save_pretrained of transformers and PEFT writes"
         if len(pickles) == 1:  # weights_only: reads tensors alone, and runs no code
             written = folder / f"{pickles[0].stem.replace('pytorch_model', 'model')}.safetensors"
-            way += f". If it holds weights alone, this converts it: {_CONVERT.format(str(pickles[0]), str(written))}"
+            way += f". If it holds weights alone, this converts it: {_CONVERT} {shlex.join(map(str, (pickles[0], written)))}"
         raise ConfigError(f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: {way}")
 
 
