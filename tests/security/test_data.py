@@ -21,8 +21,8 @@ from shared.images.decoding import BadImage, decode, decode_tensor
 from shared.images.options import ImageConfig
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
-from tests.conftest import paint, run_here, slow
-from tests.security.conftest import flip, refused, trains
+from tests.conftest import paint, run, run_here, slow
+from tests.security.conftest import TINY, flip, refused, trains
 
 
 def test_a_pickle_in_place_of_data_runs_nothing(tiny_model, tmp_path, payload):
@@ -111,6 +111,19 @@ def test_no_flipped_bit_in_prepared_data_is_learned_from(
         assert f"{folder}: prepared data is damaged (" in capsys.readouterr().err, path
         for aside in (tmp_path / "cache").glob("*/.*"):
             shutil.rmtree(aside)
+
+
+def test_no_rank_reads_what_the_main_one_finds_damaged(tiny_model, text_file, tmp_path):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, *TINY["pretrain"])
+    cache = tmp_path / "cache"
+    first, second = (
+        run("pretrain", tmp_path / name, *flags, processes=2, env={"TEMPLATES_CACHE": str(cache), "TEMPLATES_FAULT": fault})
+        for name, fault in (("first", ""), ("second", "prepare:pause#0"))  # rank 1 is there long before the data are
+        if name == "first" or not flip(next(cache.glob("corpus/*/train.bin")), 0)
+    )
+    assert second.output.count("prepared data is damaged (train.bin), so it is prepared again") == 1
+    assert second.losses == first.losses
+    assert len([*cache.glob("corpus/*")]) == 2  # one of them put aside
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n%%EOF\n"
