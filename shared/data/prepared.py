@@ -69,7 +69,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
             store.set(ready, "")
     looked = 0
     try:
-        while not folder.exists() or (store and not store.check([ready])):
+        while (store and not store.check([ready])) or not folder.exists():
             time.sleep(0.05)
             looked += 1
             if looked == 1200:
@@ -112,12 +112,14 @@ def usable(folder: Path) -> bool:
     try:
         if mark.exists() and mark.read_text(errors="replace") == _state(folder):
             return True
+        if (size := sum(path.stat().st_size for path in _files(folder).values())) > 2**32:
+            print_main(f"comparing {size / 1e9:.0f} GB of prepared data with their checksums, once a day")
         known, found = json.loads((folder / CHECKSUMS).read_text()), _checksums(folder)
         if known == found:
             with contextlib.suppress(OSError), open_regular(mark) as file:  # it may be a cache that only others write
                 file.write(_state(folder))
             return True
-        damage = ", ".join(name for name in found if found[name] != dict(known).get(name)) or "a file is missing"
+        damage = next((name for name in found if found[name] != dict(known).get(name)), "a file is missing")
     except (OSError, TypeError, ValueError) as error:
         damage = first_line(error)
     print_main(f"warning: {folder}: prepared data is damaged ({damage}), so it is prepared again")
