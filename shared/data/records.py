@@ -296,7 +296,7 @@ def _read_parquet(path: File, cursor: Cursor) -> Records:
         ends = np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
         skipped = int(np.searchsorted(ends[1:], first, side="right"))  # row groups
         number = int(ends[skipped])
-        for batch in file.iter_batches(batch_size=1024, row_groups=range(skipped, file.num_row_groups)):
+        for batch in file.iter_batches(batch_size=64, row_groups=range(skipped, file.num_row_groups)):
             skip = min(max(0, first - number), len(batch))
             number += skip
             for record in batch.slice(skip).to_pylist():
