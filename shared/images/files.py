@@ -235,9 +235,8 @@ def _prepare(config: ImageConfig) -> ImageData:
         (into / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
 
     folder = prepared.build_once(cache_dir() / "images" / meta["key"], read_all)
-    with prepared.reading(folder):
-        paths, labels = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("paths", "labels"))
-        bad = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
+    paths, labels = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("paths", "labels"))
+    bad = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
     source = table or Files(paths)
     # Read the damaged ones again: a missing permission or decoder may be there now.
     return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad)))

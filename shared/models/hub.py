@@ -17,6 +17,7 @@ from torch import nn
 
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network, is_out_of_memory
+from shared.process.files import NOT_REGULAR
 from shared.process.printing import print_main
 
 _AN_ADAPTER = (
@@ -80,6 +81,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
                 reason = f"its file lacks {error}: take the base that the adapter was made for"
             reason = " ".join(str(error).split()) if reason.endswith(":") else reason
         raise ConfigError(f"{name}: {reason}") from error
+    if auto_class.__name__ == "AutoConfig":
+        _refuse_weights_elsewhere(loaded, name)
     if not whole:
         return loaded
     model, info = loaded
@@ -125,6 +128,9 @@ def _refuse_damaged(folder: Path) -> None:
     """Raise a ConfigError that names the damaged file of a model's folder: its loader's own error may not."""
     from safetensors import safe_open
 
+    for file in folder.iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ConfigError(f"{file}: {NOT_REGULAR}")
     descriptions = sorted(folder.glob("*.json"))
     if not descriptions:
         raise ConfigError(f"{folder}: no model in the format of the Hub, there is no config.json")
@@ -147,6 +153,16 @@ def _refuse_pickles(folder: Path) -> None:
             written = folder / f"{pickles[0].stem.replace('pytorch_model', 'model')}.safetensors"
             way += f". If it holds weights alone, this converts it: {_CONVERT} {shlex.join(map(str, (pickles[0], written)))}"
         raise ConfigError(f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: {way}")
+
+
+def _refuse_weights_elsewhere(config: Any, name: str | Path) -> None:
+    """Refuse what a config asks timm to read when a model is made, even one with random weights: files and URLs."""
+    given = getattr(config, "model_args", None) or {}
+    named = [key for key in given if key.startswith("pretrained") or key in ("checkpoint_path", "cache_dir")]
+    if ":" in str(getattr(config, "architecture", "")):  # hf-hub:, local-dir:
+        named.append("architecture")
+    if named:
+        raise ConfigError(f"{name}: its config.json names weights from elsewhere ({', '.join(named)}), which are not read")
 
 
 @contextlib.contextmanager

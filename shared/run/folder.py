@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 
 from shared.data import audit
 from shared.process.collectives import on_main
-from shared.process.errors import ConfigError, NotNow, shown
+from shared.process.errors import ConfigError, NotNow
 from shared.process.files import discard, open_regular
 from shared.process.printing import print_main
 from shared.run.checkpoint_files import checkpoints, run_of
@@ -77,7 +77,7 @@ def _lock(folder: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
-            holder = shown(file.read().strip().rpartition("\n")[2])
+            holder = file.read().strip().rpartition("\n")[2]
             raise NotNow(
                 f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, stop it, or choose another "
                 "folder"

@@ -281,7 +281,7 @@ class Logger:
             return
         from PIL import Image
 
-        picture = Image.open(file).convert("RGB")
+        picture = Image.open(file, formats=["PNG"]).convert("RGB")
         with self._tracking():
             if self.tracker == "wandb":
                 self.accelerator.get_tracker("wandb").log_images({name: [picture]}, step=None)
