@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from shared.data.files import DataFile, File, find_files, name_inside
 from shared.data.remote import RemoteFile
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
-from shared.process.printing import label, print_main, redact
+from shared.process.printing import label, print_main
 
 if TYPE_CHECKING:
     from shared.data.options import DataConfig
