@@ -23,7 +23,15 @@ pytestmark = pytest.mark.skipif(
     not BASE or not shutil.which("buildah"), reason="needs buildah, and a base image named in TEMPLATES_BASE_IMAGE"
 )
 NAME = "localhost/templates-test"
-SOURCES = (".dockerignore", "Dockerfile", "requirements.lock", "requirements.txt", "accelerate_configs", "shared", "templates")
+SOURCES = (
+    ".dockerignore",
+    "Dockerfile",
+    "requirements.lock",
+    "requirements.txt",
+    "accelerate_configs",
+    "shared",
+    "templates",
+)
 
 
 def buildah(*command: object) -> str:
