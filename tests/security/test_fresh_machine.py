@@ -10,6 +10,7 @@ import pytest
 from shared.data.loader import parallel_map
 from shared.process import ranks
 from shared.process.errors import ConfigError
+from shared.run import exits
 from tests.conftest import ROOT
 
 BARE = """mount -t tmpfs -o ro none "$HOME" && mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 &&
@@ -42,6 +43,17 @@ def test_without_dev_shm_reading_processes_are_refused(monkeypatch):
     assert list(parallel_map(str, [1, 2], 1)) == ["1", "2"]
     with pytest.raises(ConfigError, match="/dev/shm, which is missing here: mount it, or give --dataloader_num_workers 0"):
         list(parallel_map(str, [1, 2], 2))
+
+
+def test_too_little_of_it_is_said_in_one_line():
+    """What torch raises in a container with Docker's 64 MB."""
+    for error in (
+        "unable to allocate shared memory(shm) for file </torch_25_38_0>: No space left on device (28)",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+        "shared memory. Please try to raise your shared memory limit.",
+    ):
+        said = str(exits._as_clean_exit(RuntimeError(error), None))
+        assert said.startswith("/dev/shm is too small") and "--shm-size" in said and len(said.splitlines()) == 1
 
 
 def test_the_quota_of_a_container_counts(tmp_path, monkeypatch):
