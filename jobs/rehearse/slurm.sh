@@ -8,7 +8,8 @@
 set -euo pipefail
 command -v accelerate > /dev/null || { echo "activate the virtual environment first"; exit 2; }
 cd "$(dirname "$0")/../.."
-if [ "${1:-}" != inside ]; then exec unshare --mount --pid --fork --kill-child --mount-proc "$0" inside; fi  # all ends with it
+# All daemons and jobs end with it.
+if [ "${1:-}" != inside ]; then exec unshare --mount --pid --fork --kill-child --mount-proc "$0" inside; fi
 
 state=$(mktemp -d)
 trap 'rm -rf "$state"' EXIT
@@ -48,7 +49,8 @@ slurmctld
 slurmd -N node0
 slurmd -N node1
 
-small=(--report_to none --logging_steps 1 --seq_length 64 --global_batch_size 2 --per_device_train_batch_size 1 --eval_samples 2)
+small=(--report_to none --logging_steps 1 --seq_length 64 --global_batch_size 2 --per_device_train_batch_size 1)
+small+=(--eval_samples 2)
 
 see() {  # what, a pattern, and the command that is to print it within five minutes
     for _ in $(seq 600); do
