@@ -113,9 +113,9 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
     for config in (SOURCE / "accelerate_configs").iterdir():
         if not all(name in UNFIT and re.search(UNFIT[name], config.stem) for name in names):
             paths.add(config)
-    paths |= {*(SOURCE / "jobs").iterdir(), SOURCE / "Dockerfile", SOURCE / ".dockerignore"}
+    paths |= {*(SOURCE / "jobs").glob("*.*"), SOURCE / "Dockerfile", SOURCE / ".dockerignore"}
     changes = {f"templates/{name}.py": script(name if name in names else names[0], names) for name in templates()}
-    changes |= {"COPY templates templates": "COPY *.py ./", "!templates\n": "!*.py\n"}
+    changes |= {"755 templates templates": "755 *.py ./", "!templates/*.py\n": "!*.py\n"}
     changes |= {'"accelerate-templates': f'"{called}', '"templates': f'"{called}'}  # containers and volumes
     files = {}
     for path in sorted(paths):

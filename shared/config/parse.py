@@ -105,8 +105,6 @@ def parse_or_exit(config_class: type[T]) -> T:
     """`parse` for a script's first lines, before it imports torch, so that --help and errors appear at once."""
     outlive_readers()
     stop_on_signals_before_training()
-    # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters empty /tmp.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     if env_flag("ACCELERATE_USE_CPU"):  # otherwise parts of torch would use a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # On newer CPUs, the import of bitsandbytes asks for a package that is not needed.
@@ -116,6 +114,11 @@ def parse_or_exit(config_class: type[T]) -> T:
     with clean_exit():
         _require_shared_beside(Path(getattr(sys.modules["__main__"], "__file__", None) or __file__))
         config = parse(config_class, description=about)
+    with contextlib.suppress(OSError):  # where HOME is read-only, torch takes /tmp
+        # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters empty /tmp.
+        compiled = cache_dir() / "inductor"
+        compiled.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):

@@ -4,9 +4,10 @@ import atexit
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
@@ -79,8 +80,12 @@ def _as_it_is(result: Any) -> Any:
     return result
 
 
-_ENDING = RawValue(ctypes.c_bool, False)  # the training process exits; workers see it
-atexit.register(setattr, _ENDING, "value", True)  # runs before multiprocessing ends its children with SIGTERM and waits
+@cache
+def _ending() -> Any:
+    """A flag that workers see. True: the training process exits."""
+    flag = RawValue(ctypes.c_bool, False)
+    atexit.register(setattr, flag, "value", True)  # runs before multiprocessing ends its children with SIGTERM and waits
+    return flag
 
 
 def _ignore_stop_signals(_worker: int, ending: Any) -> None:
@@ -97,12 +102,17 @@ def _ignore_stop_signals(_worker: int, ending: Any) -> None:
 
 def _workers(work: Callable[[Any], Any], items: Iterable[Any], num_workers: int, **options: Any) -> DataLoader:
     """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items. Reads them as needed."""
+    if num_workers and sys.platform == "linux" and not os.path.isdir("/dev/shm"):
+        raise ConfigError(
+            "processes that read data need /dev/shm, which is missing here: mount it, or give "
+            "--dataloader_num_workers 0 and --preprocessing_num_workers 1"
+        )
     return DataLoader(
         _Work(work),
         batch_sampler=items,  # type: ignore[arg-type]
         collate_fn=_as_it_is,
         num_workers=num_workers,
-        worker_init_fn=partial(_ignore_stop_signals, ending=_ENDING),
+        worker_init_fn=partial(_ignore_stop_signals, ending=_ending()) if num_workers else None,
         generator=torch.Generator(),  # leave the global one alone
         **options,
     )

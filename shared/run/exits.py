@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shared.process import ranks
-from shared.process.errors import CleanExit, first_line, is_out_of_memory, shown
+from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
 from shared.process.files import open_regular
 from shared.process.printing import print_main
 from shared.process.redaction import redact
@@ -127,6 +127,11 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
+    if isinstance(error, RuntimeError) and "shared memory" in str(error):
+        return ConfigError(
+            "/dev/shm is too small for the processes that read data: give the container more (docker run --shm-size 8g), "
+            f"or --dataloader_num_workers 0 ({first_line(error)})"
+        )
     number = getattr(error, "errno", None)
     no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
     if number in no_room or any(f"os error {n})" in str(error) for n in no_room):  # as safetensors says it
