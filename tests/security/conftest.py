@@ -3,7 +3,6 @@
 import os
 import pickle
 import sys
-import threading
 from pathlib import Path
 
 import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
@@ -11,12 +10,6 @@ import pytest
 
 from shared.process.errors import ConfigError
 from tests.conftest import run_here
-
-
-@pytest.fixture(autouse=True)
-def threads_end_quietly(monkeypatch):
-    """The queue of a refused run's loader dies while Python 3.11 parses code, which the traceback of its thread disturbs."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
 
 class Payload:
