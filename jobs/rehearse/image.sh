@@ -9,6 +9,7 @@ image=$1
 engine=${ENGINE:-podman}
 outputs=$(mktemp -d) name=rehearse-$$
 chmod 777 "$outputs"
+cd "$outputs"  # where podman may leave a file named oom
 trap '"$engine" rm -fv "$name" > /dev/null 2>&1; rm -rf "$outputs"' EXIT
 strict=(--read-only --tmpfs /tmp --network none --cap-drop ALL --security-opt no-new-privileges --user 4321:4321)
 strict+=(-v "$outputs:/workspace/outputs" -e ACCELERATE_USE_CPU=true -e OMP_NUM_THREADS=1)
