@@ -2,7 +2,6 @@
 
 import array
 import contextlib
-import gc
 import importlib.util
 import json
 import os
@@ -363,12 +362,8 @@ def run_here(template: str, *args: object) -> None:
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with contextlib.suppress(exits.Finished):
-            gc.disable()  # a loader that it frees prints a traceback, which disturbs what Python 3.11 parses meanwhile
-            config = configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)])
-            gc.enable()
-            module.main(config)
+            module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
-        gc.enable()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if "wandb" in sys.modules:

@@ -71,9 +71,17 @@ class _Work(Dataset):
 
     def __getitems__(self, item: Any) -> Any:
         try:
-            return self.work(item)
+            return item if isinstance(item, CleanExit) else self.work(item)
         except CleanExit as error:  # if a worker raised it, DataLoader would put a traceback into its message
             return error
+
+
+def _and_its_error(items: Iterable[Any]) -> Iterator[Any]:
+    """The items, and the CleanExit that ends them: a traceback through DataLoader would keep its processes and threads."""
+    try:
+        yield from items
+    except CleanExit as error:
+        yield error
 
 
 def _as_it_is(result: Any) -> Any:
@@ -133,9 +141,10 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
     processes = min(cores(), 16) if processes is None else processes
     if processes > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    results: Any = None
     try:
         with stop_signals_wait():
-            results = iter(_workers(work, items, processes if processes > 1 else 0))
+            results = iter(_workers(work, _and_its_error(items), processes if processes > 1 else 0))
         for result in results:
             if isinstance(result, CleanExit):
                 raise result
@@ -147,6 +156,8 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
             "a process that prepares the data has died, perhaps for lack of memory: choose fewer with "
             "--preprocessing_num_workers"
         ) from None
+    finally:
+        del results  # ends the processes now: garbage collection would close files that the reader's own threads close
 
 
 class ToDevice:
