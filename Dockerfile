@@ -1,4 +1,5 @@
 # One image for the CPU and for NVIDIA GPUs. torch brings the CUDA libraries; the host needs the driver.
+# BuildKit (Docker 23 and newer) or buildah builds it. docs/clusters.md tells its size.
 #
 #   docker build -t IMAGE .
 #   docker run IMAGE                                 # an offline demo on the CPU
@@ -9,7 +10,8 @@
 # --stop-timeout: seconds that `docker stop` leaves for the last checkpoint, 10 by default. Exit code 143: it was written.
 # --user "$(id -u):$(id -g)": when a mounted folder does not belong to user 1000.
 
-# Any Debian with Python 3.11 or newer and its venv module, without a user 1000.
+# Any Debian with Python 3.11 or newer and its venv module, without a user 1000. To build on the very same one again, name
+# its digest: --build-arg BASE_IMAGE=python@sha256:... (`docker buildx imagetools inspect python:3.11-slim-bookworm`).
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
@@ -19,6 +21,7 @@ ARG EXTRA_PACKAGES=""
 # hadolint ignore=DL3008,SC2086
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends tini ${EXTRA_PACKAGES} \
+    && apt-get clean \
     && rm -rf /var/lib/apt/lists/*
 
 # Writable for every user, like /tmp: --user may name any.
@@ -33,20 +36,30 @@ WORKDIR /workspace
 ENV PATH=/opt/venv/bin:${PATH}
 # More packages: --build-arg EXTRA_REQUIREMENTS="deepspeed==0.19.8"
 ARG EXTRA_REQUIREMENTS=""
-COPY requirements.txt ./
+# Another build of torch, as that for the CPU alone: --build-arg TORCH_INDEX=, an index of packages that has it.
+ARG TORCH_INDEX=""
+COPY requirements.* ./
+# The lock, if there is one, has a hash for each package. It holds PyPI's build of torch. To save space, packages lose
+# their tests, and on the CPU alone bitsandbytes its libraries for GPUs.
 # hadolint ignore=SC2086
-RUN grep -v '^-e' requirements.txt > /tmp/dependencies.txt \
-    && python3 -m venv /opt/venv \
-    && pip install --no-cache-dir -r /tmp/dependencies.txt ${EXTRA_REQUIREMENTS} \
-    && rm /tmp/dependencies.txt
+RUN python3 -m venv /opt/venv \
+    && grep -v '^-e' requirements.txt > /tmp/all.txt \
+    && grep -E '^torch(vision)?==' requirements.txt > /tmp/torch.txt \
+    && if [ -n "${TORCH_INDEX}" ]; then pip install --no-cache-dir --no-deps -i "${TORCH_INDEX}" -r /tmp/torch.txt; \
+    elif [ -f requirements.lock ]; then pip install --no-cache-dir --require-hashes -r requirements.lock; fi \
+    && pip install --no-cache-dir -r /tmp/all.txt ${EXTRA_REQUIREMENTS} \
+    && find /opt/venv/lib -type d \( -name tests -o -path '*/torch/test' \) ! -path '*/numpy/*' ! -path '*/mpmath/*' \
+    -prune -exec rm -r {} + \
+    && if [ -n "${TORCH_INDEX}" ] && python -c 'import torch.version as v; exit(bool(v.cuda or v.hip))'; then \
+    rm -f /opt/venv/lib/python*/site-packages/bitsandbytes/lib*[0-9].so; fi \
+    && rm /tmp/*.txt
 
 # In place of `-e .` in requirements.txt.
 ENV PYTHONPATH=/workspace
-COPY accelerate_configs accelerate_configs
-COPY shared shared
-COPY templates templates
 # The user below must be able to read everything, also files of a strict umask.
-RUN chmod -R a+rX .
+COPY --chmod=755 accelerate_configs accelerate_configs
+COPY --chmod=755 shared shared
+COPY --chmod=755 templates templates
 
 # All caches in one place. USER: torch asks for a name, and a --user that is not in /etc/passwd has none.
 ENV HF_HOME=/cache/huggingface \

@@ -81,9 +81,14 @@ if [ "$code" -ne 0 ] && [ -f "$run/exit.json" ]; then
     code=${own:-$code}
     if grep -q '"cause": "stopped by SIGUSR1' "$run/exit.json"; then code=138; fi
 fi
-# Only at the time limit: a cancelled job must not come back, and SLURM queues preempted jobs itself.
+# A cancelled job must not come back. A preempted one that ends in its grace time counts as failed, if nobody queues it again.
 if [ "$code" -eq 138 ]; then
-    echo "time limit: queued again, continues from the last checkpoint in $run"
+    again="time limit"
+elif [ "$code" -eq 143 ] && [[ $(scontrol show --oneliner job "$SLURM_JOB_ID") =~ JobState=RUNNING.*PreemptTime=[0-9] ]]; then
+    again=preempted
+fi
+if [ -n "${again:-}" ]; then
+    echo "$again: queued again, continues from the last checkpoint in $run"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

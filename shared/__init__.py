@@ -1,3 +1,9 @@
 """What is tedious or silently wrong when written by hand, for the scripts in `templates/`."""
 
+import os
+
+# Here, since huggingface_hub reads it when it is imported. Whoever wants to report sets these to 0 and true.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # W&B's own crash reports, to another company's server
+
 __version__ = "0.1.0"

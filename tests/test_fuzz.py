@@ -21,7 +21,7 @@ from shared.data import records
 from shared.data.records import Source
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError
-from shared.process.printing import redact
+from shared.process.redaction import redact
 from shared.run.checkpoint_files import MANIFEST, CheckpointError, verify
 from shared.text import corpus
 from shared.text.encoder import Encoder

@@ -117,7 +117,7 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     assert (folder / ".git").is_dir()
     compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
-    assert "no change in the templates since" in shared("upgrade", "--check", cwd=folder).stdout
+    assert "no change in the templates since" in shared("upgrade", "--check", "--source", ROOT, cwd=folder).stdout
     done = shared("plan", cwd=folder, check=False)
     assert done.returncode == 2 and "no command 'plan': there is audit, run, upgrade, verify-resume; others" in done.stderr
 
@@ -167,7 +167,7 @@ def contents(folder):
 def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, tmp_path):
     project = tmp_path / "project"
     shared("new", "pretrain", project, cwd=origin)
-    assert "no change in the templates since" in shared("upgrade", cwd=project).stdout
+    assert "no change in the templates since" in shared("upgrade", "--source", origin, cwd=project).stdout
 
     with (project / "train.py").open("a") as script:  # edits of the user
         script.write("# mine\n")
@@ -188,7 +188,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
         (origin / f"accelerate_configs/{removed}.yaml").unlink()
 
     before = contents(project)
-    told = shared("upgrade", "--check", cwd=project).stdout
+    told = shared("upgrade", "--check", "--source", origin, cwd=project).stdout
     assert before == contents(project)
     for line in (
         "train.py: merged with your edits",
@@ -201,9 +201,9 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     ):
         assert line in told
 
-    done = shared("upgrade", cwd=project, check=False)
+    done = shared("upgrade", "--source", origin, cwd=project, check=False)
     assert done.returncode == 1 and "error: conflicts to solve in accelerate_configs/ddp.yaml" in done.stderr
-    again = shared("upgrade", cwd=project, check=False)
+    again = shared("upgrade", "--source", origin, cwd=project, check=False)
     assert again.returncode == 1 and "first solve the conflicts of an earlier upgrade" in again.stderr
     train = (project / "train.py").read_text()
     assert train.startswith('"""Better. ') and train.endswith("# mine\n")
@@ -216,7 +216,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     gone = ("accelerate_configs/fp8.yaml", "accelerate_configs/hsdp.yaml")
     assert all((project / name).exists() for name in there) and not any((project / name).exists() for name in gone)
     (project / "accelerate_configs/ddp.yaml").write_text(config.split("<<<<<<<")[0])
-    assert "no change in the templates since" in shared("upgrade", cwd=project).stdout
+    assert "no change in the templates since" in shared("upgrade", "--source", origin, cwd=project).stdout
 
 
 @pytest.mark.slow
@@ -224,8 +224,8 @@ def test_a_checkout_that_has_moved_is_named(origin, tmp_path):
     project = tmp_path / "project"
     shared("new", "pretrain", project, cwd=origin)
     moved = origin.rename(tmp_path / "moved")
-    done = shared("upgrade", cwd=project, check=False)
-    assert done.returncode == 2 and "no templates there; name their checkout with --source" in done.stderr
+    done = shared("upgrade", "--source", origin, cwd=project, check=False)
+    assert done.returncode == 2 and "no templates there; --source names a checkout of them" in done.stderr
     assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
-    done = shared("upgrade", cwd=moved, check=False)
+    done = shared("upgrade", "--source", moved, cwd=moved, check=False)
     assert done.returncode == 2 and "was this project made by `new`?" in done.stderr

@@ -33,6 +33,7 @@ KINDS = {
     r"docker run ": "container",
     r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
     r"pip install -r (tests/)?requirements\.txt$|pytest -n 2$|python3 -m venv \.venv$|\. \.venv/bin/activate$": "setup",
+    r"jobs/rehearse/": "rehearsal",
     r"mkdir -p runs$|cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
 # What a user's values become here; flags that are not shown stay away.

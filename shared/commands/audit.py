@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from shared.data import audit
-from shared.process.errors import CleanExit
+from shared.process.errors import CleanExit, shown
 
 
 class Differs(CleanExit):
@@ -23,11 +23,11 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run's output_dir")
     run_dir = parser.parse_args().run
     findings = audit.check(run_dir)
-    print(f"{run_dir}: {findings.steps:,} optimizer steps")
+    print(shown(f"{run_dir}: {findings.steps:,} optimizer steps"))
     for epoch, (count, of) in findings.epochs.items():
         print(f"  epoch {epoch}: {count:,} {'samples' if of is None else f'of {of:,} samples'}")
     for name, (used, of) in findings.sources.items():
-        print(f"  {name}: {used:,} used of {of:,} samples, {used / of:.2f} epochs")
+        print(shown(f"  {name}: {used:,} used of {of:,} samples, {used / of:.2f} epochs"))
     if findings.problems:
         raise Differs("; ".join(findings.problems))
     print("each sample was used at most once an epoch, and in whole epochs exactly once; each step was done once")

@@ -113,9 +113,9 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
     for config in (SOURCE / "accelerate_configs").iterdir():
         if not all(name in UNFIT and re.search(UNFIT[name], config.stem) for name in names):
             paths.add(config)
-    paths |= {*(SOURCE / "jobs").iterdir(), SOURCE / "Dockerfile", SOURCE / ".dockerignore"}
+    paths |= {*(SOURCE / "jobs").glob("*.*"), SOURCE / "Dockerfile", SOURCE / ".dockerignore"}
     changes = {f"templates/{name}.py": script(name if name in names else names[0], names) for name in templates()}
-    changes |= {"COPY templates templates": "COPY *.py ./", "!templates\n": "!*.py\n"}
+    changes |= {"755 templates templates": "755 *.py ./", "!templates/*.py\n": "!*.py\n"}
     changes |= {'"accelerate-templates': f'"{called}', '"templates': f'"{called}'}  # containers and volumes
     files = {}
     for path in sorted(paths):
@@ -201,9 +201,10 @@ sbatch jobs/slurm.sh {first}
 
 ## Upgrade
 
-`python -m shared upgrade` merges later changes of the templates into your files. Your edits stay, and conflicts are marked
-as git marks them. `--check` only lists the changes. The templates' repository also has `python -m shared plan`, which
-predicts GPU memory. What comes from there is under the Apache License 2.0: see `shared/LICENSE`.
+`python -m shared upgrade --source ../templates` merges later changes of the templates, of which you name a checkout, into
+your files. Your edits stay, and conflicts are marked as git marks them. `--check` only lists the changes. The templates'
+repository also has `python -m shared plan`, which predicts GPU memory. What comes from there is under the Apache License
+2.0: see `shared/LICENSE`.
 """
 
 
@@ -257,7 +258,7 @@ def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes]) -> Non
         ConfigError: the folder is not empty, or cannot be written.
     """
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    origin = {"templates": list(names), "source": str(SOURCE), "version": version(), "files": hashes}
+    origin = {"templates": list(names), "version": version(), "files": hashes}
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not empty: choose another folder, nothing is overwritten")

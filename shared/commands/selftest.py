@@ -70,4 +70,4 @@ def main() -> None:
             print("FAILS" if failure else "resumes bit for bit", flush=True)
             failures += [f"{command}: {failure}"] if failure else []
     if failures:
-        raise Broken("\n".join(["training does not work here as it should", *failures]))
+        raise Broken("training does not work here as it should", *failures)

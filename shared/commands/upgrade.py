@@ -1,8 +1,7 @@
 """Merge later changes of the templates into this project. Your edits stay; conflicts are marked as git marks them.
 
-python -m shared upgrade --check                     # only list the changes
-python -m shared upgrade                             # from the checkout that made the project
-python -m shared upgrade --source ../templates       # from another checkout of the templates
+python -m shared upgrade --source ../templates --check      # only list the changes
+python -m shared upgrade --source ../templates              # a checkout of the templates, whose code this runs
 """
 
 import argparse
@@ -16,9 +15,10 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.process.errors import CleanExit, ConfigError
+from shared.process.errors import CleanExit, ConfigError, shown
+from shared.process.files import inside
 
-ORIGIN = ".template/origin.json"  # templates, their checkout and version, and a hash of each file as `new` wrote it
+ORIGIN = ".template/origin.json"  # templates, their version, and a hash of each file as `new` wrote it
 BASE = ".template/base"  # those files, for a three-way merge
 
 
@@ -41,16 +41,20 @@ class Plan:
     conflicts: list[str] = field(default_factory=list)
 
 
-def read_origin(folder: Path) -> dict:
-    """What `new` recorded about the project.
+def read_origin(made: Path, project: Path) -> dict:
+    """What `new` recorded about a project when it was `made`. All paths in it are to be used in `project`.
 
     Raises:
-        ConfigError: `new` did not make this project.
+        ConfigError: `new` did not make it, or a path leads out of the project, where a file of others may name it.
     """
     try:
-        return json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ConfigError(f"{folder / ORIGIN}: missing or damaged: was this project made by `new`?") from None
+        origin = json.loads(inside(made, ORIGIN).read_text(encoding="utf-8"))
+        for name in (ORIGIN, *origin["files"]):
+            inside(project, name)
+            inside(inside(project, BASE), name)
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ConfigError(f"{made / ORIGIN}: missing or damaged: was this project made by `new`?") from None
+    return origin
 
 
 def make_latest(source: Path, names: list[str], into: Path) -> None:
@@ -60,7 +64,7 @@ def make_latest(source: Path, names: list[str], into: Path) -> None:
         ConfigError: there are no templates, or `new` fails there.
     """
     if not (source / "templates").is_dir():
-        raise ConfigError(f"{source}: no templates there; name their checkout with --source")
+        raise ConfigError(f"{source}: no templates there; --source names a checkout of them")
     command = [sys.executable, "-m", "shared", "new", *names, str(into)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(source)})
     if done.returncode:
@@ -69,7 +73,7 @@ def make_latest(source: Path, names: list[str], into: Path) -> None:
 
 def plan(folder: Path, new: Path, origin: dict) -> Plan:
     """Compare three versions of each file: as `new` wrote it, as it is now, as `new` would write it today."""
-    then, today = origin["files"], read_origin(new)["files"]
+    then, today = origin["files"], read_origin(new, folder)["files"]
     made = Plan()
     for name in sorted(then | today):
         if today.get(name) == then.get(name):
@@ -119,26 +123,26 @@ def main() -> None:
         prog="python -m shared upgrade", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="only list what would change")
-    parser.add_argument("--source", type=Path, help="checkout of the templates (default: the one that made the project)")
+    # Asked for, not recorded: a project got from others does not choose whose code runs.
+    parser.add_argument("--source", type=Path, required=True, help="checkout of the templates")
     options = parser.parse_args()
     folder = Path.cwd()
-    origin = read_origin(folder)
+    origin = read_origin(folder, folder)
     if not shutil.which("git"):
         raise ConfigError("upgrade merges with git, which is not installed")
     unsolved = [name for name in origin["files"] if (folder / name).is_file() and MARK in (folder / name).read_bytes()]
     if unsolved:
         raise Conflicts(f"first solve the conflicts of an earlier upgrade in {', '.join(unsolved)}")
-    source = (options.source or Path(origin["source"])).resolve()
     with tempfile.TemporaryDirectory() as temporary:
         new = Path(temporary) / (folder.name or "new")
-        make_latest(source, origin["templates"], new)
-        made, latest = plan(folder, new, origin), read_origin(new)
+        make_latest(options.source.resolve(), origin["templates"], new)
+        made, latest = plan(folder, new, origin), read_origin(new, folder)
         if made.notes and options.check:
             print("an upgrade would do this:")
         for name, note in made.notes.items():
-            print(f"  {name}: {note}")
+            print(shown(f"  {name}: {note}"))
         if not made.notes:
-            print(f"no change in the templates since {origin['version']}")
+            print(shown(f"no change in the templates since {origin['version']}"))
         if options.check:
             return
         for name, content in made.writes.items():
@@ -147,7 +151,7 @@ def main() -> None:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / BASE, ignore_errors=True)
         shutil.copytree(new / BASE, folder / BASE)
-        put(folder / ORIGIN, (json.dumps(latest | {"source": str(source)}, indent=1) + "\n").encode())
+        put(folder / ORIGIN, (json.dumps(latest, indent=1) + "\n").encode())
     if made.conflicts:
         raise Conflicts(f"conflicts to solve in {', '.join(made.conflicts)}")
     if made.notes:

@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import redact
 from shared.process.ranks import env_flag, is_main_rank
+from shared.process.redaction import redact
 from shared.process.signals import clean_exit, stop_on_signals_before_training
 from shared.process.streams import outlive_readers
 
@@ -104,8 +105,6 @@ def parse_or_exit(config_class: type[T]) -> T:
     """`parse` for a script's first lines, before it imports torch, so that --help and errors appear at once."""
     outlive_readers()
     stop_on_signals_before_training()
-    # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters empty /tmp.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     if env_flag("ACCELERATE_USE_CPU"):  # otherwise parts of torch would use a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # On newer CPUs, the import of bitsandbytes asks for a package that is not needed.
@@ -115,6 +114,11 @@ def parse_or_exit(config_class: type[T]) -> T:
     with clean_exit():
         _require_shared_beside(Path(getattr(sys.modules["__main__"], "__file__", None) or __file__))
         config = parse(config_class, description=about)
+    with contextlib.suppress(OSError):  # where HOME is read-only, torch takes /tmp
+        # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters empty /tmp.
+        compiled = cache_dir() / "inductor"
+        compiled.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):
@@ -127,7 +131,9 @@ def _require_shared_beside(script: Path) -> None:
     used = Path(__file__).resolve().parents[2]
     root = next((root for root in script.resolve().parents[:2] if (root / "shared/config/parse.py").is_file()), used)
     if root != used:
-        raise ConfigError(f"{script} would run with {used}/shared: put PYTHONPATH={root} before the command")
+        raise ConfigError(
+            f"{script} would run with {used}/shared: put PYTHONPATH={shlex.quote(str(root))} before the command"
+        )
 
 
 def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:

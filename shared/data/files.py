@@ -13,6 +13,7 @@ from typing import Any
 
 from shared.data.remote import RemoteFile
 from shared.process.errors import CleanExit, ConfigError, first_line
+from shared.process.files import NOT_REGULAR
 
 File = Path | RemoteFile
 
@@ -68,7 +69,7 @@ def find_files(paths: Sequence[str], *, flag: str) -> list[Any]:
     A URL becomes a RemoteFile. Whether there is such a file is asked when it is opened.
 
     Raises:
-        ConfigError: a path that names nothing, an empty file, an archive, or a folder that cannot be read.
+        ConfigError: a path that names nothing, an empty file, a pipe, an archive, or a folder that cannot be read.
     """
     found: list[File] = []
     for path in paths:
@@ -86,8 +87,8 @@ def find_files(paths: Sequence[str], *, flag: str) -> list[Any]:
     if not found:
         raise ConfigError(f"--{flag} {' '.join(paths)}: the folder holds no files")
     for file in found:
-        if isinstance(file, Path) and not file.exists():
-            raise ConfigError(f"--{flag} {file}: a link to nothing")
+        if isinstance(file, Path) and not file.is_file():
+            raise ConfigError(f"--{flag} {file}: {NOT_REGULAR if file.exists() else 'a link to nothing'}")
         if flag == "dataset_name" or file == (inner := name_inside(file)) or inner.suffix.lower() in (*ARCHIVES, ".parquet"):
             refuse_archive(file, flag=flag)
     if all(isinstance(p, Path) and p.stat().st_size == 0 for p in found):

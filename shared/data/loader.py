@@ -4,9 +4,10 @@ import atexit
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
@@ -70,17 +71,29 @@ class _Work(Dataset):
 
     def __getitems__(self, item: Any) -> Any:
         try:
-            return self.work(item)
+            return item if isinstance(item, CleanExit) else self.work(item)
         except CleanExit as error:  # if a worker raised it, DataLoader would put a traceback into its message
             return error
+
+
+def _and_its_error(items: Iterable[Any]) -> Iterator[Any]:
+    """The items, and the CleanExit that ends them: a traceback through DataLoader would keep its processes and threads."""
+    try:
+        yield from items
+    except CleanExit as error:
+        yield error
 
 
 def _as_it_is(result: Any) -> Any:
     return result
 
 
-_ENDING = RawValue(ctypes.c_bool, False)  # the training process exits; workers see it
-atexit.register(setattr, _ENDING, "value", True)  # runs before multiprocessing ends its children with SIGTERM and waits
+@cache
+def _ending() -> Any:
+    """A flag that workers see. True: the training process exits."""
+    flag = RawValue(ctypes.c_bool, False)
+    atexit.register(setattr, flag, "value", True)  # runs before multiprocessing ends its children with SIGTERM and waits
+    return flag
 
 
 def _ignore_stop_signals(_worker: int, ending: Any) -> None:
@@ -97,12 +110,17 @@ def _ignore_stop_signals(_worker: int, ending: Any) -> None:
 
 def _workers(work: Callable[[Any], Any], items: Iterable[Any], num_workers: int, **options: Any) -> DataLoader:
     """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items. Reads them as needed."""
+    if num_workers and sys.platform == "linux" and not os.path.isdir("/dev/shm"):
+        raise ConfigError(
+            "processes that read data need /dev/shm, which is missing here: mount it, or give "
+            "--dataloader_num_workers 0 and --preprocessing_num_workers 1"
+        )
     return DataLoader(
         _Work(work),
         batch_sampler=items,  # type: ignore[arg-type]
         collate_fn=_as_it_is,
         num_workers=num_workers,
-        worker_init_fn=partial(_ignore_stop_signals, ending=_ENDING),
+        worker_init_fn=partial(_ignore_stop_signals, ending=_ending()) if num_workers else None,
         generator=torch.Generator(),  # leave the global one alone
         **options,
     )
@@ -123,9 +141,10 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
     processes = min(cores(), 16) if processes is None else processes
     if processes > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    results: Any = None
     try:
         with stop_signals_wait():
-            results = iter(_workers(work, items, processes if processes > 1 else 0))
+            results = iter(_workers(work, _and_its_error(items), processes if processes > 1 else 0))
         for result in results:
             if isinstance(result, CleanExit):
                 raise result
@@ -137,6 +156,8 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
             "a process that prepares the data has died, perhaps for lack of memory: choose fewer with "
             "--preprocessing_num_workers"
         ) from None
+    finally:
+        del results  # ends the processes now: garbage collection would close files that the reader's own threads close
 
 
 class ToDevice:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from shared.data.files import find_files
 from shared.process.errors import ConfigError
-from shared.process.printing import redact
+from shared.process.printing import label
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DataConfig:
         short = [Path(name).name for name in named]
         names = short if len(set(short)) == len(short) else named
         changes: list[dict[str, Any]] = [{flag: (value,), "mix_weights": ()} for value in getattr(self, flag)]
-        return {redact(name): replace(self, **change) for name, change in zip(names, changes, strict=True)}
+        return {label(name): replace(self, **change) for name, change in zip(names, changes, strict=True)}
 
     @property
     def is_demo(self) -> bool:

@@ -3,18 +3,26 @@
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, first_line
-from shared.process.ranks import is_main_rank, rank
+from shared.process.files import open_regular
+from shared.process.printing import print_main
+from shared.process.ranks import cores, is_main_rank, rank
 
 ABANDONED_AFTER = 24 * 3600  # seconds without a write
+CHECKSUMS, PIECE = "checksums.json", 2**26  # of each PIECE bytes of each file of a folder
+VERIFIED = ".verified"  # when a folder's checksums were compared with its files
 
 
 def fingerprint(**parts: Any) -> str:
@@ -41,8 +49,9 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Let the main rank fill `folder` while the others wait. On the next run it is there already.
 
     `build` gets a temporary sibling, which is renamed at the end: the folder is whole or does not exist, also when two
-    runs build it at once. The other ranks wait for the folder to appear, since a collective would time out. What killed
-    runs have left is removed. Every rank calls this. The folder must be on a file system that all ranks see.
+    runs build it at once. One that was damaged since then is built again. The other ranks wait for the main one's word,
+    since a collective would time out. What killed runs have left is removed. Every rank calls this. The folder must be on
+    a file system that all ranks see.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -50,35 +59,113 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """
     from torch import distributed
 
+    store = distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+    ready = f"{folder.name} is prepared"
     if is_main_rank():
         _remove_abandoned(folder)
-    if is_main_rank() and not folder.exists():
-        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        try:
-            temporary.mkdir(parents=True)
-            faults.point("prepare")
-            build(temporary)
-            temporary.rename(folder)
-        except OSError as error:
-            if not folder.exists():  # else another run has built the same meanwhile
-                raise ConfigError(
-                    f"{folder.parent}: prepared data cannot be written ({first_line(error)}); "
-                    "set TEMPLATES_CACHE to a writable folder with room for it"
-                ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        if not usable(folder):
+            _build(folder, build)
+        if store:
+            store.set(ready, "")
     looked = 0
-    while not folder.exists():
-        time.sleep(0.2)
-        looked += 1
-        if distributed.is_initialized() and looked % 25 == 0:
-            try:
-                distributed.distributed_c10d._get_default_store().check(["there"])
-            except RuntimeError:  # the launcher of the main rank's machine is gone
-                raise CleanExit(f"rank 0, which prepares {folder}, has ended: see its own output") from None
-        if looked == 300:
-            print(f"rank {rank()} waits for rank 0 to prepare {folder}; both must see this file system", flush=True)
+    try:
+        while (store and not store.check([ready])) or not folder.exists():
+            time.sleep(0.05)
+            looked += 1
+            if looked == 1200:
+                print(f"rank {rank()} waits for rank 0 to prepare {folder}; both must see this file system", flush=True)
+    except RuntimeError:  # the launcher of the main rank's machine is gone
+        raise CleanExit(f"rank 0, which prepares {folder}, has ended: see its own output") from None
     return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        faults.point("prepare")
+        build(temporary)
+        (temporary / CHECKSUMS).write_text(json.dumps(_checksums(temporary)))
+        (temporary / VERIFIED).write_text(_state(temporary))
+        temporary.rename(folder)
+    except OSError as error:
+        if not folder.exists():  # else another run has built the same meanwhile
+            raise ConfigError(
+                f"{folder.parent}: prepared data cannot be written ({first_line(error)}); "
+                "set TEMPLATES_CACHE to a writable folder with room for it"
+            ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def usable(folder: Path) -> bool:
+    """Whether `folder` is there as `build_once` has left it; a damaged one is put aside. Call on one rank.
+
+    Files are read and compared with their checksums once a day, and again after a restart of the machine or a change.
+
+    Raises:
+        ConfigError: it is damaged and cannot be put aside.
+    """
+    if not folder.exists():
+        return False
+    mark = folder / VERIFIED
+    try:
+        if mark.exists() and mark.read_text(errors="replace") == _state(folder):
+            return True
+        if (size := sum(path.stat().st_size for path in _files(folder).values())) > 2**32:
+            print_main(f"comparing {size / 1e9:.0f} GB of prepared data with their checksums, once a day")
+        known, found = json.loads((folder / CHECKSUMS).read_text()), _checksums(folder)
+        if known == found:
+            with contextlib.suppress(OSError), open_regular(mark) as file:  # it may be a cache that only others write
+                file.write(_state(folder))
+            return True
+        damage = next((name for name in found if found[name] != dict(known).get(name)), "a file is missing")
+    except (OSError, TypeError, ValueError) as error:
+        damage = first_line(error)
+    print_main(f"warning: {folder}: prepared data is damaged ({damage}), so it is prepared again")
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        folder.rename(aside)
+        os.utime(aside)  # kept as long as what killed runs have left: another run may read it now
+    except OSError as error:
+        raise ConfigError(f"{folder}: damaged, and cannot be replaced ({first_line(error)}): remove it") from None
+    return False
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    files = ((str(path.relative_to(folder)), path) for path in sorted(folder.rglob("*")) if path.is_file())
+    return {name: path for name, path in files if name != VERIFIED}
+
+
+def _state(folder: Path) -> str:
+    """Changes when any file does, each day, and when the machine is started."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    stats = {name: path.stat() for name, path in _files(folder).items()}
+    return fingerprint(
+        files={name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats.items()},
+        day=date.today().isoformat(),
+        boot=boot.read_text() if boot.exists() else "",
+    )
+
+
+def _checksums(folder: Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of each PIECE bytes of all files in a folder."""
+
+    def crc(path: Path, first: int) -> int:
+        found = 0
+        with path.open("rb") as file:
+            file.seek(first)
+            for _ in range(PIECE >> 20):
+                found = zlib.crc32(file.read(2**20), found)
+        return found
+
+    files = {name: path for name, path in _files(folder).items() if name != CHECKSUMS}
+    with ThreadPoolExecutor(min(4, cores())) as pool:
+        sums = {
+            name: [pool.submit(crc, path, first) for first in range(0, path.stat().st_size, PIECE)]
+            for name, path in files.items()
+        }
+        return {name: [path.stat().st_size, *(one.result() for one in sums[name])] for name, path in files.items()}
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -99,14 +186,3 @@ def leading_bos(tokenizer: Any) -> list[int]:
 def vocabulary_size(tokenizer: Any) -> int:
     """One more than the highest token id: a vocabulary may have gaps."""
     return 1 + max(tokenizer.get_vocab().values())
-
-
-@contextlib.contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """For a block that reads what `build_once` left in `folder`: damage is a ConfigError that says what to do."""
-    try:
-        yield
-    except Exception as error:  # NumPy, JSON and tokenizers raise many types
-        raise ConfigError(
-            f"{folder}: prepared data is damaged ({first_line(error)}); remove the folder to make it anew"
-        ) from error

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from shared.data.files import DataFile, File, find_files, name_inside
 from shared.data.remote import RemoteFile
-from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
-from shared.process.printing import print_main, redact
+from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
+from shared.process.printing import label, print_main
 
 if TYPE_CHECKING:
     from shared.data.options import DataConfig
@@ -89,13 +91,13 @@ def _file_source(files: list[File], streaming: bool) -> Source:
         local = (lambda file: [file.name, file.stat().st_size]) if streaming else (lambda file: file)
         return [file.identity() if isinstance(file, RemoteFile) else local(file) for file in files]
 
-    return Source(redact(name), identity, lambda: read_records(files), lambda cursor: read_records(files, cursor))
+    return Source(label(name), identity, lambda: read_records(files), lambda cursor: read_records(files, cursor))
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
     (name,), part = config.dataset_name, config.dataset_config_name
     identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
-    return Source(redact(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
+    return Source(label(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
 
 
 def _hub_identity(name: str) -> list[Any]:
@@ -294,7 +296,7 @@ def _read_parquet(path: File, cursor: Cursor) -> Records:
         ends = np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
         skipped = int(np.searchsorted(ends[1:], first, side="right"))  # row groups
         number = int(ends[skipped])
-        for batch in file.iter_batches(batch_size=1024, row_groups=range(skipped, file.num_row_groups)):
+        for batch in file.iter_batches(batch_size=64, row_groups=range(skipped, file.num_row_groups)):
             skip = min(max(0, first - number), len(batch))
             number += skip
             for record in batch.slice(skip).to_pylist():
@@ -318,6 +320,37 @@ def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
     return {column: strip(value) for column, value in record.items()}
 
 
+def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
+    """`datasets.load_dataset` of a data set on the Hub or in a folder. Its README.md may name its own files only.
+
+    Raises:
+        ConfigError: it names others, or `datasets` cannot load it.
+        NotNow: the Hub does not answer.
+    """
+    import datasets
+
+    root = os.path.realpath(name) if os.path.isdir(name) else "hf://datasets"
+    resolve = datasets.data_files.resolve_pattern
+
+    def own(pattern: str, base_path: str, *rest: Any, **more: Any) -> Any:
+        place = pattern if urlsplit(pattern).scheme else os.path.join(base_path, pattern)
+        if "::" in pattern or not os.path.normpath(place).startswith(os.path.normpath(root) + os.sep):
+            raise ConfigError(f"--dataset_name {name}: its README.md names {place}, which is not a file of this data set")
+        return resolve(pattern, base_path, *rest, **more)
+
+    datasets.disable_progress_bars()
+    datasets.data_files.resolve_pattern = own
+    try:
+        return datasets.load_dataset(root if os.path.isdir(name) else name, *arguments, **options)
+    except CleanExit:
+        raise
+    except Exception as error:  # datasets raises many types for a mistyped name
+        kind_of = NotNow if is_of_the_network(error) else ConfigError
+        raise kind_of(f"--dataset_name {name}: {first_line(error)}") from None
+    finally:
+        datasets.data_files.resolve_pattern = resolve
+
+
 def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool = False) -> Records:
     """Yield (place, record) of a data set from the Hub, or from a folder that `datasets` can load. Classes have their names.
 
@@ -327,9 +360,11 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
     """
     import datasets
 
-    datasets.disable_progress_bars()
+    dataset = load_dataset(name, config_name, split=split, streaming=streaming)
     try:
-        dataset = datasets.load_dataset(name, config_name, split=split, streaming=streaming)
+        if dataset.features:
+            undecoded = (dataset if streaming else dataset.to_iterable_dataset()).decode(False)  # no image is opened
+            dataset = dataset if undecoded.features == dataset.features else undecoded
         classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}  # of lists, too
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
         for number, record in enumerate(dataset):  # a stream sees damaged files only here

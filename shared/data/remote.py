@@ -18,7 +18,8 @@ from urllib.parse import unquote, urlsplit
 from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line
-from shared.process.printing import redact
+from shared.process.printing import label
+from shared.process.redaction import masked
 
 T = TypeVar("T")
 
@@ -47,13 +48,13 @@ class RemoteFile:
         """Check the form of a URL."""
         scheme, place = url.split("://", 1)
         if scheme not in SCHEMES:
-            raise ConfigError(f"--{flag} {redact(url)}: no such file; of URLs, {', '.join(SCHEMES)} are read")
+            raise ConfigError(f"--{flag} {url}: no such file; of URLs, {', '.join(SCHEMES)} are read")
         if re.search(r"[*\[]", urlsplit(url).path) or place.endswith("/"):
-            raise ConfigError(f"--{flag} {redact(url)}: a URL names one file: no folder and no glob")
+            raise ConfigError(f"--{flag} {url}: a URL names one file: no folder and no glob")
         return cls(url)
 
     def __str__(self) -> str:
-        return redact(self.url)
+        return label(self.url)
 
     @property
     def name(self) -> str:
@@ -74,8 +75,8 @@ class RemoteFile:
         found = _open_store(self.url)
         if found.version is None and not self.streamed:
             raise ConfigError(f"{self}: the server gives no ETag and no time, so a change could not be seen: download it")
-        url = self.url if redact(self.url) == self.url else self.url.partition("?")[0]
-        return [redact(url), found.size, found.version]
+        url = self.url if masked(self.url) == self.url else self.url.partition("?")[0]
+        return [masked(url), found.size, found.version]
 
     def open(self, _mode: str = "rb", buffering: int = -1) -> IO[bytes]:
         """Read bytes. Call on the main rank if the file is not streamed.
@@ -163,7 +164,7 @@ class _Http:
         self.version = self._version(response)
         size = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
         if not size.isdecimal():
-            raise ConfigError(f"{redact(url)}: the server does not say how long the file is: download it")
+            raise ConfigError(f"{url}: the server does not say how long the file is: download it")
         self.size = 0 if response.status_code == 416 else int(size)
 
     def _get(self, part: str) -> Any:
@@ -202,7 +203,7 @@ class _Object:
         if scheme == "az":
             if not (account := os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")):
                 raise ConfigError(
-                    f"{redact(url)}: whose container? Set AZURE_STORAGE_ACCOUNT_NAME, or write "
+                    f"{url}: whose container? Set AZURE_STORAGE_ACCOUNT_NAME, or write "
                     "abfss://container@account.dfs.core.windows.net/path"
                 )
             key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
@@ -239,7 +240,7 @@ def _open_store(url: str) -> _Http | _Object:
 
     store = _retry(url, open_it)
     if store.size == 0:
-        raise ConfigError(f"{redact(url)}: the file is empty")
+        raise ConfigError(f"{url}: the file is empty")
     return store
 
 
@@ -266,19 +267,18 @@ def _retry(url: str, work: Callable[[], T]) -> T:
     """
     import httpx2
 
-    shown = redact(url)
     for pause in (*PAUSES, None):
         try:
             return work()
         except CleanExit:
             raise
         except _Changed:
-            raise ConfigError(f"{shown}: it was changed while this run read it: start a new run") from None
+            raise ConfigError(f"{url}: it was changed while this run read it: start a new run") from None
         except (OSError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
             if reason := _refusal(error):
-                raise ConfigError(f"{shown}: {redact(reason)}") from None
+                raise ConfigError(f"{url}: {reason}") from None
             if pause is None:
-                raise NotNow(f"{shown}: {redact(first_line(error))} ({len(PAUSES) + 1} tries)") from None
+                raise NotNow(f"{url}: {first_line(error)} ({len(PAUSES) + 1} tries)") from None
             time.sleep(pause)
     raise AssertionError
 

@@ -12,6 +12,9 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from shared.process.errors import first_line
 
+# What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript runs the file itself.
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # JPEG with MPO, PPM with PGM and PBM
+
 
 class BadImage(ValueError):
     """An image that cannot be read, and why."""
@@ -32,9 +35,7 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
         BadImage: it is empty, cut off, too large, or no image.
     """
     try:
-        image: Image.Image = Image.open(source if isinstance(source, Path) else io.BytesIO(source))
-        if image.format == "EPS":  # Pillow would start Ghostscript, which runs the file as a program
-            raise BadImage("PostScript, not an image")
+        image: Image.Image = _open(source)
         if at_least is not None and min(image.size) >= 2 * at_least:
             image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
         image.load()
@@ -59,8 +60,13 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
     except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
         empty = not (source.stat().st_size if isinstance(source, Path) and source.is_file() else len(bytes(source)))
         unknown = isinstance(error, Image.UnidentifiedImageError)
-        reason = "the file is empty" if empty else "not an image" if unknown else first_line(error)[:100]
+        known = f"not an image ({', '.join(FORMATS)})"
+        reason = "the file is empty" if empty else known if unknown else first_line(error)[:100]
         raise BadImage(reason) from None
+
+
+def _open(source: Path | bytes) -> Image.Image:
+    return Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS)
 
 
 def decode_tensor(source: Path | bytes, at_least: int | None = None) -> torch.Tensor:
@@ -72,7 +78,7 @@ def decode_tensor(source: Path | bytes, at_least: int | None = None) -> torch.Te
         BadImage: as `decode` does.
     """
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
-        with Image.open(source if isinstance(source, Path) else io.BytesIO(source)) as image:  # reads the header only
+        with _open(source) as image:  # reads the header only
             shrinks = at_least is not None and min(image.size) >= 2 * at_least
             upright = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         if upright and not shrinks:

@@ -25,7 +25,7 @@ from shared.images.options import ImageConfig
 from shared.images.sources import Files, Found, Joined, Table
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main, redact
+from shared.process.printing import label, print_main
 from shared.process.ranks import cores, is_main_rank
 
 
@@ -235,9 +235,8 @@ def _prepare(config: ImageConfig) -> ImageData:
         (into / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
 
     folder = prepared.build_once(cache_dir() / "images" / meta["key"], read_all)
-    with prepared.reading(folder):
-        paths, labels = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("paths", "labels"))
-        bad = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
+    paths, labels = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("paths", "labels"))
+    bad = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
     source = table or Files(paths)
     # Read the damaged ones again: a missing permission or decoder may be there now.
     return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad)))
@@ -271,7 +270,7 @@ def _reasons(source: Files | Table, numbers: Iterable[int]) -> dict[int, str]:
 def _split(
     config: ImageConfig, source: Files | Table, labels: np.ndarray, meta: dict[str, Any], bad: dict[int, str]
 ) -> ImageData:
-    name, classes = redact(meta["name"]), meta["classes"]
+    name, classes = label(meta["name"]), meta["classes"]
     if bad:
         first = f"{source.where(min(bad))}: {bad[min(bad)]}"
         if not config.skip_bad_images:
@@ -283,7 +282,7 @@ def _split(
         held_out = hold_out(rarest(labels) if config.is_multi_label else labels, config.validation_split_percentage)
         how = f"{config.validation_split_percentage:g}% of each class held out"
     else:
-        held_out, how = numbers >= meta["held_out_from"], redact(meta["about"])
+        held_out, how = numbers >= meta["held_out_from"], label(meta["about"])
     good = ~np.isin(numbers, list(bad))
     index = np.stack([numbers, numbers * 0 if config.is_multi_label else labels], axis=1)
     train, validation = index[good & ~held_out], index[good & held_out]

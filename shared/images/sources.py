@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import stat
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from shared.data.files import find_files, walk
 from shared.data.labels import in_order, label_of
 from shared.images.decoding import BadImage
 from shared.images.options import ImageConfig
-from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
+from shared.process.errors import ConfigError
+from shared.process.files import NOT_REGULAR
 
 SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split; the first one present is used
@@ -107,6 +109,9 @@ class Found:
 
         `key` changes when any image, label or name does, `identity` when what the model learns from does, wherever and
         whenever it was put. Sizes and times of files stand for their contents.
+
+        Raises:
+            ConfigError: an image is a pipe, a socket or a device.
         """
         code = prepared.source_of("data", "images")
         key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
@@ -114,8 +119,10 @@ class Found:
         for number, label in enumerate(self.labels):
             path, size, time = self.paths[number] if self.paths else "", -1, 0
             with contextlib.suppress(OSError):  # a table's row, or a missing file, which is named later
-                stat = os.stat(path)
-                size, time = stat.st_size, stat.st_mtime_ns
+                found = os.stat(path)
+                if not stat.S_ISREG(found.st_mode):
+                    raise ConfigError(f"{path}: {NOT_REGULAR}")
+                size, time = found.st_size, found.st_mtime_ns
             key.update(f"{path} {size} {time} {label}\n".encode(errors="surrogateescape"))
             identity.update(f"{label} {os.path.basename(path)} {size}\n".encode(errors="surrogateescape"))
         return {
@@ -214,12 +221,7 @@ def open_table(config: ImageConfig) -> Table:
     import datasets
 
     (name,), first = config.dataset_name, config.train_split_name
-    datasets.disable_progress_bars()
-    try:
-        splits = datasets.load_dataset(name, config.dataset_config_name)
-    except Exception as error:  # datasets raises many types for a mistyped name
-        kind_of = NotNow if is_of_the_network(error) else ConfigError
-        raise kind_of(f"--dataset_name {name}: {first_line(error)}") from None
+    splits = records.load_dataset(name, config.dataset_config_name)
     held_out = config.validation_split_name or next((split for split in VALIDATION if split in splits), None)
     chosen = [first] if held_out is None else [first, held_out]
     for split in chosen:

@@ -1,10 +1,12 @@
 """The model card."""
 
+import re
 from typing import Any
 
 import yaml
 
-from shared.process.printing import redact
+from shared.process.errors import shown
+from shared.process.redaction import redact
 
 
 def model_card(
@@ -12,18 +14,32 @@ def model_card(
 ) -> str:
     """A model card: what it was trained on and how, with its results.
 
-    Secrets in it are masked: cards are made to be published.
+    Secrets in it are masked: cards are made to be published. Names in it, which may be others', stay text in their place.
 
     Args:
         settings: in YAML's types.
         load: the line of Python that loads it.
         front: metadata for the Hub.
     """
-    metadata = "\n".join(f"{k}: {v}" for k, v in {"library_name": "transformers", **front}.items())
-    shown = {name: str(value) if isinstance(value, int) else f"{value:.4f}" for name, value in results.items()}
-    rows = "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in shown.items())])
-    given = yaml.safe_dump(redact({k: v for k, v in settings.items() if v is not None}), sort_keys=False, allow_unicode=True)
-    return redact(
-        f"---\n{metadata}\n---\n\n# {title}\n\nData: {data}\n\n```python\n{load}\n```\n\n"
-        f"## Results\n\n{rows}\n\n## Settings\n\n```yaml\n{given}```\n"
+    values = {_text(name): str(value) if isinstance(value, int) else f"{value:.4f}" for name, value in results.items()}
+    rows = "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())])
+    one_line = {name: shown(value) for name, value in {"library_name": "transformers", **front}.items()}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return (
+        f"---\n{_yaml(one_line)}---\n\n# {_text(title)}\n\nData: {_text(data)}\n\n"
+        f"{_fenced('python', redact(load))}\n\n## Results\n\n{rows}\n\n## Settings\n\n{_fenced('yaml', _yaml(given))}\n"
     )
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(redact(values), sort_keys=False, allow_unicode=True)
+
+
+def _text(name: str) -> str:
+    """One line of Markdown that shows this very text: no link, picture, HTML or code."""
+    return re.sub(r"[\\`\[\]<>|]", r"\\\g<0>", shown(redact(name)))
+
+
+def _fenced(language: str, text: str) -> str:
+    fence = max(["``", *re.findall("`+", text)], key=len) + "`"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"

@@ -10,7 +10,7 @@ from torch import nn
 
 from shared.models.attention import row_layout
 from shared.models.checks import _context
-from shared.process.printing import print_main
+from shared.process.printing import indented, print_main
 
 
 def end_generation_at(model: Any, end: int | None) -> None:
@@ -100,5 +100,5 @@ def answers(
         prompt, reference = tokenizer.decode(ids), tokenizer.decode(expected, skip_special_tokens=True).strip()
         rows.append([str(step), prompt, reference, output])
         parts = {"prompt": prompt, "reference": reference, f"model at step {step}": first_lines(output)}
-        print_main("\n".join(f"--- {title}\n{text}" for title, text in parts.items()) + "\n---")
+        print_main(*(line for title, text in parts.items() for line in (f"--- {title}", *indented(text))), "---")
     return rows

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network, is_out_of_memory
+from shared.process.files import NOT_REGULAR
 from shared.process.printing import print_main
 
 _AN_ADAPTER = (
@@ -24,9 +26,9 @@ _AN_ADAPTER = (
 )
 
 
-_CONVERT = (
-    'python -c "import torch, safetensors.torch; safetensors.torch.save_file({{k: v.contiguous() for k, v in '
-    "torch.load({0!r}, map_location='cpu', weights_only=True).items()}}, {1!r}, {{'format': 'pt'}})\""
+_CONVERT = (  # the names of files are arguments of the shell, not part of the code
+    'python -c "import sys, torch, safetensors.torch as s; s.save_file({k: v.contiguous() for k, v in '
+    "torch.load(sys.argv[1], map_location='cpu', weights_only=True).items()}, sys.argv[2], {'format': 'pt'})\""
 )
 
 
@@ -79,6 +81,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
                 reason = f"its file lacks {error}: take the base that the adapter was made for"
             reason = " ".join(str(error).split()) if reason.endswith(":") else reason
         raise ConfigError(f"{name}: {reason}") from error
+    if auto_class.__name__ == "AutoConfig":
+        _refuse_weights_elsewhere(loaded, name)
     if not whole:
         return loaded
     model, info = loaded
@@ -124,6 +128,9 @@ def _refuse_damaged(folder: Path) -> None:
     """Raise a ConfigError that names the damaged file of a model's folder: its loader's own error may not."""
     from safetensors import safe_open
 
+    for file in folder.iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ConfigError(f"{file}: {NOT_REGULAR}")
     descriptions = sorted(folder.glob("*.json"))
     if not descriptions:
         raise ConfigError(f"{folder}: no model in the format of the Hub, there is no config.json")
@@ -144,8 +151,18 @@ def _refuse_pickles(folder: Path) -> None:
         way = "take safetensors weights, which save_pretrained of transformers and PEFT writes"
         if len(pickles) == 1:  # weights_only: reads tensors alone, and runs no code
             written = folder / f"{pickles[0].stem.replace('pytorch_model', 'model')}.safetensors"
-            way += f". If it holds weights alone, this converts it: {_CONVERT.format(str(pickles[0]), str(written))}"
+            way += f". If it holds weights alone, this converts it: {_CONVERT} {shlex.join(map(str, (pickles[0], written)))}"
         raise ConfigError(f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: {way}")
+
+
+def _refuse_weights_elsewhere(config: Any, name: str | Path) -> None:
+    """Refuse what a config asks timm to read when a model is made, even one with random weights: files and URLs."""
+    given = getattr(config, "model_args", None) or {}
+    named = [key for key in given if key.startswith("pretrained") or key in ("checkpoint_path", "cache_dir")]
+    if ":" in str(getattr(config, "architecture", "")):  # hf-hub:, local-dir:
+        named.append("architecture")
+    if named:
+        raise ConfigError(f"{name}: its config.json names weights from elsewhere ({', '.join(named)}), which are not read")
 
 
 @contextlib.contextmanager

@@ -3,33 +3,40 @@
 import re
 from typing import Any
 
+from shared.process.redaction import redact
+
 
 def shown(text: str) -> str:
-    """`text` from outside (a name, a record, a label) as one line: control characters are written out as escapes."""
+    """`text` from outside (a name, a record, a label) as one line.
+
+    Characters that move the cursor, begin a line or turn the direction of what follows are written out as escapes.
+    """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udbff]")  # not \udc80: bytes of a file's name
+# Not \udc80 and further: bytes of a file's name.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udbff]")
 
 
 class CleanExit(Exception):
-    """An end that a user can act on: one line on the console, no traceback, and a stated exit code."""
+    """An end that a user can act on: one line on the console, no traceback, and a stated exit code.
+
+    A line, whatever of the input it quotes: secrets are masked, control characters are written out, and a very long middle
+    is left out. Where more lines are needed, each is an argument.
+    """
 
     exit_code = 1
     alone = False  # this process ends by itself, for what all of them have not agreed on
 
+    def __init__(self, *lines: str) -> None:
+        texts = [shown(redact(line)) for line in lines]
+        super().__init__("\n".join(t if len(t) <= 2000 else f"{t[:1200]} ... {t[-700:]}" for t in texts))
+
 
 class ConfigError(CleanExit):
-    """Wrong input or configuration: what, where, and what to do.
-
-    One line, whatever of the input it quotes: control characters are written out, and a very long middle is left out.
-    """
+    """Wrong input or configuration: what, where, and what to do."""
 
     exit_code = 2
-
-    def __init__(self, message: str) -> None:
-        text = shown(message)
-        super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-700:]}")
 
 
 class NotNow(CleanExit):

@@ -91,6 +91,9 @@ def remove(folder: Path) -> None:
     discard(gone)
 
 
+NOT_REGULAR = "not a regular file, but a pipe, a socket or a device, which could be waited for without end"
+
+
 def inside(folder: Path, name: str) -> Path:
     """`folder / name`, where a file of the folder, which others may have written, names another one.
 

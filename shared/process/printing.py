@@ -1,40 +1,29 @@
-"""What is printed: one line on the main rank, without secrets."""
+"""What is printed: lines on the main rank, without secrets and without what moves the cursor."""
 
-import re
 import sys
 from typing import Any
 
 from shared.process import ranks
-
-_SECRETS = re.compile(
-    r"(?<=://)[^/\s:@]*:[^/\s]+(?=@)"  # user:password@ of a URL
-    r"|(?<=http://)[^/\s:@]+(?=@)|(?<=https://)[^/\s:@]+(?=@)"  # token@
-    r"|(?i:([?&][\w-]*(?:token|key|secret|passw|signature|sig|credential)[\w-]*=)[^&\s]+)"  # in its query
-    r"|\bhf_[A-Za-z0-9]{30,}"  # Hugging Face
-    r"|\bsk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"  # OpenAI, Anthropic: not a folder that is called sk-learn-something
-    r"|\b(?:gh[pousr]_|github_pat_)\w{20,}"  # GitHub
-    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS
-)
+from shared.process.errors import shown
+from shared.process.redaction import masked, redact
 
 
-def redact(value: Any) -> Any:
-    """The same text, list or mapping with `***` in place of what looks like a password or an access token.
-
-    For whatever is written to a file, a console or a tracker: none of them is a place for secrets.
-    """
-    if isinstance(value, str):
-        return _SECRETS.sub(lambda found: (found[1] or "") + "***", value)
-    if isinstance(value, dict):
-        return {key: redact(item) for key, item in value.items()}
-    return [redact(item) for item in value] if isinstance(value, list | tuple) else value
+def label(name: str) -> str:
+    """A name from outside as logs, progress bars and reports show it. It depends on the name alone."""
+    return shown(masked(name))
 
 
-def print_main(text: str) -> None:
-    """Print one line on the main rank, above a progress bar if there is one."""
+def indented(text: str) -> list[str]:
+    """The lines of a text from outside, none of which looks like a line of the log."""
+    return [f"  {line}" for line in redact(text).expandtabs().split("\n")]
+
+
+def print_main(*lines: str) -> None:
+    """Print on the main rank, above a progress bar if there is one. Each argument is one line, whatever it quotes."""
     if ranks.is_main_rank():
         from tqdm import tqdm
 
-        tqdm.write(redact(text), file=sys.stderr)
+        tqdm.write("\n".join(shown(redact(line)) for line in lines), file=sys.stderr)
         sys.stderr.flush()
 
 
@@ -42,4 +31,4 @@ def summary(title: str, rows: dict[str, Any]) -> None:
     """Print the settings in force, one aligned line each, on the main rank. Rows that are None are left out."""
     rows = {k: v for k, v in rows.items() if v is not None}
     width = max(map(len, rows))
-    print_main("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]))
+    print_main(title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()))

@@ -1,7 +1,9 @@
 """This process's place in the launch, from the environment alone: no torch."""
 
+import contextlib
 import math
 import os
+from pathlib import Path
 
 from shared.process.errors import ConfigError
 
@@ -22,8 +24,20 @@ def world_size() -> int:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use: its own, or fewer where its container has a quota, as of `docker run --cpus`."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(min(own, max(1, _quota())))
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def _quota() -> float:
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2 of cgroups, and version 1
+        with contextlib.suppress(OSError, ValueError):  # there is no such file; it says "max"
+            quota, period = (int(word) for name in names for word in (CGROUP / name).read_text().split())
+            return quota / period if quota > 0 else math.inf
+    return math.inf
 
 
 def env_flag(name: str) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from shared.process.errors import CleanExit
-from shared.process.printing import redact
 from shared.process.ranks import is_main_rank
 
 # Each stops the run after a checkpoint. Ctrl-C sends SIGINT. A closed terminal sends SIGHUP; under nohup, it is ignored.
@@ -34,9 +33,9 @@ def clean_exit() -> Iterator[None]:
             # Most errors occur on all ranks. The main rank prints them; the launcher then ends this rank during the sleep.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
-            print(redact(f"error on rank {os.environ['RANK']}: {end}"), file=sys.stderr, flush=True)
+            print(f"error on rank {os.environ['RANK']}: {end}", file=sys.stderr, flush=True)
         else:
-            print(redact(f"{'' if end.exit_code == 143 else 'error: '}{end}"), file=sys.stderr, flush=True)
+            print(f"{'' if end.exit_code == 143 else 'error: '}{end}", file=sys.stderr, flush=True)
         if os.environ.get("SHOW_TRACEBACK"):  # for developers
             traceback.print_exc()
         sys.exit(end.exit_code)

@@ -35,7 +35,8 @@ from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, NotNow, is_out_of_memory
 from shared.process.files import commit, digest, new_folder, remove
-from shared.process.printing import print_main, redact
+from shared.process.printing import print_main
+from shared.process.redaction import redact
 from shared.run import exits
 from shared.run.checkpoint_files import (
     MANIFEST,

@@ -220,7 +220,7 @@ def require_compatible(
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces between them")
     before = manifest.get("settings", {})
-    changed = {k: (before[k], v) for k, v in own["settings"].items() if k in before and before[k] != v}
+    changed = {k: (before[k], v) for k, v in own["settings"].items() if k in before and not _same(before[k], v)}
     lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
     if refused := sorted(set(lines) - free - allowed):
         raise ConfigError(
@@ -232,7 +232,17 @@ def require_compatible(
         lines["mixed_precision"] = f"mixed_precision was {precision[0]}, now {precision[1]}"
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
-        print_main(f"settings that differ from those of {folder.name}:\n  " + "\n  ".join(told))
+        print_main(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether settings are equal. Secrets are masked in both: those of the environment by what was in it at each start."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if not isinstance(one, str) or not isinstance(other, str):
+        return bool(one == other)
+    pairs = ((one, other), (other, one))
+    return any(re.fullmatch(".*".join(map(re.escape, a.split("***"))), b, re.S) for a, b in pairs)
 
 
 def innermost(error: BaseException) -> BaseException:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from shared.process import ranks
-from shared.process.errors import CleanExit, first_line, is_out_of_memory
+from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
 from shared.process.files import open_regular
-from shared.process.printing import print_main, redact
+from shared.process.printing import print_main
+from shared.process.redaction import redact
 from shared.process.signals import STOP_SIGNALS, clean_exit
 
 C = TypeVar("C")
@@ -35,7 +37,7 @@ class Stopped(CleanExit):
     exit_code = 143
 
     def __str__(self) -> str:
-        again = f"; the same command with --output_dir {_folder} continues" if _folder else ""
+        again = f"; the same command with --output_dir {shown(shlex.quote(str(_folder)))} continues" if _folder else ""
         return super().__str__() + again
 
 
@@ -76,7 +78,7 @@ class OutOfMemory(CleanExit):
         advice.append("shorter rows, smaller images or a smaller model")
         if torch.cuda.is_available():
             print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
-        super().__init__(f"out of memory: {first_line(error)}\n  next: {advice[0]}\n  then: {'; '.join(advice[1:])}")
+        super().__init__(f"out of memory: {first_line(error)}", f"  next: {advice[0]}", f"  then: {'; '.join(advice[1:])}")
 
 
 def run(main: Callable[[C], None], config: C) -> None:
@@ -125,6 +127,11 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
+    if isinstance(error, RuntimeError) and "shared memory" in str(error):
+        return ConfigError(
+            "/dev/shm is too small for the processes that read data: give the container more (docker run --shm-size 8g), "
+            f"or --dataloader_num_workers 0 ({first_line(error)})"
+        )
     number = getattr(error, "errno", None)
     no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
     if number in no_room or any(f"os error {n})" in str(error) for n in no_room):  # as safetensors says it

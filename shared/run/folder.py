@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 
 from shared.data import audit
 from shared.process.collectives import on_main
-from shared.process.errors import ConfigError, NotNow, shown
+from shared.process.errors import ConfigError, NotNow
 from shared.process.files import discard, open_regular
 from shared.process.printing import print_main
 from shared.run.checkpoint_files import checkpoints, run_of
@@ -77,18 +77,19 @@ def _lock(folder: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
+            holder = file.read().strip().rpartition("\n")[2]
             raise NotNow(
-                f"--output_dir {folder}: another run is writing to it ({shown(file.read().strip())}): wait for it, stop "
-                "it, or choose another folder"
+                f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, stop it, or choose another "
+                "folder"
             ) from None
         # a file system that has no locks
         print_main(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
+    _locks[folder] = file
     number = run_id(folder)
     file.truncate(0)
     file.write(f"run {number}\n")
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
-    _locks[folder] = file
 
 
 def run_id(folder: Path) -> str:
@@ -97,9 +98,13 @@ def run_id(folder: Path) -> str:
     Raises:
         ConfigError: the folder holds what the run would overwrite, and what it is not known to have written.
     """
-    lock = folder / ".lock"
-    begins = lock.open(encoding="utf-8", errors="replace").read(21) if lock.is_file() and not lock.is_symlink() else "none"
-    found = OWN.match(begins)
+    lock, found = folder / ".lock", None
+    if folder in _locks:  # to open it once more, and to close it, would let go of the lock
+        _locks[folder].seek(0)
+        found = OWN.match(_locks[folder].read(21))
+    elif lock.is_file() and not lock.is_symlink():
+        with lock.open(encoding="utf-8", errors="replace") as file:
+            found = OWN.match(file.read(21))
     ids = [number for path in reversed(checkpoints(folder)) if (number := run_of(path)) is not None]
     names = MODELS if found else (".lock", *FILES, *PICTURES, *MODELS)
     present = [name for name in names if os.path.lexists(folder / name)]

@@ -270,7 +270,6 @@ def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
 def quieten_libraries() -> None:
     """Keep from the console what a user cannot act on. Errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not (ranks.is_main_rank() and sys.stderr.isatty()):
         from transformers.utils import logging as transformers_logging
 

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import secrets
+import shlex
 import statistics
 import sys
 import time
@@ -28,8 +29,9 @@ from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
 from shared.process.files import open_regular, read_json_lines
-from shared.process.printing import print_main, redact
+from shared.process.printing import print_main
 from shared.process.ranks import data_parallel_size
+from shared.process.redaction import redact
 from shared.run.plots import draw_curves
 from shared.run.profiling import Profiler
 from shared.run.state import TrainState
@@ -281,7 +283,7 @@ class Logger:
             return
         from PIL import Image
 
-        picture = Image.open(file).convert("RGB")
+        picture = Image.open(file, formats=["PNG"]).convert("RGB")
         with self._tracking():
             if self.tracker == "wandb":
                 self.accelerator.get_tracker("wandb").log_images({name: [picture]}, step=None)
@@ -347,9 +349,8 @@ class Logger:
             except wandb.errors.Error as error:  # nor without a network: it is what was asked for
                 raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
         if options["mode"] == "offline":
-            print_main(
-                f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {self.run_dir}/wandb/offline-*"
-            )
+            kept = shlex.quote(str(self.run_dir / "wandb"))
+            print_main(f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {kept}/offline-*")
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")

@@ -49,4 +49,4 @@ class Profiler:
         trace.export_chrome_trace(str(path))
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = trace.key_averages().table(sort_by=by, row_limit=12, max_name_column_width=60)
-        print_main(f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):\n{table}")
+        print_main(f"profile of {STEPS} steps ({path}; open it in ui.perfetto.dev):", *table.splitlines())

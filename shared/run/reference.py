@@ -56,9 +56,8 @@ def add_reference(
     how = [prepared.source_of("models"), accelerator.mixed_precision]
     key = prepared.fingerprint(pairs=pairs.meta["sha256"], split=pairs.split, start=start, how=how)
     folder, name = cache_dir() / "reference" / key, "log_probabilities.npy"
-    if on_main(folder.exists):
-        with prepared.reading(folder):
-            pairs.reference = np.load(folder / name).reshape(len(pairs), 2)
+    if on_main(lambda: prepared.usable(folder)):
+        pairs.reference = np.load(folder / name)
         return "read"
     found = torch.zeros(len(pairs), 2, device=accelerator.device)
     loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))

@@ -263,13 +263,10 @@ class Conversations:
     """One split of prepared samples, memory-mapped: `order.Samples`, one conversation an index."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        with prepared.reading(folder):
-            self.meta = json.loads((folder / "meta.json").read_text())
-            self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
-            self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
-            self.ends, self.targets = (np.load(folder / f"{split}-{name}.npy") for name in ("ends", "targets"))
-            if not len(self.ids) == len(self.learned) == self.ends[-1] or len(self.ends) != len(self.targets):
-                raise ValueError("its files are not of one length")
+        self.meta = json.loads((folder / "meta.json").read_text())
+        self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
+        self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
+        self.ends, self.targets = (np.load(folder / f"{split}-{name}.npy") for name in ("ends", "targets"))
         self.starts = np.concatenate([[0], self.ends[:-1]])
         self.lengths = self.ends - self.starts - 1  # positions of a row: each token predicts the next one
 

@@ -184,8 +184,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that `prepare` left in its folder."""
     from transformers import PreTrainedTokenizerFast
 
-    with prepared.reading(folder):
-        return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: int = 2**30) -> PreTrainedTokenizerBase:
@@ -353,12 +352,8 @@ class Tokens:
     ) -> None:
         self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
         self.isolate = isolate
-        with prepared.reading(folder):
-            self.meta = json.loads((folder / "meta.json").read_text())
-            self.last = self.meta[split]["tokens"] if last is None else last
-            written = np.dtype(self.meta["dtype"]).itemsize * self.meta[split]["tokens"]
-            if (folder / f"{split}.bin").stat().st_size != written:
-                raise ValueError(f"{split}.bin has another size than it was written with")
+        self.meta = json.loads((folder / "meta.json").read_text())
+        self.last = self.meta[split]["tokens"] if last is None else last
 
     @cached_property
     def _tokens(self) -> np.ndarray:

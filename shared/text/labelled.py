@@ -71,13 +71,10 @@ class Texts:
         self, folder: Path, index: np.ndarray, labels: np.ndarray, tokenizer: Any, sources: dict[str, int] | None = None
     ) -> None:
         self.folder, self.index, self.labels, self.tokenizer, self.sources = folder, index, labels, tokenizer, sources or {}
-        with prepared.reading(folder):
-            self.meta = json.loads((folder / "meta.json").read_text())
-            self.ids = np.memmap(folder / "ids.bin", np.int32, "r")
-            self.types = np.memmap(folder / "types.bin", np.uint8, "r") if self.meta["has_types"] else None
-            self.ends = np.load(folder / "ends.npy")
-            if self.ends[-1] != len(self.ids):
-                raise ValueError("its files are not of one length")
+        self.meta = json.loads((folder / "meta.json").read_text())
+        self.ids = np.memmap(folder / "ids.bin", np.int32, "r")
+        self.types = np.memmap(folder / "types.bin", np.uint8, "r") if self.meta["has_types"] else None
+        self.ends = np.load(folder / "ends.npy")
         self.starts = np.concatenate([[0], self.ends[:-1]])
         self.lengths = (self.ends - self.starts)[index]
 
@@ -98,8 +95,7 @@ class Texts:
     @cached_property
     def places(self) -> dict[str, str]:
         """Where the texts to validate on are from, by their numbers."""
-        with prepared.reading(self.folder):
-            return json.loads((self.folder / "places.json").read_text())
+        return json.loads((self.folder / "places.json").read_text())
 
     def shown(self, number: int) -> dict[str, Any]:
         """Where a text is from, and its tokens as text; of a pair with the tokens that part them."""
@@ -181,9 +177,8 @@ def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> T
     folder = prepared.build_once(
         cache_dir() / "labelled" / key, lambda into: _Building(config, tokenizer, into).build(trained, validation)
     )
-    with prepared.reading(folder):
-        meta = json.loads((folder / "meta.json").read_text())
-        labels, parts = np.load(folder / "labels.npy"), [np.load(folder / f"{name}.npy") for name in ("train", "validation")]
+    meta = json.loads((folder / "meta.json").read_text())
+    labels, parts = np.load(folder / "labels.npy"), [np.load(folder / f"{name}.npy") for name in ("train", "validation")]
     if meta["problem_type"] == "multi_label":
         labels = labels.astype(np.float32)
     train, held_out = (Texts(folder, index, labels[index], tokenizer) for index in parts)

@@ -14,7 +14,7 @@ from shared.data.order import EvenSubset, Order, Samples
 from shared.models.attention import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main
+from shared.process.printing import indented, print_main
 from shared.text import chat
 from shared.text.options import ChatConfig, SamplesConfig
 from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
@@ -41,7 +41,7 @@ def read_conversations(
         options = replace(options, max_train_samples=demo_samples)
     train, held_out = chat.open_samples(options, tokenizer)
     print_main(chat.describe(train, options))
-    print_main("first sample; the loss counts the tokens between ⟦ and ⟧:\n" + chat.marked(train, tokenizer))
+    print_main("first sample; the loss counts the tokens between ⟦ and ⟧:", *indented(chat.marked(train, tokenizer)))
     return train, held_out
 
 

@@ -21,7 +21,7 @@ from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source, kind
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main
+from shared.process.printing import indented, print_main
 from shared.text import chat
 from shared.text.forms import Messages
 from shared.text.options import PreferenceConfig
@@ -208,7 +208,7 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
     print_main(describe(train, held_out, options))
     for number, name in enumerate(("chosen", "rejected")):
         print_main(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
-        print_main(chat.marked(train.samples, tokenizer, number))
+        print_main(*indented(chat.marked(train.samples, tokenizer, number)))
     return train, held_out
 
 

@@ -56,6 +56,12 @@ def trains(template: str, folder: Path, *flags: object) -> bool:
     return (folder / "run" / "final").is_dir()
 
 
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
 @pytest.fixture
 def nobody_answers(monkeypatch):
     """Standard input is a terminal at which nobody sits: a question would wait for ever."""

@@ -1,12 +1,28 @@
 """Nothing in data runs."""
 
+import io
+import json
+import os
+import random
 import shutil
+import socket
+from pathlib import Path
 
 import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
+from PIL import Image
+from transformers import AutoConfig
 
-from tests.conftest import paint
-from tests.security.conftest import refused, trains
+from shared.data import prepared
+from shared.data.files import find_files
+from shared.data.records import load_hub
+from shared.images import sources
+from shared.images.decoding import BadImage, decode, decode_tensor
+from shared.images.options import ImageConfig
+from shared.models.hub import from_hub
+from shared.process.errors import ConfigError
+from tests.conftest import paint, run, run_here, slow
+from tests.security.conftest import TINY, flip, refused, trains
 
 
 def test_a_pickle_in_place_of_data_runs_nothing(tiny_model, tmp_path, payload):
@@ -39,25 +55,185 @@ def test_code_in_a_data_set_s_folder_is_not_run(tiny_model, tmp_path, nobody_ans
 
 @pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
 def test_a_pickle_in_place_of_prepared_data_runs_nothing(
-    template, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch
+    template, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch, capsys
 ):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     flags = {
-        "pretrain": ("--train_file", text_file, "--vocab_size", 320, "--config_overrides", "num_hidden_layers=1"),
+        "pretrain": (
+            *("--train_file", text_file, "--vocab_size", 320, "--config_overrides", "num_hidden_layers=1"),
+            *("--preprocessing_num_workers", 1),
+        ),
         "lora_finetune": ("--train_file", text_file, "--model_name_or_path", tiny_model),
         "image_classification": ("--train_dir", image_folder, "--config_name", architectures / "convnext"),
     }[template]
     assert trains(template, tmp_path, *flags)
-    (prepared,) = (tmp_path / "cache").glob("*/*")
-    read = ["meta.json", "tokenizer.json", "train.bin"] + ["*.npy"] * (template != "pretrain")
-    files = [path for pattern in read for path in prepared.rglob(pattern)]
-    assert len(files) >= 2
-    for path in files:
-        content = path.read_bytes()
+    (folder,) = (tmp_path / "cache").glob("*/*")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != prepared.VERIFIED}
+    for path in before:
         path.write_bytes(payload)
-        message = refused(template, tmp_path / "again", *flags)
-        assert message.startswith(f"{prepared}: prepared data is damaged ("), path
-        assert message.endswith("remove the folder to make it anew")
-        path.write_bytes(content)
-    shutil.rmtree(prepared)
     assert trains(template, tmp_path / "again", *flags)
+    assert f"{folder}: prepared data is damaged (" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("flips", [1, slow(50)])
+@pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "text_classification"])
+def test_no_flipped_bit_in_prepared_data_is_learned_from(
+    template, flips, tiny_model, text_file, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    flags = ["--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 2]
+    flags += ["--eval_samples", 2, "--global_batch_size", 2, "--preprocessing_num_workers", 1]
+    flags += ["--num_generations", 0] * (template == "lora_finetune")
+    if template == "text_classification":
+        flags = [*flags[:6], "--max_steps", 2, "--global_batch_size", 2, "--per_device_train_batch_size", 2]
+        rows = [{"text": f"the model reads {number} lines", "label": "ab"[number % 2]} for number in range(40)]
+        flags[1] = tmp_path / "labelled.jsonl"
+        flags[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def losses(name: str) -> list[dict]:
+        run_here(template, "--output_dir", tmp_path / name, *flags)
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found = [{key: value for key, value in row.items() if "loss" in key} for row in rows]
+        shutil.rmtree(tmp_path / name)
+        return found
+
+    right = losses("right")
+    assert len(right) >= 2
+    rng = random.Random(0)
+    for number in range(flips):
+        (folder,) = (tmp_path / "cache").glob("*/*")
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != prepared.VERIFIED]
+        bits = [8 * path.stat().st_size for path in files]
+        (path,) = rng.choices(files, bits)
+        flip(path, rng.randrange(8 * path.stat().st_size))
+        assert losses(str(number)) == right, path
+        assert f"{folder}: prepared data is damaged (" in capsys.readouterr().err, path
+        for aside in (tmp_path / "cache").glob("*/.*"):
+            shutil.rmtree(aside)
+
+
+def test_no_rank_reads_what_the_main_one_finds_damaged(tiny_model, text_file, tmp_path):
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, *TINY["pretrain"])
+    cache = tmp_path / "cache"
+    first, second = (
+        run("pretrain", tmp_path / name, *flags, processes=2, env={"TEMPLATES_CACHE": str(cache), "TEMPLATES_FAULT": fault})
+        for name, fault in (("first", ""), ("second", "prepare:pause#0"))  # rank 1 is there long before the data are
+        if name == "first" or not flip(next(cache.glob("corpus/*/train.bin")), 0)
+    )
+    assert second.output.count("prepared data is damaged (train.bin), so it is prepared again") == 1
+    assert second.losses == first.losses
+    assert len([*cache.glob("corpus/*")]) == 2  # one of them put aside
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def in_iptc(content: bytes) -> bytes:
+    """A picture inside of an IPTC file, which Pillow opens by its own content."""
+    parts = {(3, 60): b"\1\0", (3, 65): b"\1", (3, 20): b"\0\x10", (3, 30): b"\0\x10", (3, 120): b"\5", (8, 10): content}
+    return b"".join(bytes([0x1C, *tag]) + len(part).to_bytes(2, "big") + part for tag, part in parts.items())
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch):
+    """A program of that name, which leaves a trace."""
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    yield
+    assert not (tmp_path / "started").exists()
+    with Image.open(io.BytesIO(in_iptc(EPS))) as image, pytest.raises(OSError):
+        image.load()
+    assert (tmp_path / "started").exists()  # Pillow alone would have
+
+
+def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
+    folder = tmp_path / "data"
+    for name, content in (("a.png", EPS), ("b.png", in_iptc(EPS))):
+        for source in (content, tmp_path / name):
+            (tmp_path / name).write_bytes(content)
+            for function in (decode, decode_tensor):
+                with pytest.raises(BadImage, match=r"^not an image \(AVIF, BMP, GIF, .*, WEBP\)$"):
+                    function(source)
+    folder.mkdir()
+    (folder / "b.png").write_bytes(in_iptc(EPS))
+    (folder / "metadata.csv").write_text("file_name,text\nb.png,what is seen\n")
+    for streaming in (False, True):  # a text's data set may hold pictures, too, and `datasets` decodes them
+        ((_, record),) = load_hub(str(folder), None, "train", streaming=streaming)
+        assert record["text"] == "what is seen"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link to a pipe", "link to a device"])
+def test_what_is_not_a_regular_file_is_refused_and_not_waited_for(tmp_path, kind, tiny_model):
+    def make(path: Path) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "socket":
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(os.path.relpath(path))
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")  # only root can make one
+        else:
+            target = tmp_path / "target" if "pipe" in kind else Path("/dev/tty")
+            if "pipe" in kind and not target.exists():
+                os.mkfifo(target)
+            path.symlink_to(target)
+        return path
+
+    data = make(tmp_path / "data" / "b.jsonl")
+    (tmp_path / "data" / "a.jsonl").write_text('{"text": "a"}\n')
+    for flag, named in (("train_file", data), ("train_file", data.parent), ("dataset_name", data.parent)):
+        with pytest.raises(ConfigError, match=f"^--{flag} {data}: not a regular file"):
+            find_files([str(named)], flag=flag)
+    image = make(tmp_path / "images" / "b" / "x.png")
+    paint(tmp_path / "images" / "a" / "x.png", 0, 0, (16, 16))
+    with pytest.raises(ConfigError, match=f"^{image}: not a regular file"):
+        sources.in_folders(tmp_path / "images", None).describe()
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    for name in ("config.json", "chat_template.jinja"):
+        (model / name).unlink(missing_ok=True)
+        special = make(model / name)
+        with pytest.raises(ConfigError, match=f"^{special}: not a regular file"):
+            from_hub(AutoConfig, model)
+        special.unlink()
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        *("data_files: ../secret.jsonl", "data_files: [{{split: train, path: [a.jsonl, {}/secret.jsonl]}}]"),
+        *("data_files: part/../../*.jsonl", "data_files: file:{}/secret.jsonl", "data_files: x/y::{}/secret.jsonl"),
+        *("data_dir: ..", "data_dir: {}", "data_files: http://127.0.0.1:9/secret.jsonl", "data_files: hf://datasets/a/b/c"),
+    ],
+)
+def test_a_data_set_s_readme_names_its_own_files_only(tmp_path, named, file, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked the network"))
+    folder = tmp_path / "data"
+    (folder / "part").mkdir(parents=True)
+    for path in (folder / "a.jsonl", folder / "part" / "b.jsonl"):
+        path.write_text('{"text": "ours"}\n')
+    (tmp_path / "secret.jsonl").write_text('{"text": "a secret"}\n')
+    marks = "---\n" * (file == "README.md")
+
+    def read(line: str) -> list[str]:
+        (folder / file).write_text(f"{marks}configs:\n- config_name: default\n  {line}\n{marks}")
+        found = [record["text"] for _, record in load_hub(str(folder), None, "train")]
+        with pytest.raises(ConfigError, match=r"holds no images|no column"):
+            sources.open_table(ImageConfig(dataset_name=(str(folder),)))
+        return found
+
+    with pytest.raises(ConfigError, match=f"^--dataset_name {folder}: its README.md names .*, which is not a file of this"):
+        read(named.format(tmp_path))
+    with pytest.raises(ConfigError, match=r"its README\.md names"):
+        sources.open_table(ImageConfig(dataset_name=(str(folder),)))
+    assert read("data_files: '*.jsonl'") == ["ours"]
+    assert read("data_dir: part") == ["ours"]
+    (folder / "a.jsonl").rename(tmp_path / "blob")
+    (folder / "a.jsonl").symlink_to("../blob")  # as in the cache of the Hub
+    assert read("data_files: a.jsonl") == ["ours"]

@@ -151,3 +151,24 @@ def test_a_chat_template_reaches_nothing_beyond_the_messages(model, tmp_path, te
     message = refused("lora_finetune", tmp_path, "--model_name_or_path", model, "--train_file", chats)
     assert "chats.jsonl:1: the chat template refuses this conversation (" in message
     assert not Path(made).exists()
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"model_args": {"checkpoint_path": "{}"}},
+        {"model_args": {"pretrained_cfg": {"file": "{}"}}},
+        {"model_args": {"pretrained_cfg_overlay": {"url": "http://127.0.0.1:9/weights.pth"}}},
+        {"architecture": "hf-hub:of/others"},
+    ],
+    ids=str,
+)
+def test_weights_that_a_config_of_timm_names_are_not_read(named, architectures, image_folder, tmp_path, payload):
+    model = Path(shutil.copytree(architectures / "timm", tmp_path / "model"))
+    (tmp_path / "weights.pth").write_bytes(payload)
+    content = json.loads((model / "config.json").read_text())
+    text = json.dumps(content | named).replace("{}", str(tmp_path / "weights.pth"))
+    (model / "config.json").write_text(text)
+    message = refused("image_classification", tmp_path, "--train_dir", image_folder, "--config_name", model)
+    key = next(iter(named["model_args"])) if "model_args" in named else "architecture"
+    assert message == f"{model}: its config.json names weights from elsewhere ({key}), which are not read"

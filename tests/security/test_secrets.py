@@ -3,12 +3,16 @@
 import random
 import string
 import sys
+import time
 from pathlib import Path
 
 import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shared.process.printing import redact
+from shared.process.redaction import SHAPES, masked, redact
+from shared.run.checkpoint_files import _same
 from tests.conftest import run_here
 
 
@@ -20,6 +24,12 @@ def canary(characters: int, alphabet: str = string.ascii_letters + string.digits
 def canaries() -> dict[str, tuple[str, str]]:
     """(a text that holds a secret, the secret) by kind."""
     long, upper = canary(40), canary(16, string.ascii_uppercase + string.digits)
+    digits = "".join(random.SystemRandom().choice("0123456789abcdef") for _ in range(64))
+    parts = {size: canary(size) for size in (6, 24, 27, 35, 36)}
+    telegram = f"123456789:{parts[35]}"
+    discord = f"M{parts[24]}.{parts[6]}.{parts[27]}"
+    jwt = f"eyJ{long}.eyJ{long}.{long}"
+    lines = "\n".join([long, long])
     return {
         "url": (f"https://me:{long}@example.com/x", long),
         "url-without-a-user": (f"https://:{long}@example.com/x", long),
@@ -35,6 +45,42 @@ def canaries() -> dict[str, tuple[str, str]]:
         "github": (f"ghp_{long}", f"ghp_{long}"),
         "github-pat": (f"github_pat_{long}", f"github_pat_{long}"),
         "aws": (f"AKIA{upper}", f"AKIA{upper}"),
+        "aws-secret": (f"aws_secret_access_key = {long}", long),
+        "aws-secret-in-json": (f'{{"SecretAccessKey": "{long}"}}', long),
+        "openrouter": (f"sk-or-v1-{digits}", digits),
+        "gitlab": (f"glpat-{long[:20]}", long[:20]),
+        "google-api": (f"AIza{parts[35]}", parts[35]),
+        "google-oauth": (f"ya29.{long}", long),
+        "google-client": (f"GOCSPX-{parts[27]}", parts[27]),
+        "slack": (f"xoxb-1234567890-1234567890-{parts[24]}", parts[24]),
+        "slack-webhook": (f"https://hooks.slack.com/services/T0/B0/{parts[24]}", parts[24]),
+        "discord-webhook": (f"https://discord.com/api/webhooks/123/{long}", long),
+        "discord": (discord, discord),
+        "telegram": (telegram, parts[35]),
+        "wandb": (f"wandb_v1_{long}", long),
+        "wandb-named": (f"WANDB_API_KEY={digits[:40]}", digits[:40]),
+        "wandb-login": (f"wandb login {digits[:40]}", digits[:40]),
+        "netrc": (f"machine api.wandb.ai login user password {digits[:40]}", digits[:40]),
+        "json-web-token": (jwt, long),
+        "npm": (f"npm_{parts[36]}", parts[36]),
+        "pypi": (f"pypi-AgEIcHlwaS5vcmc{long}", long),
+        "bearer": (f"Authorization: Bearer {long}", long),
+        "bearer-alone": (f"curl -H 'bearer {long}'", long),
+        "basic": (f"authorization: Basic {long}==", long),
+        "pem": (f"-----BEGIN RSA PRIVATE KEY-----\n{lines}\n-----END RSA PRIVATE KEY-----", long),
+        "pem-in-json": (f'"-----BEGIN PRIVATE KEY-----\\n{long}\\n-----END PRIVATE KEY-----\\n"', long),
+        "pem-cut": (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{long}", long),
+        "stripe": (f"sk_live_{long}", long),
+        "sendgrid": (f"SG.{long[:22]}.{long}", long),
+        "twilio": (f"SK{digits[:32]}", digits[:32]),
+        "azure-storage": (f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={long * 2}A1Bc+/==;E=x", long),
+        "databricks": (f"dapi{digits[:32]}", digits[:32]),
+        "digitalocean": (f"dop_v1_{digits}", digits),
+        "docker": (f"dckr_pat_{parts[27]}", parts[27]),
+        "groq": (f"gsk_{long}", long),
+        "nvidia": (f"nvapi-{long}", long),
+        "password": (f"password: {long}", long),
+        "database": (f"postgresql://me:{long}@example.com:5432/x", long),
     }
 
 
@@ -60,10 +106,71 @@ def test_what_looks_like_a_secret_is_masked_wherever_it_stands(kind):
         "abfs://container@account.dfs.core.windows.net/x",
         "a1b2c3d4" * 8,
         "user@example.com",
+        "0.1.0+ee4acbd, commit da39a3ee5e6b4b0d3255bfef95601890afd80709",
+        "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        "wandb: run 3f9c1a2b, https://wandb.ai/team/project/runs/3f9c1a2b",
+        "eos_token: </s>, pad_token_id=0, max_new_tokens=1000000000, tokenizer_name: meta-llama/Llama-3.1-8B",
+        "step 120/2000: loss 2.3456, 1,234 tokens/s, eta 0:12:34",
+        "/data/sk-learn-digits-and-other-things/train-00001-of-00010.parquet",
+        "/home/me/.cache/huggingface/hub/models--org--name/snapshots/da39a3ee5e6b4b0d3255bfef95601890afd80709/config.json",
+        "Qwen/Qwen2.5-Coder-32B-Instruct-GPTQ-Int4",
+        "model.layers.31.self_attn.q_proj.lora_A.default.weight: differs",
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk",
+        "20260101-120000:checkpoint-000120 of lora_finetune",
+        "the password is asked for; a secret; bearer of good news; password: str",
+        "http://127.0.0.1:29500",
     ],
 )
-def test_what_only_resembles_a_secret_is_left_alone(text):
-    assert redact(text) == text
+def test_what_only_resembles_a_secret_is_left_alone(text, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setenv("MY_PASSWORD", "checkpoint")  # a word
+    monkeypatch.setenv("MAX_TOKEN", "1000000000")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(Path(__file__)))
+    assert redact(text) == masked(text) == text
+    assert redact(str(Path(__file__))) == str(Path(__file__))
+
+
+def test_the_environment_s_secrets_are_masked_wherever_they_stand(monkeypatch):
+    names = ("MY_TOKEN", "CLIENT_SECRET", "PGPASSWORD", "SOME_API_KEY", "AWS_SECRET_ACCESS_KEY", "THE_CREDENTIAL")
+    values = {name: f"/{canary(12)} {canary(8)}" for name in names}  # of no known shape
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LONGER_TOKEN", longer := values["MY_TOKEN"] + canary(8))
+    for value in (*values.values(), longer):
+        assert redact(f"x{value}y") == "x***y" and redact({"a": [value]}) == {"a": ["***"]}
+        assert masked(value) == value  # names and identities of data depend on themselves alone
+
+
+def test_a_run_resumes_with_other_secrets_in_the_environment(monkeypatch):
+    """Settings are compared as they were masked, by what was in the environment then and is now."""
+    settings = {"train_file": ["s3://bucket/data-Xy3kPq81.jsonl", "b.jsonl"], "run_name": "data-Xy3kPq81", "seed": 1}
+    plain = redact(settings)
+    monkeypatch.setenv("MY_TOKEN", "data-Xy3kPq81")
+    hidden = redact(settings)
+    assert hidden["run_name"] == "***" and hidden["train_file"][0] == "s3://bucket/***.jsonl"
+    assert all(_same(one[k], other[k]) for k in settings for one, other in ((plain, hidden), (hidden, plain)))
+    assert not _same(hidden["train_file"], ["s3://another/data-Xy3kPq81.jsonl", "b.jsonl"])
+    assert not _same(plain["train_file"], ["s3://bucket/other.jsonl", "b.jsonl"]) and not _same(1, 2)
+
+
+HINTS = [hint for _, hints, *_ in SHAPES for hint in hints.split()]
+PIECES = [*HINTS, *"?&=:@/. -_'\"\n*0aA", "://", "api_key=", "&sig=", "-----BEGIN PRIVATE KEY-----", "a" * 40, "A1" * 20]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_masking_twice_changes_nothing(text):
+    assert masked(masked(text)) == masked(text)
+
+
+def test_hostile_text_costs_linear_time():
+    size = 100_000
+    starts = [*PIECES, "?token", "sk-", "://a:", "https://", "eyJ", "glpat-", "bearer ", "SG.", "M", "1:", "***"]
+    starts += ["machine a login b password ", "-----BEGIN PRIVATE KEY-----a-", "discord.com/api/webhooks/"]
+    texts = [start * (size // len(start)) for start in starts] + [start + end * size for start in starts for end in "aA- :"]
+    for text in (*texts, " ".join(HINTS) * (size // 400)):
+        began = time.process_time()
+        masked(text)
+        assert time.process_time() - began < 2, text[:60]  # 0.05 s; with backtracking, half a minute
 
 
 def files_with(needle: str, *folders: Path) -> list[Path]:

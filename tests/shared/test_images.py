@@ -17,7 +17,7 @@ from PIL import Image
 
 from shared.data.labels import hold_out
 from shared.images import files as images
-from shared.images.decoding import BadImage, decode, decode_tensor
+from shared.images.decoding import FORMATS, BadImage, decode, decode_tensor
 from shared.images.files import ImageData, prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
@@ -186,8 +186,7 @@ def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
     ("content", "expected"),
     [
         (b"", "the file is empty"),
-        (b"hello, not a picture", "not an image"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n%%EndComments\n", "PostScript, not an image"),  # no Ghostscript
+        (b"hello, not a picture", f"not an image ({', '.join(FORMATS)})"),
         (np.array([[0, 0x10000]], dtype=np.int32), "32-bit grey values, whose range is not known"),
         (np.array([[0, -1]], dtype=np.int32), "32-bit grey values, whose range is not known"),
         (np.arange(256, dtype=np.int32).reshape(16, 16), "32-bit grey values, whose range is not known"),
@@ -207,7 +206,7 @@ def test_an_image_that_is_cut_off_is_bad(kind, at_least, tmp_path):
     content = encoded(Image.fromarray(pixels(64, 64)), kind)
     assert decode(content, at_least=at_least).mode == "RGB"
     for source in both(content[: len(content) // 2], tmp_path):
-        assert reason(source, at_least=at_least) not in ("", "not an image", "the file is empty")
+        assert not reason(source, at_least=at_least).startswith(("not an image", "the file is empty"))
 
 
 @settings(deadline=None, max_examples=40)
@@ -615,7 +614,7 @@ def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):
 
 def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):
     name = table(tmp_path / "set", "train", [0, 1] * 4, bad={3: b"damaged", 6: None})
-    assert refused(dataset_name=(name,)).startswith(f"{name}:train: row 3: not an image, and 1 more cannot be read; ")
+    assert refused(dataset_name=(name,)).startswith(f"{name}:train: row 3: not an image (")
     data = prepare(ImageConfig(dataset_name=(name,), skip_bad_images=True))
     rows = [part.where(i) for part in (data.train, data.validation) for i in range(len(part))]
     assert sorted(rows) == [f"{name}:train: row {i}" for i in (0, 1, 2, 4, 5, 7)]

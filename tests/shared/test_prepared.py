@@ -1,5 +1,6 @@
 """What is made of the data once is whole or not there, and the same by any number of processes."""
 
+import datetime
 import errno
 import os
 import subprocess
@@ -16,6 +17,7 @@ from shared.data import prepared
 from shared.data.loader import parallel_map
 from shared.process.errors import ConfigError
 from tests.conftest import ROOT
+from tests.security.conftest import flip
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ def test_a_build_that_fails_leaves_nothing_behind_and_can_be_repeated(tmp_path, 
         prepared.build_once(tmp_path / "a", fail)
     assert list(tmp_path.iterdir()) == []
     prepared.build_once(tmp_path / "a", lambda folder: (folder / "whole").write_text("y"))
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["whole"]
+    assert (tmp_path / "a" / "whole").read_text() == "y"
 
 
 def test_who_comes_second_takes_what_another_run_built_in_the_meantime(tmp_path):
@@ -110,6 +112,56 @@ def test_a_disk_that_is_full_or_closed_says_what_to_set(tmp_path, monkeypatch, w
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("how", ["a bit", "its length", "a file more", "a file less", "its checksums", "no checksums"])
+def test_a_damaged_folder_is_prepared_again(tmp_path, capsys, how, monkeypatch):
+    monkeypatch.setattr(prepared, "PIECE", 2**20)
+    content, folder = os.urandom(5 * 2**19), tmp_path / "a"
+
+    def build(folder):
+        (folder / "part").mkdir()
+        (folder / "part" / "x").write_bytes(content)
+        (folder / "y").write_text("")
+
+    prepared.build_once(folder, build)
+    with (folder / "part" / "x").open("rb") as another_run_reads:
+        if how == "a bit":
+            flip(folder / "part" / "x", 2**20 * 8 + 5)
+        elif how == "its length":
+            os.truncate(folder / "part" / "x", 2**20)
+        elif how == "a file more":
+            (folder / "part" / "z").write_text("")
+        elif how == "a file less":
+            (folder / "y").unlink()
+        elif how == "its checksums":
+            flip(folder / "checksums.json", 9)
+            (folder / ".verified").unlink()
+        else:
+            (folder / "checksums.json").unlink()
+            (folder / ".verified").unlink()
+        prepared.build_once(folder, build)
+        assert another_run_reads.read(1)
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {folder}: prepared data is damaged (") and said.count("\n") == 1
+    assert (folder / "part" / "x").read_bytes() == content and not (folder / "part" / "z").exists()
+    prepared.build_once(folder, lambda _: pytest.fail("built"))
+    assert len([*tmp_path.iterdir()]) == 2  # the damaged one is removed by a run after a day
+
+
+def test_files_that_have_not_changed_are_read_once_a_day(tmp_path, monkeypatch):
+    read, checksums = [], prepared._checksums
+    monkeypatch.setattr(prepared, "_checksums", lambda folder: read.append(folder) or checksums(folder))
+    folder = tmp_path / "a"
+    days = [1, 1, 2, 2]
+    monkeypatch.setattr(prepared, "date", type("Day", (), {"today": lambda: datetime.date(2026, 1, days[0])}))
+    while days:
+        prepared.build_once(folder, lambda folder: (folder / "x").write_text("x"))
+        days.pop(0) if len(days) > 1 else days.clear()
+    assert len(read) == 2  # when it was built, and on the second day
+    os.utime(folder / "x")
+    days.append(2)
+    assert prepared.usable(folder) and len(read) == 3
+
+
 @pytest.mark.parametrize("built", [True, False])
 def test_what_killed_runs_have_left_is_removed_once_nobody_writes_it_any_more(tmp_path, built):
     long_ago = time.time() - prepared.ABANDONED_AFTER - 60
@@ -120,9 +172,8 @@ def test_what_killed_runs_have_left_is_removed_once_nobody_writes_it_any_more(tm
         for path in (*(tmp_path / name).rglob("*"), tmp_path / name):
             os.utime(path, (long_ago, long_ago))
     os.utime(tmp_path / ".a.22222222/tokenizer/half")  # another run is at work on it
-    if built:
-        (tmp_path / "a").mkdir()
-    prepared.build_once(tmp_path / "a", lambda folder: None)
+    for _ in range(1 + built):
+        prepared.build_once(tmp_path / "a", lambda folder: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.22222222", ".b.33333333", "a"]
 
 

@@ -343,5 +343,5 @@ def test_splits_of_a_data_set_are_chosen_by_name(tmp_path):
     assert [[record["text"] for _, record in source.read()] for source in (train, validation)] == [["a", "b"], ["c"]]
     assert train.identity() != validation.identity()
     assert open_sources(CorpusConfig(**named), demo=DEMO)[1] is None
-    with pytest.raises(ConfigError, match=r'\(split train\): Unknown split "train"'):
+    with pytest.raises(ConfigError, match=r': Unknown split "train"'):
         list(open_sources(CorpusConfig(dataset_name=(str(tmp_path),)), demo=DEMO)[0].read())

@@ -1,0 +1,124 @@
+"""Commands change nothing outside of their folder, and run no code that a file names."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+
+import hypothesis  # noqa: F401  # pytest would import it after these tests, when Python 3.11 has miscounted its recursion
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shared.commands import new, upgrade
+from shared.config import parse
+from shared.models.hub import _refuse_pickles
+from shared.process.errors import ConfigError
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project in the current folder, and beside it a file that is none of its business."""
+    (tmp_path / "victim.txt").write_text("dear to me")
+    folder = tmp_path / "project"
+    new.create(folder, ("pretrain",), new.build(("pretrain",), "project"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def upgraded(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["upgrade", *map(str, flags)])
+    upgrade.main()
+
+
+def record(project, **changes):
+    path = project / upgrade.ORIGIN
+    origin = json.loads(path.read_text())
+    origin["files"] |= changes.pop("files", {})
+    path.write_text(json.dumps(origin | changes))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def link(path, target):
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+ATTACKS = {
+    "dots": lambda project: None,
+    "absolute": lambda project: None,
+    "a-file": lambda project: link(project / "train.py", project.parent / "victim.txt"),
+    "a-folder": lambda project: link(project / "shared", project.parent),
+    "the-base": lambda project: link(project / upgrade.BASE, project.parent),
+    "a-file-of-the-base": lambda project: link(project / upgrade.BASE / "train.py", project.parent / "victim.txt"),
+    "the-record": lambda project: link(project / upgrade.ORIGIN, project.parent / "origin.json"),
+    "a-new-file": lambda project: link(project / "accelerate_configs/fresh.yaml", project.parent / "victim.txt"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_upgrade_does_not_leave_the_project(attack, project, monkeypatch):
+    name = {"dots": "../victim.txt", "absolute": str(project.parent / "victim.txt")}.get(attack)
+    if name:
+        record(project, files={name: hashlib.sha256(b"dear to me").hexdigest()})
+    shutil.copy(project / upgrade.ORIGIN, project.parent)
+
+    def made(source, names, into):  # the templates of today have one file more, and one that is changed
+        files = new.build(tuple(names), "project")
+        files |= {"accelerate_configs/fresh.yaml": b"num_processes: 2\n", "train.py": files["train.py"] + b"# better\n"}
+        new.create(into, tuple(names), files)
+
+    monkeypatch.setattr(upgrade, "make_latest", made)
+    ATTACKS[attack](project)
+    before = contents(project.parent)
+    for flags in (("--check",), ()):
+        with pytest.raises(ConfigError, match="leads out of this folder"):
+            upgraded(monkeypatch, "--source", ROOT, *flags)
+        assert contents(project.parent) == before
+
+
+def test_a_project_does_not_name_the_folder_whose_code_an_upgrade_runs(project, tmp_path, monkeypatch, capsys):
+    other = tmp_path / "other"
+    for path in ("templates/pretrain.py", "shared/__init__.py"):
+        (other / path).parent.mkdir(parents=True)
+        (other / path).touch()
+    (other / "shared/__main__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    record(project, source=str(other))
+    for flags in (("--check",), ()):
+        with pytest.raises(SystemExit) as end:
+            upgraded(monkeypatch, *flags)
+        assert end.value.code == 2 and "--source" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+HOSTILE = """x$(touch ran)y 'it's `touch ran`'; touch ran; "; touch ran; " \\$(touch ran)"""
+
+
+def test_the_command_that_converts_a_pickle_runs_nothing_of_the_folder_s_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (model := tmp_path / HOSTILE).mkdir()
+    torch.save({"a": torch.ones(2)}, model / "pytorch_model.bin")
+    with pytest.raises(ConfigError) as caught:
+        _refuse_pickles(model)
+    command = str(caught.value).partition("this converts it: ")[2].replace("python", sys.executable, 1)
+    subprocess.run(["sh", "-c", command], check=True)
+    assert not (tmp_path / "ran").exists()
+    assert load_file(model / "model.safetensors")["a"].tolist() == [1, 1]
+
+
+def test_the_command_that_names_another_checkout_runs_nothing_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = tmp_path / HOSTILE / "shared/config/parse.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    with pytest.raises(ConfigError) as caught:
+        parse._require_shared_beside(tmp_path / HOSTILE / "train.py")
+    command = str(caught.value).partition(": put ")[2].partition(" before the command")[0]
+    told = subprocess.run(["sh", "-c", f"{command} printenv PYTHONPATH"], check=True, capture_output=True, text=True).stdout
+    assert told == f"{tmp_path / HOSTILE}\n" and not (tmp_path / "ran").exists()
