@@ -4,7 +4,7 @@
     sudo python benchmarks/slow_links.py --links 100mbit --ways ddp h50
 
 Two processes in network namespaces of their own, joined by a pair of virtual cards whose rate and delay `tc` limits (needs
-root, Linux, and Debian's iproute2). For each way: tokens/s of the median step, bytes that one replica sent for each step (the
+root, Linux, and iproute2). For each way: tokens/s of the median step, bytes that one replica sent for each step (the
 card's own counter), and the time lost, which is 1 minus its tokens/s over those of a link without a limit.
 """
 

@@ -17,15 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from shared import demo
 from shared.config import parse as configs
-from shared.config.options import (
-    BatchConfig,
-    CheckpointConfig,
-    EvaluationConfig,
-    LogConfig,
-    OptimConfig,
-    SpeedConfig,
-    SyncConfig,
-)
+from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
 from shared.process.errors import ConfigError
 from shared.text.options import ChatConfig
 
@@ -55,7 +47,6 @@ class Config:
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(learning_rate=1e-4, weight_decay=0.0, adam_beta2=0.999)
-    sync: SyncConfig = SyncConfig()
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=50, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=20)

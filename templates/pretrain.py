@@ -16,15 +16,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from shared.config import parse as configs
-from shared.config.options import (
-    BatchConfig,
-    CheckpointConfig,
-    EvaluationConfig,
-    LogConfig,
-    OptimConfig,
-    SpeedConfig,
-    SyncConfig,
-)
+from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
@@ -48,7 +40,6 @@ class Config:
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(learning_rate=3e-3)
-    sync: SyncConfig = SyncConfig()
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=50, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=50)

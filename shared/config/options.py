@@ -79,8 +79,39 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """Optimizer and learning-rate schedule."""
+class SyncConfig:
+    """How data-parallel replicas agree."""
+
+    # Optimizer steps that each process of ddp.yaml, or group of hsdp.yaml, takes on its own before all agree on weights;
+    # 1: they agree on the gradient of every step
+    sync_every: int = 1
+    outer_learning_rate: float = 0.7  # Of the agreed weights, on what the replicas have moved; 1 with momentum 0: local SGD
+    outer_momentum: float = 0.9  # Nesterov momentum of the agreed weights
+    sync_delay: int = 0  # Steps that the replicas go on while an agreement is on its way; 0: they wait for it
+    # Share of its own weights that a replica keeps when an agreement arrives; if not given, 0 without a delay, else 0.5
+    sync_alpha: float | None = None
+    sync_fragments: int = 1  # Parts in which the weights are sent, at different steps
+    sync_dtype: Literal["fp32", "bf16"] = "fp32"  # Type in which they are sent
+
+    def __post_init__(self) -> None:
+        require(self, "at least 1", "sync_every", "sync_fragments")
+        require(self, "above 0", "outer_learning_rate")
+        require(self, "at least 0 and below 1", "outer_momentum", "sync_alpha")
+        require(self, "at least 0", "sync_delay")
+        given = [f"--{field.name}" for field in fields(SyncConfig) if getattr(self, field.name) != field.default]
+        if given and self.sync_every == 1:
+            raise ConfigError(f"{' '.join(given)}: only with a --sync_every above 1")
+        if self.sync_delay >= self.sync_every > 1 or self.sync_fragments > self.sync_every:
+            raise ConfigError("--sync_delay has to be below --sync_every, and --sync_fragments at most that")
+
+    @property
+    def alpha(self) -> float:
+        return (0.5 if self.sync_delay else 0.0) if self.sync_alpha is None else self.sync_alpha
+
+
+@dataclass(frozen=True)
+class OptimConfig(SyncConfig):
+    """Optimizer, learning-rate schedule, and how replicas agree."""
 
     FREE: ClassVar = frozenset({"max_skipped_steps"})
 
@@ -104,43 +135,13 @@ class OptimConfig:
     layer_decay: float = 1.0  # Factor on the learning rate from each block to the one before it; 1: the same rate
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self, "above 0", "learning_rate")
         require(self, "at least 0", "weight_decay", "adam_epsilon", "max_grad_norm", "max_skipped_steps")
         require(self, "at least 0 and at most 1", "warmup_ratio", "decay_ratio", "min_lr_ratio")
         require(self, "at least 0 and below 1", "adam_beta1", "adam_beta2", "muon_momentum")
         require(self, "above 0 and below 1", "sgd_momentum")
         require(self, "above 0 and at most 1", "layer_decay")
-
-
-@dataclass(frozen=True)
-class SyncConfig:
-    """How data-parallel replicas agree."""
-
-    # Optimizer steps that each process of ddp.yaml, or group of hsdp.yaml, takes on its own before all agree on weights;
-    # 1: they agree on the gradient of every step
-    sync_every: int = 1
-    outer_learning_rate: float = 0.7  # Of the agreed weights, on what the replicas have moved; 1 with momentum 0: local SGD
-    outer_momentum: float = 0.9  # Nesterov momentum of the agreed weights
-    sync_delay: int = 0  # Steps that the replicas go on while an agreement is on its way; 0: they wait for it
-    # Share of its own weights that a replica keeps when an agreement arrives; if not given, 0 without a delay, else 0.5
-    sync_alpha: float | None = None
-    sync_fragments: int = 1  # Parts in which the weights are sent, at different steps
-    sync_dtype: Literal["fp32", "bf16"] = "fp32"  # Type in which they are sent
-
-    def __post_init__(self) -> None:
-        require(self, "at least 1", "sync_every", "sync_fragments")
-        require(self, "above 0", "outer_learning_rate")
-        require(self, "at least 0 and below 1", "outer_momentum", "sync_alpha")
-        require(self, "at least 0", "sync_delay")
-        given = [f"--{field.name}" for field in fields(self) if getattr(self, field.name) != field.default]
-        if given and self.sync_every == 1:
-            raise ConfigError(f"{' '.join(given)}: only with a --sync_every above 1")
-        if self.sync_delay >= self.sync_every > 1 or self.sync_fragments > self.sync_every:
-            raise ConfigError("--sync_delay has to be below --sync_every, and --sync_fragments at most that")
-
-    @property
-    def alpha(self) -> float:
-        return (0.5 if self.sync_delay else 0.0) if self.sync_alpha is None else self.sync_alpha
 
 
 @dataclass(frozen=True)

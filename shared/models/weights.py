@@ -111,3 +111,18 @@ class WeightCopy:
             theirs.copy_(mine)
             mine.copy_(kept)
         reshard(self.model)  # or a forward would go on with the gathered weights of the one before
+
+
+@contextlib.contextmanager
+def evaluation_weights(accelerator: Accelerator, model: nn.Module, other: WeightCopy | None) -> Iterator[None]:
+    """Give the model its `other` weights, if there are any, and the mean of all ranks' BatchNorm statistics. Every rank
+    calls this; afterwards all is as before."""
+    with other.swapped_in() if other else contextlib.nullcontext():
+        buffers = persistent_buffers(model)
+        own = {name: buffer.clone() for name, buffer in buffers.items()}
+        average_buffers(accelerator, [buffers])
+        try:
+            yield
+        finally:
+            for name, value in own.items():
+                buffers[name].copy_(value)

@@ -38,6 +38,18 @@ def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
     return accelerator.reduce(value, "sum") / (accelerator.num_processes // ranks.data_parallel_size())
 
 
+def _refuse_what_has_no_replicas(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise a ConfigError where the launch config's processes are not replicas that can differ for a while."""
+    sizes = accelerator.parallelism_config
+    tensor_parallel = sizes is not None and sizes.tp_enabled
+    if zero.is_used(accelerator) or tensor_parallel or accelerator.scaler is not None:
+        raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ConfigError("--sync_every: replicas do not wait for each other in each step, as --sync_batchnorm asks for")
+    if accelerator.distributed_type == DistributedType.FSDP and not (sizes is not None and sizes.dp_replicate_enabled):
+        raise ConfigError("--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, whose groups are replicas")
+
+
 def prepare(
     accelerator: Accelerator,
     model: nn.Module,
@@ -63,6 +75,8 @@ def prepare(
         ConfigError: the model or the optimizers cannot be spread that way, or the launch config has an answer of its own
             to a question that the template's config answers.
     """
+    if replicas:
+        _refuse_what_has_no_replicas(accelerator, model)
     mesh = tensor_parallel_mesh(accelerator)
     if zero.is_used(accelerator):
         zero.configure(accelerator, optimizers, max_grad_norm)

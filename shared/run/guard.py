@@ -190,6 +190,8 @@ class Guard:
     def stop_if_asked(self, *, now: bool = False) -> None:
         """End the run if any rank was asked to: at the latest when `finite` was called for the step before.
 
+        Replicas that train apart agree on that where they wait for each other anyway, else within some seconds.
+
         Args:
             now: go by this step's verdict and not the last one's, because what comes next waits for the device anyway
                 (an evaluation) or saves the state.
@@ -198,6 +200,15 @@ class Guard:
             Stopped: on all ranks. The one who catches it saves a checkpoint.
             NonFiniteError: see `settle`.
         """
+        if self.replicas is None:
+            self._stop_if_agreed(now)
+        elif self.replicas.meets(self.state.step):
+            self._count_all_skips()
+            self._ask()
+        else:
+            self._stop_apart()
+
+    def _stop_if_agreed(self, now: bool = False) -> None:
         if self.accelerator.num_processes == 1:
             self.agreed = self.received
         if now or self.slow or self.agreed:
@@ -206,23 +217,10 @@ class Guard:
             self.received = self.agreed  # also where another rank was told
             raise Stopped(f"stopped by {signal.Signals(self.agreed).name} at step {self.state.step}")
 
-    def meet(self) -> None:
-        """What replicas decide when they wait for each other anyway: to stop, and whether too many updates were skipped.
+    def _stop_apart(self) -> None:
+        """All replicas go on to the step of the one that is ahead, and stop there. No collective has more than one in it.
 
-        Raises:
-            Stopped, NonFiniteError: on all ranks.
-        """
-        assert self.replicas is not None
-        self._count_all_skips()
-        self._ask()
-
-    def stop_apart(self) -> None:
-        """Between meetings: all replicas go on to the step of the one that is ahead, and stop there. Every rank calls this.
-
-        A replica learns of another one's signal within five seconds. No collective is used that other replicas are in.
-
-        Raises:
-            Stopped: on all ranks, after the same step.
+        A replica learns of another one's signal within five seconds.
         """
         replicas = self.replicas
         assert replicas is not None
@@ -267,7 +265,7 @@ class Guard:
         """`stop_if_asked`, outside of steps."""
         _, fetch = self._agree(torch.tensor(True, device=self.accelerator.device))
         fetch()
-        self.stop_if_asked()
+        self._stop_if_agreed()
 
     def release(self) -> None:
         """From here on a signal ends the run at once: all that could be lost is saved. Every rank calls this."""

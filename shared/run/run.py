@@ -23,14 +23,13 @@ import torch
 from torch import nn
 
 from shared.config import parse as configs
-from shared.config.options import SyncConfig
 from shared.data.loader import Window
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
 from shared.models.blocks import uncompiled
 from shared.models.card import model_card
 from shared.models.hub import identity_of_frozen
-from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
+from shared.models.weights import WeightCopy, average_buffers, evaluation_weights, persistent_buffers
 from shared.parallel import sharding, zero
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
@@ -43,7 +42,7 @@ from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
 from shared.training import optim
 from shared.training.step import Step
-from shared.training.sync import Replicas, refuse_what_has_no_replicas
+from shared.training.sync import Replicas
 
 
 class Run:
@@ -78,7 +77,6 @@ class Run:
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
         self.replicas: Replicas | None = None
-        self._sync: SyncConfig = getattr(config, "sync", SyncConfig())
         self._kept: dict[str, torch.Tensor] = {}
         self._step: Step | None = None  # the present step, until it is logged
         self.is_last = False
@@ -106,18 +104,16 @@ class Run:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             if group["lr"] != options.learning_rate:
                 group.setdefault("lr_scale", group["lr"] / options.learning_rate)
-        apart = self._sync.sync_every > 1
+        apart = options.sync_every > 1
         if spread:
             hook = self.config.speed.ddp_comm_hook
-            if apart:
-                refuse_what_has_no_replicas(self.accelerator)
             model, optimizers = sharding.prepare(
                 self.accelerator, model, optimizers, max_grad_norm=options.max_grad_norm, comm_hook=hook, replicas=apart
             )
         self.models[name] = model
         self.optimizers += optimizers
-        if apart and (len(self.models) > 1 or self.config.evaluation.ema_decay):
-            raise ConfigError("--sync_every takes one model, and no --ema_decay")
+        if apart and (not spread or len(self.models) > 1 or self.config.evaluation.ema_decay):
+            raise ConfigError("--sync_every takes one model, no pipeline, and no --ema_decay")
         if name == "model" and self.config.evaluation.ema_decay:
             self.ema = WeightCopy(self.accelerator, model)
         return model, optimizers
@@ -146,17 +142,11 @@ class Run:
         self.train, self.total_steps = train, total_steps
         self.eval_steps = config.evaluation.eval_steps or train.steps_per_epoch or total_steps
         model = self.models["model"]
-        if self._sync.sync_every > 1:
-            self.replicas = Replicas(self.accelerator, model, self._sync, total_steps)
+        if config.optim.sync_every > 1:
+            self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
-        self.saver = Checkpointer(
-            *(self.accelerator, self.models, self.optimizers, self.dir, config),
-            data=data,
-            base=base,
-            ema=self.ema,
-            extra=self._kept,
-            replicas=self.replicas,
-        )
+        more: Any = {"data": data, "base": base, "ema": self.ema, "extra": self._kept, "replicas": self.replicas}
+        self.saver = Checkpointer(self.accelerator, self.models, self.optimizers, self.dir, config, **more)
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
         train.place = self.state.place
         self.state.begin_scoring(config.evaluation.metric_for_best_model, data)
@@ -235,18 +225,14 @@ class Run:
         # No `with` or `try` around the yield: after a break, Python closes this generator at another time on each rank.
         config, models = self.config, list(self.models.values())
         until = self.state.step if self.is_last else self.total_steps
+        group = self.replicas.inner if self.replicas else None
         for window in self.logger.waiting(self.train.windows(self.state.step, until)):
             launch.seed_step(config.batch.seed, self.state.step, sharding.data_rank(self.accelerator))
             rate = optim.set_learning_rate(self.optimizers, config.optim, self.state.step, self.total_steps)
             self.state.advance(window)  # now, so that an evaluation in the loop's body knows its step
             self.is_last = self.state.step == self.total_steps
-            self._step = Step(
-                *(self.accelerator, models, window),
-                number=self.state.step,
-                rate=rate,
-                verdict=self.guard.finite,
-                group=self.replicas.inner if self.replicas else None,
-            )
+            given: Any = {"number": self.state.step, "rate": rate, "verdict": self.guard.finite, "group": group}
+            self._step = Step(self.accelerator, models, window, **given)
             yield self._step
             self._complete_step()
             evaluated, best = (self.state.step == step for step in (self.state.evaluated, self.state.best_step))
@@ -287,12 +273,7 @@ class Run:
 
     def _stop_if_asked(self, *, now: bool) -> None:
         try:
-            if self.replicas is None:
-                self.guard.stop_if_asked(now=now)
-            elif self.replicas.meets(self.state.step):
-                self.guard.meet()
-            else:
-                self.guard.stop_apart()
+            self.guard.stop_if_asked(now=now)
         except exits.Stopped:
             self._save_and_close()
             raise
@@ -329,8 +310,11 @@ class Run:
         self._complete_step()
         self._stop_if_asked(now=True)
         modes = {module: module.training for module in model.modules()}
+        weights = evaluation_weights(
+            self.accelerator, self.unwrap(model), self.replicas.agreed if self.replicas else self.ema
+        )
         try:
-            with self.logger.pause(), self._evaluation_weights(model), uncompiled(model), torch.no_grad():
+            with self.logger.pause(), weights, uncompiled(model), torch.no_grad():
                 model.eval()
                 yield
         except exits.Stopped:
@@ -339,20 +323,6 @@ class Run:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-
-    @contextlib.contextmanager
-    def _evaluation_weights(self, model: nn.Module) -> Iterator[None]:
-        """The moving average of the weights, if there is one, and the mean of all ranks' BatchNorm statistics."""
-        others = self.replicas.agreed if self.replicas else self.ema
-        with others.swapped_in() if others else contextlib.nullcontext():
-            buffers = persistent_buffers(self.unwrap(model))
-            own = {name: buffer.clone() for name, buffer in buffers.items()}
-            average_buffers(self.accelerator, [buffers])
-            try:
-                yield
-            finally:
-                for name, value in own.items():
-                    buffers[name].copy_(value)
 
     def read(self, loader: Any) -> Iterator[Window]:
         """Yield the windows of one pass over validation data. Inside of `evaluating`.
@@ -395,12 +365,10 @@ class Run:
             if best != self.state.step and not self.saver.load_best(best):  # it is damaged
                 self.state.best_step, self.state.results = self.state.step, self.state.latest
             print_main(f"best by {metric}: step {self.state.best_step}")
-        if self.replicas:
-            self.replicas.agreed.swap()
-            self.replicas = None
-        if self.ema:
-            self.ema.swap()
-            self.ema = None  # later evaluations measure what final/ holds
+        for other in (self.replicas and self.replicas.agreed, self.ema):
+            if other:
+                other.swap()
+        self.replicas = self.ema = None  # later evaluations measure what final/ holds
         average_buffers(self.accelerator, [persistent_buffers(self.unwrap(self.models["model"]))])
 
     @property

@@ -16,19 +16,6 @@ from torch import nn
 
 from shared.config.options import SyncConfig
 from shared.models.weights import WeightCopy, average_buffers, local_part
-from shared.parallel import zero
-from shared.process import ranks
-from shared.process.errors import ConfigError
-
-
-def refuse_what_has_no_replicas(accelerator: Accelerator) -> None:
-    """Raise a ConfigError where the launch config's processes are not replicas that can differ for a while."""
-    sizes = accelerator.parallelism_config
-    tensor_parallel = sizes is not None and sizes.tp_enabled
-    if zero.is_used(accelerator) or tensor_parallel or ranks.pipeline_ranks() > 1 or accelerator.scaler is not None:
-        raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
-    if accelerator.distributed_type == DistributedType.FSDP and not (sizes is not None and sizes.dp_replicate_enabled):
-        raise ConfigError("--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, whose groups are replicas")
 
 
 @dataclass
@@ -62,7 +49,6 @@ class Replicas:
 
     @torch.no_grad()
     def __init__(self, accelerator: Accelerator, model: nn.Module, options: SyncConfig, total_steps: int) -> None:
-        refuse_what_has_no_replicas(accelerator)
         self.accelerator, self.options, self.total_steps = accelerator, options, total_steps
         sizes = accelerator.parallelism_config
         size = sizes.dp_shard_size if accelerator.distributed_type == DistributedType.FSDP else 1
@@ -151,8 +137,8 @@ class Replicas:
         Args:
             step: done here.
         """
-        steps: list[int] = [0]
-        if self.leads:
+        steps = [step]
+        if self.leads and self.count > 1:
             self.store_set("at", str(step))
             store = dist.distributed_c10d._get_default_store()
             for other in range(self.count):
