@@ -362,9 +362,12 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
 
     dataset = load_dataset(name, config_name, split=split, streaming=streaming)
     try:
-        if dataset.features:
-            undecoded = (dataset if streaming else dataset.to_iterable_dataset()).decode(False)  # no image is opened
-            dataset = dataset if undecoded.features == dataset.features else undecoded
+        for key, of in (dataset.features or {}).items():
+            image = datasets.Image(decode=False)  # none is opened
+            if isinstance(of, datasets.Image):
+                dataset = dataset.cast_column(key, image)
+            elif isinstance(getattr(of, "feature", None), datasets.Image):
+                dataset = dataset.cast_column(key, type(of)(image))
         classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}  # of lists, too
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
         for number, record in enumerate(dataset):  # a stream sees damaged files only here

@@ -450,7 +450,7 @@ def test_more_processes_prepare_the_same(chatml, chat_file, tmp_path, monkeypatc
         assert np.array_equal(one.ids, other.ids) and np.array_equal(one.learned, other.learned)
         assert np.array_equal(one.ends, other.ends) and np.array_equal(one.targets, other.targets)
     assert sorted(path.name for path in next((tmp_path / "alone/chat").iterdir()).iterdir()) == [
-        "meta.json",
+        *(".verified", "checksums.json", "meta.json"),
         *(f"{split}-{name}.npy" for split in ("train", "validation") for name in ("ends", "ids", "learned", "targets")),
     ]
 
