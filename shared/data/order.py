@@ -130,6 +130,7 @@ def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: i
     they are does not depend on `per_device`.
     """
     share = math.ceil(len(indices) / world_size)
+    share += share % 2 if per_device % 2 == 0 else 0  # mixup mixes pairs, which are the same on any number of ranks
     own = indices[rank * share : (rank + 1) * share]
     padded = np.full(math.ceil(share / per_device) * per_device, -1, dtype=np.int64)
     padded[: len(own)] = own

@@ -24,6 +24,7 @@ from shared.models import adapters, pretraining
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.loss import causal_lm_loss
 from shared.models.options import AdapterConfig, ModelConfig
+from shared.models.weights import evaluation_weights
 from shared.run import launch
 from shared.run.run import Run
 from shared.text import chat
@@ -216,7 +217,7 @@ def test_neither_a_save_nor_an_evaluation_changes_statistics_of_batch_norm(tmp_p
     mean = {f"model.{name}": (value + 3) / 2 for name, value in before.items() if value.is_floating_point()}
     written, _ = saver._to_save(1)
     during = {}
-    with Run._evaluation_weights(SimpleNamespace(ema=None, accelerator=accelerator, unwrap=lambda m: m), model):
+    with evaluation_weights(accelerator, model, None):
         during = {f"model.{name}": value.clone() for name, value in model.named_buffers()}
     for name, value in mean.items():
         torch.testing.assert_close(written[name], value)
@@ -228,8 +229,8 @@ def test_an_evaluation_leaves_a_frozen_backbone_at_rest():
     """A common report: `model.train()` after an evaluation also wakes frozen BatchNorm, whose statistics then move."""
     model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 2), nn.Dropout(0.5))
     nothing = contextlib.nullcontext
-    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _evaluation_weights=nothing, _complete_step=lambda: None)
-    run._stop_if_asked = lambda now: None
+    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, replicas=None, ema=None)
+    run._stop_if_asked, run.accelerator, run.unwrap = lambda now: None, Accelerator(cpu=True), lambda model: model
     with Run.evaluating(run, model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, False, True, True]

@@ -20,6 +20,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     clock = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(metrics, "peak_flops", lambda _: find_gpu("NVIDIA H100 80GB HBM3").flops)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
     two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None)
     state = TrainState()
@@ -40,7 +41,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     for one in logger.waiting(windows()):
         clock[0] += 2
         state.advance(one)
-        logger.step(step)
+        logger.step(step, due=state.step % 2 == 0)
         with logger.pause():
             clock[0] += 100
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
