@@ -154,14 +154,15 @@ def image_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def architectures(tmp_path_factory) -> Path:
-    """Folders of tiny architectures: convnext and vit (LayerNorm), resnet (BatchNorm), timm (a ResNet of timm's)."""
-    from transformers import ConvNextConfig, ResNetConfig, TimmWrapperConfig, ViTConfig
+    """Folders of tiny architectures: convnext, vit and dinov2 (LayerNorm), resnet (BatchNorm), timm (a ResNet of timm's)."""
+    from transformers import ConvNextConfig, Dinov2Config, ResNetConfig, TimmWrapperConfig, ViTConfig
 
     folder = tmp_path_factory.mktemp("architectures")
     attention = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
     configs = {
         "convnext": ConvNextConfig(num_stages=2, hidden_sizes=[16, 32], depths=[1, 2], patch_size=2),
         "vit": ViTConfig(**attention, image_size=16, patch_size=4, hidden_dropout_prob=0.1),
+        "dinov2": Dinov2Config(**attention, image_size=16, patch_size=4, use_swiglu_ffn=True),
         "resnet": ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"),
         "timm": TimmWrapperConfig(architecture="resnet10t"),
     }

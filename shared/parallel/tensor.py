@@ -12,6 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shared.process.errors import ConfigError
 
+# Image models whose blocks have projections of heads and an MLP by these names. transformers has no plans for them.
+IMAGE_MODELS = ("vit", "deit", "dinov2", "dinov2_with_registers")
+IMAGE_PLAN = dict.fromkeys(("q_proj", "k_proj", "v_proj", "fc1", "gate_proj", "up_proj"), "colwise")
+IMAGE_PLAN |= dict.fromkeys(("o_proj", "fc2", "down_proj"), "rowwise")
+
 
 def tensor_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     """The ranks over which each matrix is cut, or None."""
@@ -22,7 +27,8 @@ def tensor_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the matrices of each block over the ranks of `mesh`, in place (Megatron-LM, arXiv 1909.08053).
 
-    Follows the plan that transformers ships with an architecture: colwise [out / ranks, in], rowwise [out, in / ranks].
+    Follows the plan that transformers ships with an architecture, or IMAGE_PLAN: colwise [out / ranks, in], rowwise
+    [out, in / ranks].
     An adapter is cut as the matrix that it belongs to: B with its columns, A with its rows. What the plan does not name
     (norms, embeddings) stays whole on every rank, with equal gradients.
 
@@ -30,11 +36,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         ConfigError: there is no plan, or it has a kind of cut that is not supported.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    decoder, config = whole.get_decoder(), whole.config.get_text_config()  # type: ignore[operator, union-attr]
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    plan = {name: kind for name, kind in plan.items() if "*" in name}  # some versions' plans cut tied embeddings, too
-    kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    name_of_model = type(whole).__name__
+    name_of_model, kinds = type(whole).__name__, {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    decoder, config, plan = _plan_of(whole)
     if not plan or not set(plan.values()) <= set(kinds):
         foreign = ", ".join(sorted(set(plan.values()) - set(kinds))) or "none"
         raise ConfigError(f"{name_of_model} cannot be tensor parallel here (its plan: {foreign}): use fsdp2.yaml")
@@ -65,6 +68,21 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
         for matrix in (getattr(module, "base_layer", module), *adapters.values()):
             parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())  # one by one: whole, they may not fit
+
+
+def _plan_of(model: Any) -> tuple[nn.Module, Any, dict[str, str]]:
+    """(the module whose parts the plan names, its config, kinds of cuts by names, in which * stands for a number)."""
+    if model.main_input_name != "pixel_values":
+        config = model.config.get_text_config()
+        plan = getattr(config, "base_model_tp_plan", None) or {}
+        # Some versions' plans cut tied embeddings, too.
+        return model.get_decoder(), config, {name: kind for name, kind in plan.items() if "*" in name}
+    if getattr(model.config, "model_type", "") not in IMAGE_MODELS:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be tensor parallel here, as {', '.join(IMAGE_MODELS)} can: use fsdp2.yaml"
+        )
+    named = {re.sub(r"\.\d+\.", ".*.", name): IMAGE_PLAN.get(name.rpartition(".")[2]) for name, _ in model.named_modules()}
+    return model, model.config, {name: kind for name, kind in named.items() if kind and "*" in name}
 
 
 def _replace_parameters(optimizers: Iterable[Any], names: dict[nn.Parameter, str], new: dict[str, nn.Parameter]) -> None:
