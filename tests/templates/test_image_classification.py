@@ -137,7 +137,7 @@ def test_blocks_are_cut_by_heads(base, architectures, tmp_path, architecture):
     assert cut.manifest(4)["strategy"] == "TP 2 on cpu, fp32"
     assert all(held < 0.75 for held in cut.manifest(4)["held"].values())
     other = transformers.AutoConfig.from_pretrained(architectures / "convnext")
-    with pytest.raises(ConfigError, match="cannot be tensor parallel here, as vit, deit, dinov2, .* can: use fsdp2"):
+    with pytest.raises(ConfigError, match=r"cannot be tensor parallel here, as vit, deit, dinov2, .* can: use fsdp2"):
         _plan_of(transformers.AutoModelForImageClassification.from_config(other))
     assert_same_learning(one, cut, tolerance=1e-4)
 
