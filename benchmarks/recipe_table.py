@@ -2,6 +2,7 @@
 
     python benchmarks/recipe_table.py                                         # a small Llama, on what there is
     python benchmarks/recipe_table.py --hidden 2048 --layers 16 --heads 16 --length 2048 --rows 8      # on a GPU
+    python benchmarks/recipe_table.py --model resnet50 --length 224 --rows 32          # images: a convolutional net
     python benchmarks/recipe_table.py --long                  # instead, what `plan` predicts for one long row
 
 Each row is a process of its own that makes the templates' optimizer step on the same global batch: tokens/s is the median
@@ -24,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from about import about, line
 
-ROWS: list[Any] = [  # (what, precision, gradient checkpointing, micro-batches)
+ROWS: list[Any] = [  # (what, precision, gradient checkpointing and memory format, micro-batches)
     ("fp32", "no", "none", 1),
     ("+ bf16 mixed precision", "bf16", "none", 1),
     ("+ gradient checkpointing, every 3rd block", "bf16", "3", 1),
@@ -33,6 +34,18 @@ ROWS: list[Any] = [  # (what, precision, gradient checkpointing, micro-batches)
     ("+ accumulation of 2", "bf16", "full", 2),
     ("+ accumulation of 4", "bf16", "full", 4),
 ]
+CONVOLUTIONS: list[Any] = [
+    ("fp32", "no", "none", 1),
+    ("+ bf16 mixed precision", "bf16", "none", 1),
+    ("+ channels_last", "bf16", "none,channels_last", 1),
+    ("+ gradient checkpointing, every block", "bf16", "full,channels_last", 1),
+    ("+ accumulation of 2", "bf16", "full,channels_last", 2),
+    ("+ accumulation of 4", "bf16", "full,channels_last", 4),
+]
+RESNETS = {
+    "resnet18": ("basic", [64, 128, 256, 512], [2, 2, 2, 2]),
+    "resnet50": ("bottleneck", [256, 512, 1024, 2048], [3, 4, 6, 3]),
+}
 
 
 def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
@@ -64,8 +77,9 @@ def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
 
 
 def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> dict[str, float]:
-    """Tokens/s and peak bytes of the templates' step, in this process."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    """Tokens/s (images/s) and peak bytes of the templates' step, in this process."""
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig, ResNetConfig
 
     from shared.config.options import OptimConfig
     from shared.models import loss as lm_loss
@@ -75,6 +89,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     from shared.training import optim, step
 
     accelerator = launch.start(0)
+    units = args.rows * (args.length if args.model == "llama" else 1)
     shape = LlamaConfig(
         hidden_size=args.hidden,
         num_hidden_layers=args.layers,
@@ -89,18 +104,36 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     if args.memory and not on_cuda:
         profiler.start()
-    whole = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
+    checkpointing, _, last = checkpointing.partition(",")
+    if args.model == "llama":
+        whole = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
+    else:
+        kind, widths, depths = RESNETS[args.model]
+        net = ResNetConfig(layer_type=kind, hidden_sizes=widths, depths=depths)
+        net.num_labels = 1000
+        whole = AutoModelForImageClassification.from_config(net)
+    whole = whole.to(memory_format=torch.channels_last) if last else whole
     set_gradient_checkpointing(whole, checkpointing)
     built = optim.build(whole, OptimConfig())
     prepared, optimizers = sharding.prepare(accelerator, whole.train(), built, max_grad_norm=1.0)
-    lm_loss.fuse_head(accelerator, prepared, args.vocab)
     rows = args.rows // accumulation
-    tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)
-    batch = {"input_ids": tokens, "labels": tokens}
+    if args.model == "llama":
+        lm_loss.fuse_head(accelerator, prepared, args.vocab)
+        tokens = torch.randint(0, args.vocab, (rows, args.length), device=accelerator.device)
+        batch = {"input_ids": tokens, "labels": tokens}
+    else:
+        pixels = torch.randn(rows, 3, args.length, args.length, device=accelerator.device)
+        pixels = pixels.to(memory_format=torch.channels_last) if last else pixels
+        batch = {"pixel_values": pixels, "labels": torch.randint(0, 1000, (rows,), device=accelerator.device)}
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if args.model == "llama":
+            return lm_loss.causal_lm_loss(prepared, batch)
+        return cross_entropy(prepared(batch["pixel_values"]).logits.float(), batch["labels"], reduction="sum")
 
     def train() -> None:
         for micro_batch in step.accumulate(accelerator, [prepared], [batch] * accumulation):
-            step.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / (args.rows * args.length))
+            step.backward(accelerator, loss_of(micro_batch), 1 / units)
         norm = step.clip_gradients(accelerator, [prepared], 1.0)
         step.update(accelerator, optimizers, norm.isfinite(), norm)
         if on_cuda:
@@ -121,14 +154,14 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         start_time = time.perf_counter()
         train()
         seconds.append(time.perf_counter() - start_time)
-    return {"tokens_per_second": args.rows * args.length / statistics.median(seconds)}
+    return {"per_second": units / statistics.median(seconds)}
 
 
 def row(
     args: argparse.Namespace, precision: str, checkpointing: str, accumulation: int, *, memory: bool
 ) -> dict[str, float]:
     """`measure` in a process of its own."""
-    sizes = [f"--{k}={getattr(args, k)}" for k in ("hidden", "layers", "heads", "vocab", "length", "rows", "steps")]
+    sizes = [f"--{k}={getattr(args, k)}" for k in (*SIZES, "model", "steps")]
     command = [sys.executable, __file__, *sizes, "--measure", checkpointing, str(accumulation)]
     done = subprocess.run(
         [*command, *(["--memory"] if memory else [])],
@@ -141,6 +174,8 @@ def row(
         return {}
     return json.loads(done.stdout.splitlines()[-1])
 
+
+SIZES = {"hidden": 384, "layers": 12, "heads": 6, "vocab": 4096, "length": 256, "rows": 8}
 
 # Shapes as github.com/citsjtu2020/LLM-Prof, sglang/Model_Config.md, has them from the models' config.json.
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -173,8 +208,9 @@ def predict() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"hidden": 384, "layers": 12, "heads": 6, "vocab": 4096, "length": 256, "rows": 8}.items():
+    for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--model", default="llama", choices=["llama", *RESNETS], help="--length: pixels of an image's side")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -190,32 +226,34 @@ def main() -> None:
         return
     from tqdm import tqdm
 
-    speeds: dict[str, list[float]] = {what: [] for what, *_ in ROWS}
+    table, unit = (ROWS, "tokens") if args.model == "llama" else (CONVOLUTIONS, "images")
+    speeds: dict[str, list[float]] = {what: [] for what, *_ in table}
     peaks: dict[str, float] = {}
-    with tqdm(total=len(ROWS) * (args.rounds + 1)) as bar:
-        for what, *settings in ROWS:
+    with tqdm(total=len(table) * (args.rounds + 1)) as bar:
+        for what, *settings in table:
             peaks[what] = row(args, *settings, memory=True).get("peak", float("nan"))
             bar.update()
         for _ in range(args.rounds):
-            for what, *settings in ROWS:
-                speeds[what].append(row(args, *settings, memory=False).get("tokens_per_second", float("nan")))
+            for what, *settings in table:
+                speeds[what].append(row(args, *settings, memory=False).get("per_second", float("nan")))
                 bar.update()
     facts = about()
-    sizes = {k: getattr(args, k) for k in ("hidden", "layers", "heads", "vocab", "length", "rows", "steps", "rounds")}
+    sizes = {k: getattr(args, k) for k in (*SIZES, "model", "steps", "rounds")}
     args.output.write_text(
-        json.dumps({"about": facts, "sizes": sizes, "peak": peaks, "tokens_per_second": speeds}, indent=1)
+        json.dumps({"about": facts, "sizes": sizes, "peak": peaks, f"{unit}_per_second": speeds}, indent=1)
     )
-    first = ROWS[0][0]
-    print("| step by step | peak memory, MB | relative | tokens/s | relative |\n|---|---|---|---|---|")
-    for what, *_ in ROWS:
+    first = table[0][0]
+    print(f"| step by step | peak memory, MB | relative | {unit}/s | relative |\n|---|---|---|---|---|")
+    for what, *_ in table:
         ratios = [a / b for a, b in zip(speeds[what], speeds[first], strict=True)]
-        speed = f"{statistics.median(speeds[what]):,.0f}"
+        speed = f"{statistics.median(speeds[what]):,.{1 if unit == 'images' else 0}f}"
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {what} | {peaks[what] / 1e6:,.0f} | {peaks[what] / peaks[first]:.2f} | {speed} | {spread} |")
-    print(
-        f"\nLlama of {args.layers} blocks, width {args.hidden}, vocabulary {args.vocab}; {args.rows} rows of {args.length} "
-        f"tokens an optimizer step; medians (and ranges) of {args.rounds} rounds of {args.steps} steps.\n{line(facts)}"
-    )
+    model = f"Llama of {args.layers} blocks, width {args.hidden}, vocabulary {args.vocab}; {args.rows} rows of {args.length}"
+    model += " tokens"
+    if unit == "images":
+        model = f"{args.model}; {args.rows} images of {args.length} x {args.length} pixels"
+    print(f"\n{model} an optimizer step; medians (and ranges) of {args.rounds} rounds of {args.steps} steps.\n{line(facts)}")
 
 
 if __name__ == "__main__":
