@@ -34,17 +34,18 @@ ROWS: list[Any] = [  # (what, precision, gradient checkpointing and memory forma
     ("+ accumulation of 2", "bf16", "full", 2),
     ("+ accumulation of 4", "bf16", "full", 4),
 ]
-CONVOLUTIONS: list[Any] = [
+CONVOLUTIONS: list[Any] = [  # BatchNorm would count each batch twice under checkpointing: ResNets go without
     ("fp32", "no", "none", 1),
-    ("+ bf16 mixed precision", "bf16", "none", 1),
-    ("+ channels_last", "bf16", "none,channels_last", 1),
+    ("+ channels_last", "no", "none,channels_last", 1),
+    ("+ bf16 mixed precision", "bf16", "none,channels_last", 1),
     ("+ gradient checkpointing, every block", "bf16", "full,channels_last", 1),
     ("+ accumulation of 2", "bf16", "full,channels_last", 2),
     ("+ accumulation of 4", "bf16", "full,channels_last", 4),
 ]
-RESNETS = {
-    "resnet18": ("basic", [64, 128, 256, 512], [2, 2, 2, 2]),
-    "resnet50": ("bottleneck", [256, 512, 1024, 2048], [3, 4, 6, 3]),
+NETS: dict[str, Any] = {
+    "resnet18": ("resnet", {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}),
+    "resnet50": ("resnet", {"hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]}),
+    "convnext": ("convnext", {"hidden_sizes": [96, 192, 384, 768], "depths": [3, 3, 9, 3]}),
 }
 
 
@@ -79,7 +80,7 @@ def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
 def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> dict[str, float]:
     """Tokens/s (images/s) and peak bytes of the templates' step, in this process."""
     from torch.nn.functional import cross_entropy
-    from transformers import AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig, ResNetConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig
 
     from shared.config.options import OptimConfig
     from shared.models import loss as lm_loss
@@ -108,9 +109,8 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     if args.model == "llama":
         whole = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
     else:
-        kind, widths, depths = RESNETS[args.model]
-        net = ResNetConfig(layer_type=kind, hidden_sizes=widths, depths=depths)
-        net.num_labels = 1000
+        kind, sizes = NETS[args.model]
+        net = AutoConfig.for_model(kind, **sizes, num_labels=1000)
         whole = AutoModelForImageClassification.from_config(net)
     whole = whole.to(memory_format=torch.channels_last) if last else whole
     set_gradient_checkpointing(whole, checkpointing)
@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--model", default="llama", choices=["llama", *RESNETS], help="--length: pixels of an image's side")
+    parser.add_argument("--model", default="llama", choices=["llama", *NETS], help="--length: pixels of an image's side")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -227,6 +227,8 @@ def main() -> None:
     from tqdm import tqdm
 
     table, unit = (ROWS, "tokens") if args.model == "llama" else (CONVOLUTIONS, "images")
+    if args.model.startswith("resnet"):
+        table = [(what, at, kind.replace("full", "none"), n) for what, at, kind, n in table if "checkpointing" not in what]
     speeds: dict[str, list[float]] = {what: [] for what, *_ in table}
     peaks: dict[str, float] = {}
     with tqdm(total=len(table) * (args.rounds + 1)) as bar:
