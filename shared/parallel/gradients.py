@@ -57,16 +57,16 @@ def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor], group
         group: the process group that shares the model; None: all ranks.
     """
     pieces: dict[int, list[torch.Tensor]] = {}
-    size = accelerator.num_processes if group is None else dist.get_world_size(group)
+    count = accelerator.num_processes if group is None else dist.get_world_size(group)
     for gradient in gradients:
-        copies = size // ranks.pipeline_ranks()
+        copies = count // ranks.pipeline_ranks()
         if isinstance(gradient, DTensor):
             for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
                 assert not isinstance(placement, Partial)
                 copies //= 1 if isinstance(placement, Replicate) else size
             gradient = gradient.to_local()
         pieces.setdefault(copies, []).append(gradient)
-    if set(pieces) <= {size}:
+    if set(pieces) <= {count}:
         return nn.utils.get_total_norm(next(iter(pieces.values()), [])).to(accelerator.device)
     norms = {copies: nn.utils.get_total_norm(tensors).to(accelerator.device) for copies, tensors in pieces.items()}
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
