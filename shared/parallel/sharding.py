@@ -44,6 +44,8 @@ def _refuse_what_has_no_replicas(accelerator: Accelerator, model: nn.Module) -> 
     tensor_parallel = sizes is not None and sizes.tp_enabled
     if zero.is_used(accelerator) or tensor_parallel or accelerator.scaler is not None:
         raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
+    if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
+        raise ConfigError("--sync_every would lose what moves little of bf16 weights: drop --weights_dtype bf16")
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ConfigError("--sync_every: replicas do not wait for each other in each step, as --sync_batchnorm asks for")
     if accelerator.distributed_type == DistributedType.FSDP and not (sizes is not None and sizes.dp_replicate_enabled):

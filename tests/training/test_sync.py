@@ -158,3 +158,19 @@ def test_a_signal_stops_all_replicas_after_the_same_step(flags, tmp_path, config
     assert 7 <= int(checkpoint.name[-6:]) < 18
     ended = run("pretrain", tmp_path / "run", *flags, config=config, processes=processes)
     assert set(compare(straight.folder, ended.folder).values()) == {""}
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "flags", "said"),
+    [
+        ("pretrain", "fsdp2", (), "all ranks of fsdp2.yaml share one model: use hsdp.yaml"),
+        slow("pretrain", "tensor_parallel", (), "--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml"),
+        slow("pretrain", "ddp", ("--ema_decay", 0.9), "--sync_every takes one model, no pipeline, and no --ema_decay"),
+        slow("full_finetune", "ddp", ("--weights_dtype", "bf16"), "drop --weights_dtype bf16"),
+    ],
+)
+def test_what_has_no_replicas_is_refused(tiny_model, text_file, chat_file, tmp_path, template, config, flags, said):
+    file = chat_file if template == "full_finetune" else text_file
+    flags = (*flags, "--train_file", file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--sync_every", 5)
+    ended = run(template, tmp_path / "run", *flags, "--max_steps", 6, processes=2, config=config, check=False)
+    assert ended.returncode and said in ended.output
