@@ -56,14 +56,14 @@ def running(*arguments):
 def guarding(self, accelerator, models, state, **named):
     stamps["ready"], stamps["from"] = time.time(), state.step
     guarded(self, accelerator, models, state, **named)
-def logging(self, step):
+def logging(self, step, **named):
     if step.number == int(os.environ["PROBE_STEP"]):
         stamps["step"] = time.time()
         if os.environ.get("RANK", "0") == "0":
             with open(os.environ["PROBE_FILE"], "w") as file:
                 json.dump(stamps, file)
         os._exit(0)
-    log(self, step)
+    log(self, step, **named)
 exits.run, guard.Guard.__init__, metrics.Logger.step = running, guarding, logging
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])

@@ -153,7 +153,7 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
     given = _read_command_line(tokens, kinds)
     where: dict[str, str] = {}  # file and line of each value from YAML
     if path := given.pop("config", None):
-        in_file, where = _read_yaml(Path(path[-1]).expanduser(), kinds)
+        in_file, where = _read_yaml(Path(os.path.expanduser(path[-1])), kinds)
         where = {key: place for key, place in where.items() if key not in given}
         given = in_file | given
     try:

@@ -26,7 +26,7 @@ def flags(text_file, tiny_model):
     )
 
 
-def simulated(text_file, tiny_model, *, replicas, every, delay=0, alpha=0.0, parts=1, rate=0.7, momentum=0.9):
+def simulated(text_file, tiny_model, *, replicas, processes, every, delay=0, alpha=0.0, parts=1, rate=0.7, momentum=0.9):
     """The agreed weights after all steps, by plain tensors: each replica with its own AdamW, one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     data = corpus.open_corpus(CorpusConfig(train_file=(str(text_file),)), tokenizer, LENGTH)
@@ -34,8 +34,9 @@ def simulated(text_file, tiny_model, *, replicas, every, delay=0, alpha=0.0, par
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     models = [copy.deepcopy(model) for _ in range(replicas)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0) for m in models]
-    share = {"device": torch.device("cpu"), "per_device": BATCH // replicas, "world_size": replicas}
-    windows = [iter(Loader(data.train, corpus.collate, order, rank=r, **share).windows(0, STEPS)) for r in range(replicas)]
+    share = {"device": torch.device("cpu"), "per_device": BATCH // processes, "world_size": processes}
+    readers = [Loader(data.train, corpus.collate, order, rank=r, **share).windows(0, STEPS) for r in range(processes)]
+    of_one = processes // replicas
     agreed = [p.detach().clone() for p in model.parameters()]
     moments = [torch.zeros_like(p) for p in agreed]
     sizes, middle = [p.numel() for p in agreed], []
@@ -58,12 +59,12 @@ def simulated(text_file, tiny_model, *, replicas, every, delay=0, alpha=0.0, par
 
     due = {}
     for step in range(1, STEPS + 1):
-        for m, optimizer, reader in zip(models, optimizers, windows, strict=True):
-            window = next(reader)
-            for batch in window.micro_batches:
+        for i, (m, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            windows = [next(reader) for reader in readers[i * of_one : (i + 1) * of_one]]
+            for batch in (batch for window in windows for batch in window.micro_batches):
                 logits = m(input_ids=batch["input_ids"]).logits
                 loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-                (loss * replicas / window.num_targets).backward()
+                (loss * replicas / windows[0].num_targets).backward()
             torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -112,7 +113,7 @@ def given(way):
 def test_equals_a_simulation_in_one_process(flags, text_file, tiny_model, tmp_path, way, config, processes):
     ours = run("pretrain", tmp_path / "run", *flags, *given(way), config=config, processes=processes)
     replicas = 2 if config == "hsdp" else processes
-    assert_weights(ours.weights(), simulated(text_file, tiny_model, replicas=replicas, **WAYS[way]))
+    assert_weights(ours.weights(), simulated(text_file, tiny_model, replicas=replicas, processes=processes, **WAYS[way]))
 
 
 @pytest.mark.parametrize(("way", "config", "processes"), [("late", "ddp", 2), slow("streaming", "hsdp", 4)])
