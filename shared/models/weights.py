@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shared.parallel import zero
-from shared.parallel.gradients import reshard
+from shared.parallel.gradients import local_part, reshard
 from shared.process.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the values of flags
@@ -59,11 +59,6 @@ def average_buffers(accelerator: Accelerator, groups: Iterable[Mapping[str, torc
     flat = accelerator.reduce(torch.cat([b.flatten() for b in buffers]), "mean")
     for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor; the tensor itself where it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class WeightCopy:

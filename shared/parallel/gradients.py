@@ -39,6 +39,11 @@ def end_step(model: nn.Module) -> None:
             module.reshard()
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor; the tensor itself where it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def reshard(model: nn.Module) -> None:
     """Drop the weights that FSDP2 has gathered, perhaps in 16 bits, for a forward."""
     for module in model.modules():
@@ -79,7 +84,7 @@ def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor) -> None
     """Multiply all gradients in place by `factor`, a scalar tensor."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        piece = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        piece = local_part(gradient)
         by_device.setdefault(piece.device, []).append(piece)
     for device, pieces in by_device.items():
         torch._foreach_mul_(pieces, factor.to(device))

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shared.parallel.gradients import local_part
+
 MIN_BLOCK, MAX_BLOCK = 64, 256  # values that share a scale
 MIN_VALUES = 4096  # of a matrix whose moments are quantised, as in bitsandbytes
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def round_stochastically(into: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> None:
@@ -49,16 +47,16 @@ class StochasticAdamW(torch.optim.Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state["step"] += 1
             step, (beta1, beta2) = int(state["step"]), group["betas"]
-            weight, gradient = _local(parameter), _local(parameter.grad).float()
-            mean = _local(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
-            square = _local(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            weight, gradient = local_part(parameter), local_part(parameter.grad).float()
+            mean = local_part(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
+            square = local_part(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
             new = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
             new.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
             generator = generators.setdefault(weight.device, torch.Generator(weight.device))
             generator.manual_seed((1_000_003 * step + number) % 2**32)
             for into, values in ((state["exp_avg"], mean), (state["exp_avg_sq"], square), (parameter, new)):
-                round_stochastically(_local(into), values, generator)
+                round_stochastically(local_part(into), values, generator)
 
 
 def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -78,7 +76,7 @@ def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
             block = math.gcd(p.shape[-1], MAX_BLOCK) if p.ndim > 1 and p.numel() >= MIN_VALUES else 0
             if block < MIN_BLOCK:
                 return torch.zeros_like(p)
-            own = _local(p)
+            own = local_part(p)
             state = OptimState8bit.zeros(own.shape, signed, block, own.device, dtype=p.dtype)
             return _as_sharded(state, p) if isinstance(p, DTensor) else state
 
@@ -103,7 +101,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Paramet
     parameter: Any
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
-            inner: Any = _local(value) if isinstance(value, torch.Tensor) else value
+            inner: Any = local_part(value) if isinstance(value, torch.Tensor) else value
             if not hasattr(inner, "codes"):
                 yield parameter, key, value
                 continue

@@ -15,7 +15,8 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from shared.config.options import SyncConfig
-from shared.models.weights import WeightCopy, average_buffers, local_part
+from shared.models.weights import WeightCopy, average_buffers
+from shared.parallel.gradients import local_part
 
 
 @dataclass
