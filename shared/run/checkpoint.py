@@ -10,7 +10,7 @@ import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -407,9 +407,8 @@ class Checkpointer:
         own |= {"replicas": self.replicas.count if self.replicas else 0}
         require_compatible(folder, manifest, own, free=self.free, allowed=set(self.options.allow_changed))
 
-    def _drop_unused(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        """Drop optimizer state that the checkpoint lacks: of parameters that never had a gradient."""
-        saved = TensorReader(folder).read_metadata().state_dict_metadata
+    def _drop_unused(self, saved: Container[str], tensors: dict[str, torch.Tensor]) -> None:
+        """Drop optimizer state that a checkpoint of these names lacks: of parameters that never had a gradient."""
         name_of = {p: name for name, p in self.trainable.items()}
         for optimizer in self.optimizers:
             keys: dict[nn.Parameter, list[str]] = {}
@@ -421,9 +420,8 @@ class Checkpointer:
                     for key in of_it:
                         tensors.pop(key, None)
 
-    def _own_statistics(self, folder: Path) -> dict[str, torch.Tensor]:
-        """This rank's own statistics, by name in the checkpoint, if the world size is unchanged."""
-        saved = TensorReader(folder).read_metadata().state_dict_metadata
+    def _own_statistics(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
+        """This rank's own statistics, by name in a checkpoint of these names, if the world size is unchanged."""
         if len({name.partition(".")[0] for name in saved if name.startswith("rank")}) != self.accelerator.num_processes:
             return {}
         return {f"rank{self.accelerator.process_index}.{name}": b for name, b in self._statistics().items()}
@@ -457,10 +455,8 @@ class Checkpointer:
             read({f"model.{name}": b for name, b in self.buffers.items()})
             return
         saved = TensorReader(folder).read_metadata().state_dict_metadata
-        if self.replicas and self.replicas.count != len(
-            {name.partition(".")[0] for name in saved if name.startswith("replica")}
-        ):
-            # as --allow_changed replicas allows
+        replicas = {name.partition(".")[0] for name in saved if name.startswith("replica")}
+        if self.replicas and self.replicas.count != len(replicas):  # as --allow_changed replicas allows
             agreed = self.replicas.agreed.tensors
             read({f"model.{name}": value for name, value in agreed.items()} | self.replicas.state())
             self.replicas.begin_from_agreed()
@@ -469,8 +465,8 @@ class Checkpointer:
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
         tensors, _ = self._live(step, saved)
-        self._drop_unused(folder, tensors)
-        if not self.replicas and (own := self._own_statistics(folder)):
+        self._drop_unused(saved, tensors)
+        if not self.replicas and (own := self._own_statistics(saved)):
             tensors = {name: value for name, value in tensors.items() if name not in self._statistics()} | own
         read(tensors)
         for optimizer in self.optimizers:
