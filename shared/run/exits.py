@@ -127,7 +127,8 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
-    if isinstance(error, RuntimeError) and "shared memory" in str(error):
+    no_shm = r"shared memory\(shm\)|out of\s+shared memory"  # not "out of resource: shared memory", a GPU's
+    if isinstance(error, RuntimeError) and re.search(no_shm, str(error)):
         return ConfigError(
             "/dev/shm is too small for the processes that read data: give the container more (docker run --shm-size 8g), "
             f"or --dataloader_num_workers 0 ({first_line(error)})"

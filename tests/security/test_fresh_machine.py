@@ -54,6 +54,7 @@ def test_too_little_of_it_is_said_in_one_line():
     ):
         said = str(exits._as_clean_exit(RuntimeError(error), None))
         assert said.startswith("/dev/shm is too small") and "--shm-size" in said and len(said.splitlines()) == 1
+    assert exits._as_clean_exit(RuntimeError("out of resource: shared memory, Required: 262144"), None) is None  # a GPU's
 
 
 def test_the_quota_of_a_container_counts(tmp_path, monkeypatch):
