@@ -3,20 +3,27 @@
     sudo python benchmarks/slow_links.py                                # two network namespaces on this machine
     sudo python benchmarks/slow_links.py --links 100mbit --ways ddp h50
 
-Two processes in network namespaces of their own, joined by a pair of virtual cards whose rate and delay `tc` limits (needs
-root, Linux, and iproute2). For each way: tokens/s of the median step, bytes that one replica sent for each step (the
-card's own counter), and the time lost, which is 1 minus its tokens/s over those of a link without a limit.
+Two processes in network namespaces of their own, with half of the cores each. Their link is a pair of virtual cards, whose
+rate `tc` limits, or for a delay two cards with a relay between them (needs root, Linux, and iproute2). For each way:
+tokens/s, bytes that one replica sent for each step (the card's own counter), and the time lost, which is 1 minus its
+tokens/s over those of a link without a limit.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shlex
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +31,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from about import about, line
 
 ROOT = Path(__file__).resolve().parents[1]
-LINKS = {"none": "", "1gbit": "rate 1gbit", "100mbit": "rate 100mbit", "20mbit": "rate 20mbit", "50ms": "delay 50ms"}
+LINKS = ("none", "1gbit", "100mbit", "20mbit", "50ms")  # a rate, or the delay of each way
 WAYS = {  # (flags, steps)
     "ddp": ("", 6),
     "ddp bf16": ("--ddp_comm_hook bf16", 6),
     "h10": ("--sync_every 10", 40),
     "h50": ("--sync_every 50", 150),
-    "h500": ("--sync_every 500", 1000),
+    "h500": ("--sync_every 500", 500),
     "async h50": ("--sync_every 50 --sync_delay 20 --sync_fragments 4", 150),
     "async h50 bf16": ("--sync_every 50 --sync_delay 20 --sync_fragments 4 --sync_dtype bf16", 150),
 }
@@ -42,17 +49,52 @@ def shell(command: str) -> str:
 
 
 def connect(link: str) -> None:
-    """Two namespaces with one card each; `link` is what tc's netem is told."""
+    """Two namespaces with one card each, and the link between them."""
     for name in NAMES:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
         shell(f"ip netns add {name}")
-    shell(f"ip link add link0 netns {NAMES[0]} type veth peer name link0 netns {NAMES[1]}")
+    if link.endswith("ms"):
+        relay(float(link.removesuffix("ms")) / 1000)
+    else:
+        shell(f"ip link add link0 netns {NAMES[0]} type veth peer name link0 netns {NAMES[1]}")
     for i, name in enumerate(NAMES):
         shell(f"ip -n {name} address add 10.77.0.{i + 1}/24 dev link0")
         shell(f"ip -n {name} link set link0 up")
         shell(f"ip -n {name} link set lo up")
-        if link:
-            shell(f"ip netns exec {name} tc qdisc add dev link0 root netem limit 100000 {link}")
+        if link.endswith("bit"):
+            shell(f"ip netns exec {name} tc qdisc add dev link0 root tbf rate {link} burst 256kb latency 200ms")
+
+
+def relay(delay: float) -> None:
+    """A card in each namespace, whose packets reach the other one `delay` seconds later. netem is not in every kernel."""
+    tun_set_iff, tap, no_packet_information = 0x400454CA, 0x0002, 0x1000
+    cards = []
+    for name in NAMES:
+        card = os.open("/dev/net/tun", os.O_RDWR)
+        fcntl.ioctl(card, tun_set_iff, struct.pack("16sH", b"link0", tap | no_packet_information))
+        shell(f"ip link set link0 netns {name} mtu 9000")
+        cards.append(card)
+
+    def receive(card: int, packets: deque[tuple[float, bytes]]) -> None:
+        with contextlib.suppress(OSError):  # the namespace is gone
+            while True:
+                packet = os.read(card, 65536)
+                packets.append((time.monotonic() + delay, packet))
+
+    def send(card: int, packets: deque[tuple[float, bytes]]) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                if not packets:
+                    time.sleep(0.0005)
+                    continue
+                due, packet = packets.popleft()
+                time.sleep(max(0.0, due - time.monotonic()))
+                os.write(card, packet)
+
+    for one, other in (cards, cards[::-1]):
+        packets: deque[tuple[float, bytes]] = deque()
+        threading.Thread(target=receive, args=(one, packets), daemon=True).start()
+        threading.Thread(target=send, args=(other, packets), daemon=True).start()
 
 
 def sent() -> int:
@@ -71,10 +113,11 @@ def measure(way: str, model: str) -> dict[str, float]:
         train += ["--max_steps", str(steps), "--logging_steps", "1", "--eval_samples", "2", "--eval_steps", "100000"]
         train += ["--global_batch_size", "8", "--per_device_train_batch_size", "4", "--seq_length", "128"]
         train += ["--save_steps", "100000", *shlex.split(flags)]
-        env = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "link0", "OMP_NUM_THREADS": "1"}
-        before, processes = sent(), []
+        env = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "link0"}
+        before, processes, half = sent(), [], max(1, (os.cpu_count() or 1) // 2)
         for rank, name in enumerate(NAMES):
-            where = ["ip", "netns", "exec", name, *command, "--machine_rank", str(rank), *train]
+            cores = f"{rank * half}-{rank * half + half - 1}"
+            where = ["ip", "netns", "exec", name, "taskset", "-c", cores, *command, "--machine_rank", str(rank), *train]
             processes.append(subprocess.Popen(where, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
         for process in processes:
             _, said = process.communicate()
@@ -87,7 +130,7 @@ def measure(way: str, model: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--model", default="3M", help="a --model_preset of pretrain.py")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -99,7 +142,7 @@ def main() -> None:
     print("| link | way | tokens/s | lost | MB sent a step |\n|---|---|---|---|---|")
     try:
         for link in dict.fromkeys(["none", *args.links]):
-            connect(LINKS[link])
+            connect(link)
             for way in args.ways:
                 row = measure(way, args.model)
                 found["links"].setdefault(link, {})[way] = row
