@@ -1,6 +1,7 @@
 """SIGKILL at random times, over and over, and the comparison at the end: does a killed run end as one left alone?
 
     python benchmarks/chaos.py --kills 60                    # over six templates, 1 and 2 processes
+    python benchmarks/chaos.py --kills 30 --templates pretrain/periodic pretrain/asynchronous --processes 2 4
 
 Each run is killed with all its processes at a moment drawn uniformly from its whole life (imports, preparation, steps,
 evaluations, saves, resumes, the final writing) and started again with the same command, until it ends by itself. Then
@@ -32,8 +33,9 @@ from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 COMMON = "--max_steps 12 --save_steps 2 --eval_steps 5 --logging_steps 1 --report_to none --audit_data"
-TEMPLATES = {
-    "pretrain": f"--seq_length 64 --global_batch_size 8 --eval_samples 8 --config_overrides {SHAPE},attention_dropout=0.1",
+PRETRAIN = f"--seq_length 64 --global_batch_size 8 --eval_samples 8 --config_overrides {SHAPE},attention_dropout=0.1"
+TEMPLATES = {  # a name may say after a slash what is special
+    "pretrain": PRETRAIN,
     "lora_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --lora_dropout 0.1 "
     "--eval_samples 8 --num_generations 0",
     "full_finetune": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --neftune_noise_alpha 5 "
@@ -42,6 +44,8 @@ TEMPLATES = {
     "--num_generations 0",
     "text_classification": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --eval_samples 8 --lora_r 4",
     "image_classification": "--global_batch_size 32 --per_device_train_batch_size 8 --ema_decay 0.9 --mixup_alpha 0.2",
+    "pretrain/periodic": PRETRAIN + " --sync_every 3",
+    "pretrain/asynchronous": PRETRAIN + " --sync_every 4 --sync_delay 2 --sync_fragments 2 --sync_dtype bf16",
 }
 
 
@@ -51,7 +55,7 @@ def command(template: str, folder: Path, processes: int) -> list[str]:
         launch += ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", str(processes)]
         launch += ["--main_process_port", "0"]
     flags = [*COMMON.split(), *TEMPLATES[template].split(), "--output_dir", str(folder)]
-    return [*launch, str(ROOT / "templates" / f"{template}.py"), *flags]
+    return [*launch, str(ROOT / "templates" / f"{template.split('/')[0]}.py"), *flags]
 
 
 def whole(folder: Path) -> int:
@@ -109,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="over all")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--templates", nargs="+", default=list(TEMPLATES), choices=TEMPLATES)
+    parser.add_argument("--templates", nargs="+", default=[name for name in TEMPLATES if "/" not in name], choices=TEMPLATES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()

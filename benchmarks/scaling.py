@@ -6,6 +6,8 @@
 Weak scaling: every process has the same micro-batch, accumulation stays, the global batch grows. Efficiency is the
 throughput over that of one process times the number of processes. Processes that share cores share their throughput, so
 on one CPU the table shows what communication costs, not what machines would gain.
+
+With two GPUs and more the last rows are nn.DataParallel: one process, a thread and a copy of the model for each GPU.
 """
 
 import argparse
@@ -16,7 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +28,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from about import about, line
 
 ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLAGS = argparse.ArgumentParser()  # those of pretrain.py's that nn.DataParallel has to know
+FLAGS.add_argument("--model_preset", default="3M")
+FLAGS.add_argument("--vocab_size", type=int, default=4096)
+FLAGS.add_argument("--seq_length", type=int, default=256)
 
 
 def throughput(config: str, processes: int, args: argparse.Namespace) -> float:
@@ -46,6 +55,33 @@ def throughput(config: str, processes: int, args: argparse.Namespace) -> float:
         rows = [json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     speeds = [row["trained_tokens_per_second"] for row in rows if "trained_tokens_per_second" in row]
     return statistics.median(speeds[1:])
+
+
+def data_parallel(gpus: int, args: argparse.Namespace) -> float:
+    """Tokens/s of nn.DataParallel with the model, micro-batch and accumulation of `throughput`: the median step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shared.models.options import PRESETS
+
+    wanted, _ = FLAGS.parse_known_args(shlex.split(args.flags))
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    shape: Any = dict(zip(names, PRESETS[wanted.model_preset], strict=True))
+    whole: Any = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=wanted.vocab_size, tie_word_embeddings=True))
+    model = torch.nn.DataParallel(whole.to(DEVICE), device_ids=list(range(gpus)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = torch.randint(wanted.vocab_size, (gpus * args.rows, wanted.seq_length), device=DEVICE)
+    seconds = []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        for _ in range(args.accumulation):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = model(input_ids=rows, labels=rows).loss
+            loss.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.mean().item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return args.accumulation * rows.numel() / statistics.median(seconds[2:])
 
 
 def draw(results: dict[str, dict[int, list[float]]], path: Path) -> None:
@@ -86,14 +122,18 @@ def main() -> None:
         for config in args.configs:
             for count in tqdm(args.processes, desc=config):
                 results[config][count].append(throughput(config, count, args))
+    gpus = [count for count in args.processes if 1 < count <= torch.cuda.device_count()]
+    if gpus:
+        results["nn.DataParallel"] = {n: [data_parallel(n, args) for _ in range(args.rounds)] for n in gpus}
     facts = about()
     args.output.write_text(
         json.dumps({"about": facts, "settings": vars(args) | {"output": ""}, "results": results}, indent=1)
     )
     draw(results, args.output.with_suffix(".png"))
     print("| launch config | processes | tokens/s over all | efficiency |\n|---|---|---|---|")
+    first = next(iter(results.values()))
     for config, by_count in results.items():
-        one = statistics.median(by_count[args.processes[0]]) / args.processes[0]
+        one = statistics.median(by_count.get(args.processes[0]) or first[args.processes[0]]) / args.processes[0]
         for count, speeds in by_count.items():
             spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
             print(f"| {config} | {count} | {spread} | {statistics.median(speeds) / one / count:.0%} |")

@@ -1,9 +1,11 @@
 """Replicas that train apart and agree now and then: equal to a simulation in one plain process, and resumed bit for bit."""
 
 import copy
+import os
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.commands.verify_resume import compare
@@ -11,7 +13,7 @@ from shared.data.loader import Loader
 from shared.data.order import Order
 from shared.text import corpus
 from shared.text.options import CorpusConfig
-from tests.conftest import run, slow
+from tests.conftest import LAUNCHER, ROOT, run, slow
 
 STEPS, BATCH, LENGTH = 20, 8, 32
 
@@ -175,3 +177,74 @@ def test_what_has_no_replicas_is_refused(tiny_model, text_file, chat_file, tmp_p
     flags = (*flags, "--train_file", file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--sync_every", 5)
     ended = run(template, tmp_path / "run", *flags, "--max_steps", 6, processes=2, config=config, check=False)
     assert ended.returncode and said in ended.output
+
+
+OWN_LOOP = """
+import copy, os, torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from shared.config.options import SyncConfig
+from shared.training.sync import Replicas
+
+accelerator = Accelerator()
+rank, world = accelerator.process_index, accelerator.num_processes
+assert world == 2 and accelerator.distributed_type == "MULTI_CPU"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.3), nn.Tanh(), nn.Linear(8, 1))
+copies = {every: copy.deepcopy(model) for every in (0, 1, 5)}
+copies[0] = DistributedDataParallel(copies[0], broadcast_buffers=False)
+options = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+replicas = {every: Replicas(accelerator, copies[every], SyncConfig(sync_every=every, **options), 20) for every in (1, 5)}
+optimizers = {every: torch.optim.SGD(each.parameters(), lr=0.1) for every, each in copies.items()}
+torch.manual_seed(1 + rank)
+for step in range(1, 21):
+    x = torch.randn(16, 4)
+    for every, each in copies.items():
+        (each(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizers[every].step()
+        optimizers[every].zero_grad()
+        if every:
+            before = accelerator.gather(each[1].running_mean[None])
+            replicas[every].after(step)
+            expected = before.mean(0) if step % every == 0 else before[rank]
+            torch.testing.assert_close(each[1].running_mean, expected)
+for ddp, every_step in zip(copies[0].module.parameters(), copies[1].parameters()):
+    torch.testing.assert_close(every_step, ddp, rtol=1e-6, atol=1e-6)
+away = [(a - b).abs().max() for a, b in zip(copies[5].parameters(), copies[1].parameters())]
+assert max(away) > 1e-4  # replicas that train apart learn something else
+for value in copies[5].state_dict().values():
+    both = accelerator.gather(value.float()[None])
+    torch.testing.assert_close(both[0], both[1], rtol=0, atol=0)
+print("equal")
+"""
+
+
+def test_agreeing_after_each_step_of_sgd_equals_ddp(tmp_path):
+    """With outer rate 1 and momentum 0. Statistics of BatchNorm are averaged at each agreement, and only there."""
+    script = tmp_path / "loop.py"
+    script.write_text(OWN_LOOP)
+    launch = ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"]
+    code, output = LAUNCHER.run([*launch, "--main_process_port", "0", str(script)], dict(os.environ))
+    assert code == 0 and output.count("equal") == 2, output
+
+
+@pytest.mark.slow
+def test_lora_sends_adapters_only(chat_file, tiny_model, tmp_path):
+    flags = (
+        "--train_file",
+        chat_file,
+        "--model_name_or_path",
+        tiny_model,
+        "--max_steps",
+        6,
+        "--sync_every",
+        3,
+        "--lora_r",
+        4,
+    )
+    flags = (*flags, "--global_batch_size", 4, "--per_device_train_batch_size", 2, "--save_steps", 3, "--lora_r", 4)
+    ended = run("lora_finetune", tmp_path / "run", *flags, config="ddp", processes=2)
+    names = FileSystemReader(ended.folder / "checkpoint-000003").read_metadata().state_dict_metadata
+    moved = {name.removeprefix("outer.") for name in names if name.startswith("outer.")}
+    assert moved and all("lora_" in name for name in moved)
