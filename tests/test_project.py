@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+import shared as shared_package
 from shared.commands.new import FLAGS, imports, templates
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 
@@ -229,3 +231,38 @@ def test_a_checkout_that_has_moved_is_named(origin, tmp_path):
     assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
     done = shared("upgrade", "--source", moved, cwd=moved, check=False)
     assert done.returncode == 2 and "was this project made by `new`?" in done.stderr
+
+
+def test_versions_are_the_same_wherever_they_are_written():
+    """requirements.txt, uv's group and lock; and what a release is checked for. Made anew by: uv lock"""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = re.findall(r"^[\w-]+==[\w.]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert project["dependency-groups"]["train"] == pins
+    lock = (ROOT / "uv.lock").read_text()
+    locked = {
+        f"{package['name']}=={package['version']}" for package in tomllib.loads(lock)["package"] if "version" in package
+    }
+    assert {pin.lower() for pin in pins} <= locked
+    assert set(re.findall(r"https?://([^/\"]+)/", lock)) == {"pypi.org", "files.pythonhosted.org"}
+    check = [sys.executable, str(ROOT / ".ci/release")]
+    assert subprocess.run([*check, f"v{shared_package.__version__}"]).returncode == 0
+    assert subprocess.run([*check, "v9.9.9"], capture_output=True).returncode == 1
+
+
+def test_assistants_are_told_commands_that_work(tmp_path):
+    text = (ROOT / "AGENTS.md").read_text()
+    (block,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    assert len(text.splitlines()) <= 50
+    assert [path for path in re.findall(r"`([\w./]+/[\w.*]*)`", text) if not list(ROOT.glob(path))] == []
+    commands = block.splitlines()
+    assert [command.split()[0] for command in commands[3:]] == ["ruff", "pytest"]  # which every run of the tests proves
+    for command, expected in zip(commands[:3], ("adapter in", "continues as if", "every sample"), strict=True):
+        if "outputs/" in command:
+            command = command.replace("outputs/lora_finetune/RUN", str(tmp_path / "run"))
+        elif "verify-resume" not in command:
+            command += f" --output_dir {tmp_path / 'run'} --audit_data --max_train_samples 100 --eval_samples 4"
+        else:
+            command += " --max_train_samples 100 --eval_samples 4"
+        command = command.replace("python -m", f"{sys.executable} -m")
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr

@@ -31,7 +31,8 @@ class BatchConfig:
     per_device_train_batch_size: int = 2
     find_batch_size: bool = False  # Before training, halve per_device_train_batch_size until a step fits into memory
     per_device_eval_batch_size: int = 8  # Samples in one forward of one device in evaluation
-    max_steps: int | None = None  # Optimizer steps to train; give max_steps or num_train_epochs, not both
+    # Optimizer steps to train; 0: only evaluate; give max_steps or num_train_epochs, not both
+    max_steps: int | None = None
     # Passes over the training data; if not given, 1, or about two minutes on two CPU cores for the embedded demo
     num_train_epochs: float | None = None
     dataloader_num_workers: int = 0  # Worker processes of each rank that read samples; 0 reads in the training process
@@ -39,7 +40,8 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         require(self, "at least 1", "global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
-        require(self, "above 0", "max_steps", "num_train_epochs")
+        require(self, "above 0", "num_train_epochs")
+        require(self, "at least 0", "max_steps")
         require(self, "at least 0", "dataloader_num_workers")
         require(self, f"at least 0 and below {2**32}", "seed")
         if self.max_steps is not None and self.num_train_epochs is not None:

@@ -30,6 +30,13 @@ from shared.process.streams import outlive_readers
 T = TypeVar("T")
 
 
+MOST_USED = (
+    *("model_name_or_path", "model_preset", "train_file", "train_dir", "dataset_name", "output_dir", "num_train_epochs"),
+    *("max_tokens", "learning_rate", "global_batch_size", "per_device_train_batch_size", "seq_length", "image_size"),
+    *("gradient_checkpointing",),
+)
+
+
 def require(config: Any, bounds: str, *names: str) -> None:
     """Check the ranges of fields: `require(self, "at least 0 and below 1", "adam_beta1")`. None is valid.
 
@@ -110,6 +117,9 @@ def parse_or_exit(config_class: type[T]) -> T:
     # On newer CPUs, the import of bitsandbytes asks for a package that is not needed.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     about = (sys.modules["__main__"].__doc__ or "").strip()
+    names = {name for name, _, _ in fields(config_class)}
+    about += "\n\nMost runs need no more than these; all are explained below:\n\n    "
+    about += " ".join(f"--{name}" for name in MOST_USED if name in names)
     about += "\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins."
     with clean_exit():
         _require_shared_beside(Path(getattr(sys.modules["__main__"], "__file__", None) or __file__))

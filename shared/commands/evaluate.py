@@ -1,0 +1,82 @@
+"""Evaluate a finished run on other data, with the metrics of its template. Of LoRA, adapter and merged model are compared.
+
+python -m shared evaluate runs/chat --test_file test.jsonl -- accelerate launch templates/lora_finetune.py
+python -m shared evaluate runs/photos --test_dir test/ -- accelerate launch templates/image_classification.py
+
+Gives the template the settings of RUN/config.yaml, the weights in RUN/final, your data to validate on, and no step to train.
+What it writes is in RUN/evaluations/.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared.models.options import AdapterConfig
+from shared.process.errors import CleanExit, ConfigError
+from shared.process.files import read_json_lines
+
+# What says how a new model or adapter is made, how long it trains, and where it is put.
+DROPPED = {"config_name", "config_overrides", "num_train_epochs", "max_tokens", "output_dir", "resume_from_checkpoint"}
+DROPPED |= {"validation_file", "validation_dir", "validation_split_name", "allow_changed"}
+KEPT = {"load_in_4bit", "load_in_8bit", "text_only", "lora_experts"}  # of AdapterConfig
+ONLY = {"max_steps": 0, "report_to": "none", "num_generations": 0, "eval_samples": 10**9, "merge_adapter": False}
+
+
+class Failed(CleanExit):
+    """The template could not evaluate."""
+
+
+def settings(run: Path, weights: Path) -> dict[str, Any]:
+    """Flags for the template to evaluate `weights`: final/ of an adapter or a model, or merged/."""
+    given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    of_adapters = set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
+    kept = {key: value for key, value in given.items() if key not in DROPPED | of_adapters}
+    kept |= {key: value for key, value in ONLY.items() if key in given}
+    name = "adapter_name_or_path" if (weights / "adapter_config.json").exists() else "model_name_or_path"
+    return kept | {name: str(weights)}
+
+
+def evaluate(run: Path, weights: Path, data: dict[str, str], command: list[str]) -> dict[str, float]:
+    """What the template measures of these weights."""
+    folder = run / "evaluations" / weights.name
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier evaluation: a run that is finished would not start again
+    folder.mkdir(parents=True)
+    flags = settings(run, weights) | data | {"output_dir": str(folder)}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
+    print(f"evaluating {weights} ...", file=sys.stderr, flush=True)
+    done = subprocess.run([*command, "--config", str(folder / "settings.yaml")], stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise Failed("the template ended with an error: see above")
+    for copy in ("final", "adapter"):  # of the weights, since a run ends with it
+        shutil.rmtree(folder / copy, ignore_errors=True)
+    rows = [row for row in read_json_lines(folder / "metrics.jsonl") if any(key.startswith("eval_") for key in row)]
+    return {key.removeprefix("eval_"): value for key, value in rows[-1].items() if key.startswith("eval_")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--test_file", help="as --validation_file")
+    data.add_argument("--test_dir", help="as --validation_dir, for images in class folders")
+    parser.add_argument("command", nargs="+", help="after --: how the template is launched, without its flags")
+    options = parser.parse_args()
+    if not (options.run / "config.yaml").exists() or not (options.run / "final").is_dir():
+        raise ConfigError(f"{options.run}: no finished run, which has config.yaml and final/")
+    chosen = {"validation_file": options.test_file, "validation_dir": options.test_dir}
+    given: dict[str, Any] = {key: str(Path(value).resolve()) for key, value in chosen.items() if value}
+    places = [options.run / name for name in ("final", "merged") if (options.run / name).is_dir()]
+    found = {place.name: evaluate(options.run.resolve(), place.resolve(), given, options.command) for place in places}
+    names = list(dict.fromkeys(name for values in found.values() for name in values))
+    print("\n".join(["".join(f"{cell:>16}" for cell in ("", *found))]))
+    for name in names:
+        print(f"{name:>16}" + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values()))
+
+
+if __name__ == "__main__":
+    main()

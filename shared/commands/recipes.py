@@ -1,0 +1,30 @@
+"""List the ready --config files in recipes/: for which model, on which GPUs, from which source.
+
+python -m shared recipes
+"""
+
+import argparse
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+HEAD = ("what", "command", "needs", "budget", "source")
+
+
+def head(path: Path) -> dict[str, str]:
+    """The first lines of a recipe, `# what: ...` and so on, by their names."""
+    lines = path.read_text(encoding="utf-8").splitlines()[: len(HEAD)]
+    parts = [line.removeprefix("# ").partition(": ") for line in lines]
+    return {name: text for name, _, text in parts}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for path in sorted(FOLDER.glob("*.yaml")):
+        lines = head(path)
+        print(f"{path.stem}: {lines.pop('what')}")
+        print("".join(f"    {name:<8} {text}\n" for name, text in lines.items()))
+    print("Edit the file for your data, or override it: flags on the command line win. All flags are in --help.")
+
+
+if __name__ == "__main__":
+    main()

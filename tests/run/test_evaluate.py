@@ -1,0 +1,44 @@
+"""`python -m shared evaluate`: a finished run measured again on other data."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ACCELERATE, ROOT, run
+
+
+def evaluated(folder, flag, data, template):
+    """The table that the command prints, by metric: a value for each of final/ and merged/."""
+    command = [sys.executable, "-m", "shared", "evaluate", str(folder), flag, str(data), "--", *ACCELERATE]
+    done = subprocess.run([*command, f"templates/{template}.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, *_ in rows[1:]] and rows[0][0] == "final"
+    return {name: list(map(float, values)) for name, *values in rows[1:]}
+
+
+def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path):
+    """Adapter and merged model; on the run's own validation data the loss is the one that it logged."""
+    lines = chat_file.read_text().splitlines(keepends=True)
+    held_out, other = tmp_path / "held_out.jsonl", tmp_path / "other.jsonl"
+    held_out.write_text("".join(lines[:6]))
+    other.write_text("".join(lines[6:9]))
+    flags = ("--train_file", chat_file, "--validation_file", held_out, "--model_name_or_path", tiny_model, "--max_steps", 4)
+    flags = (*flags, "--seq_length", 64, "--global_batch_size", 4, "--lora_r", 4, "--num_generations", 0, "--merge_adapter")
+    ended = run("lora_finetune", tmp_path / "run", *flags)
+    again = evaluated(ended.folder, "--test_file", held_out, "lora_finetune")
+    assert again["loss"] == pytest.approx([ended.last("eval_loss")] * 2, abs=2e-4)
+    assert evaluated(ended.folder, "--test_file", other, "lora_finetune")["loss"] != again["loss"]
+    assert not list(ended.folder.glob("evaluations/*/final"))
+    assert json.loads((ended.folder / "exit.json").read_text())["code"] == 0
+
+
+@pytest.mark.slow
+def test_a_classifier_of_images_is_measured_on_other_folders(image_folder, tmp_path):
+    flags = ("--train_dir", image_folder, "--image_size", 16, "--max_steps", 3, "--global_batch_size", 16)
+    ended = run("image_classification", tmp_path / "run", *flags)
+    again = evaluated(ended.folder, "--test_dir", image_folder / "val", "image_classification")
+    assert again["accuracy"] == pytest.approx([ended.last("eval_accuracy")], abs=1e-4)
+    assert (ended.folder / "evaluations/final/evaluation.json").exists()
