@@ -20,7 +20,7 @@ from tests.conftest import LAUNCHER, ROOT, Run, free_port, processes_on, run, sl
 
 STEPS = 8
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-SHELL = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("jobs/**/*.sh"), *ROOT.glob(".ci/*")])
+SHELL = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("jobs/**/*.sh"), ROOT / ".ci/run"])
 
 
 @pytest.fixture(scope="module")
@@ -423,3 +423,19 @@ def test_the_command_of_the_compose_file_is_that_of_the_kubernetes_job():
     same = [a.replace("${GPUS:-1}", "8") for a in service["command"]]
     assert same == arguments_of("kubernetes")
     assert service["stop_grace_period"] == "5m"
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_is_interrupted_and_goes_on(tmp_path):
+    """With its own cells in its own kernel, but the clone, and smaller."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "jobs/rented_gpu.ipynb", as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if "setup" not in cell.metadata.get("tags", ())]
+    (flags,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    small = "--max_steps 6 --save_steps 2 --max_train_samples 100 --eval_samples 4 --num_generations 0 --report_to none"
+    flags.source = f"FLAGS, RUN = '{small}', '{tmp_path / 'run'}'"
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    said = "".join(output.get("text", "") for output in outputs)
+    assert "interrupted, with ['checkpoint-0000" in said and "resumed from" in said and "adapter in" in said
+    assert any("image/png" in output.get("data", ()) for output in outputs)

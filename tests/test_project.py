@@ -244,7 +244,7 @@ def test_versions_are_the_same_wherever_they_are_written():
     }
     assert {pin.lower() for pin in pins} <= locked
     assert set(re.findall(r"https?://([^/\"]+)/", lock)) == {"pypi.org", "files.pythonhosted.org"}
-    check = [sys.executable, str(ROOT / ".ci/release")]
+    check = [sys.executable, str(ROOT / ".ci/release.py")]
     assert subprocess.run([*check, f"v{shared_package.__version__}"]).returncode == 0
     assert subprocess.run([*check, "v9.9.9"], capture_output=True).returncode == 1
 

@@ -34,7 +34,7 @@ KINDS = {
     r"(ACCELERATE_USE_CPU=true )?accelerate launch ": "launch",
     r"python -m shared ": "shared",
     r"docker run ": "container",
-    r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
+    r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ )?sbatch |sky ": "job",
     r"pip install -r (tests/)?requirements\.txt$|pytest -n 2$|python3 -m venv \.venv$|\. \.venv/bin/activate$": "setup",
     r"jobs/rehearse/": "rehearsal",
     r"transformers (serve|chat) |lm_eval |hf upload |vllm serve |pip install \"": "other tool",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check that a tag may be released: `.ci/release v0.1.0`. Version, changelog, citation and tag say the same."""
+"""Check that a tag may be released: `.ci/release.py v0.1.0`. Version, changelog, citation and tag say the same."""
 
 import re
 import sys
