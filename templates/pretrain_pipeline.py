@@ -145,7 +145,7 @@ def evaluate(run: Run, pipeline: Pipeline, model: nn.Module, data: Data) -> None
     with run.evaluating(model):
         total, targets = torch.zeros((), device=run.device), 0
         for window in run.read(data.validation):
-            total += pipeline.evaluate(window.micro_batches)
+            total += pipeline.evaluate(list(window.micro_batches))
             targets += window.num_targets
         loss = run.sum(total).item() / targets
         bits = loss / math.log(2) / data.bytes_per_token
