@@ -29,6 +29,7 @@ size before says would take over --limit seconds or over 4 GB more memory is not
 """
 
 import argparse
+import importlib
 import json
 import math
 import resource
@@ -238,12 +239,12 @@ def save(options: argparse.Namespace) -> Callable[[], Any]:
 
     from shared.run.checkpoint import Checkpointer
     from shared.run.state import TrainState
-    from templates.pretrain import Config
 
+    config: Any = importlib.import_module("templates.pretrain").Config()
     run_dir = Path(options.folder, "run")
     run_dir.mkdir()
     model, optimizer = trained(options)
-    saver = Checkpointer(Accelerator(cpu=True), {"model": model}, [optimizer], run_dir, Config(), data="")
+    saver = Checkpointer(Accelerator(cpu=True), {"model": model}, [optimizer], run_dir, config, data="")
     saver.save(TrainState(step=1))
     return lambda: saver.save(TrainState(step=2))
 

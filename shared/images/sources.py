@@ -130,7 +130,7 @@ class Found:
             identity.update(f"{label} {file} {size}\n".encode(errors="surrogateescape"))
         self.stamps = stamps
         key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
-        key.update(stamps)
+        key.update(stamps.tobytes())
         key.update(repr(self.labels).encode(errors="surrogateescape"))
         return {
             "key": key.hexdigest()[:16],
