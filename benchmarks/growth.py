@@ -18,12 +18,18 @@ reads forward from the start, which is the price of keeping nothing on disk, and
 - drawing a step: `Order.indices` alone, and `chat.GroupedOrder.indices`, which sorts by length within 32 batches.
 - resuming: the first window of a new `Loader` at a step after the start, in the middle of the first epoch, and in the
   eleventh; its samples have to be those that a run draws there which began 20 steps before.
+- accumulating: 512 micro-batches, n in each optimizer step, beside a plain DataLoader: two workers need 8 ms to read one,
+  and the step 5 ms to compute it, both asleep.
+- saving tensors: a checkpoint of n tensors of a model and its AdamW, beside torch.save of the same.
+- opening known images: `images.prepare` of n small pictures in 100 class folders that were checked before, beside
+  torchvision's `ImageFolder`, which checks nothing.
 
 Every cell is a process of its own. Time is the wall clock's, and memory how much the process's peak rises. What the
 size before says would take over --limit seconds or over 4 GB more memory is not run.
 """
 
 import argparse
+import importlib
 import json
 import math
 import resource
@@ -173,6 +179,120 @@ def draw_grouped(options: argparse.Namespace) -> Callable[[], Any]:
     return lambda: order.indices(steps_per_epoch(options) // 2)
 
 
+MICRO_BATCHES = 512
+
+
+class Slow(Computed):
+    """Samples that take 2 ms each to read."""
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def accumulate(options: argparse.Namespace) -> Callable[[], Any]:
+    import torch
+    from torch.utils.data import default_collate
+
+    from shared.data.loader import Loader
+    from shared.data.order import Order
+
+    share: Row = {"rank": 0, "world_size": 1, "device": torch.device("cpu"), "num_workers": 2}
+    rows, size = 4, 4 * options.size
+    loader = Loader(Slow(10**6), default_collate, Order(10**6, size, 0), per_device=rows, **share)
+
+    def train() -> None:
+        for window in loader.windows(0, MICRO_BATCHES // options.size):
+            for _ in window.micro_batches:
+                time.sleep(0.005)
+
+    return train
+
+
+def accumulate_plainly(options: argparse.Namespace) -> Callable[[], Any]:
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader(Slow(4 * MICRO_BATCHES), 4, num_workers=2, prefetch_factor=4)  # type: ignore[arg-type]
+
+    def train() -> None:
+        for _ in loader:
+            time.sleep(0.005)
+
+    return train
+
+
+def trained(options: argparse.Namespace) -> tuple[Any, Any]:
+    """A model and its AdamW: n tensors in all."""
+    import torch
+    from torch import nn
+
+    from shared.training.optim import fill_state
+
+    model = nn.ParameterDict({f"layer_{n}": nn.Parameter(torch.randn(1000)) for n in range(options.size // 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    fill_state(optimizer)
+    return model, optimizer
+
+
+def save(options: argparse.Namespace) -> Callable[[], Any]:
+    from accelerate import Accelerator
+
+    from shared.run.checkpoint import Checkpointer
+    from shared.run.state import TrainState
+
+    config: Any = importlib.import_module("templates.pretrain").Config()
+    run_dir = Path(options.folder, "run")
+    run_dir.mkdir()
+    model, optimizer = trained(options)
+    saver = Checkpointer(Accelerator(cpu=True), {"model": model}, [optimizer], run_dir, config, data="")
+    saver.save(TrainState(step=1))
+    return lambda: saver.save(TrainState(step=2))
+
+
+def save_plainly(options: argparse.Namespace) -> Callable[[], Any]:
+    import torch
+
+    model, optimizer = trained(options)
+
+    def write() -> None:
+        torch.save([model.state_dict(), optimizer.state_dict()], Path(options.folder, "checkpoint.pt"))
+
+    write()
+    return write
+
+
+def pictures(options: argparse.Namespace) -> Path:
+    """Hard links, in class folders."""
+    from shared.images.sources import write_digits
+
+    digits, root = Path(options.folder, "digits"), Path(options.folder, "pictures")
+    digits.mkdir()
+    write_digits(digits)
+    files = sorted(digits.rglob("*.png"))
+    for label in range(100):
+        (root / f"class-{label:02d}").mkdir(parents=True)
+    for number in range(options.size):
+        (root / f"class-{number % 100:02d}" / f"{number:08d}.png").hardlink_to(files[number % len(files)])
+    return root
+
+
+def open_images(options: argparse.Namespace) -> Callable[[], Any]:
+    from shared.images import files
+    from shared.images.options import ImageConfig
+
+    config: Any = ImageConfig(train_dir=(pictures(options),))
+    files._find_bad = lambda *_: []  # type: ignore[assignment]  # the check itself is not measured
+    files.prepare(config)
+    return lambda: files.prepare(config)
+
+
+def open_images_plainly(options: argparse.Namespace) -> Callable[[], Any]:
+    from torchvision.datasets import ImageFolder
+
+    root = pictures(options)
+    return lambda: ImageFolder(str(root))
+
+
 WORK = {
     "tokenising text": tokenise_text,
     "tokenising conversations": tokenise_chats,
@@ -184,7 +304,14 @@ WORK = {
     "resuming at step 100": resume_early,
     "resuming in the middle of an epoch": resume_middle,
     "resuming in the eleventh epoch": resume_late,
+    "accumulating": accumulate,
+    "accumulating, DataLoader": accumulate_plainly,
+    "saving tensors": save,
+    "saving tensors, torch.save": save_plainly,
+    "opening known images": open_images,
+    "opening known images, ImageFolder": open_images_plainly,
 }
+SIZES = {"accumulating": [16, 64, 256], "saving": [1000, 5000], "opening known": [10**4, 10**5, 10**6]}  # of these lines
 
 
 def peak() -> int:
@@ -212,15 +339,18 @@ def measured(options: argparse.Namespace) -> Row:
 
 def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=3, steps=200, least=1, counts="repetitions of what takes no time")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10**4, 10**6, 10**8], help="numbers of samples")
+    parser.add_argument("--sizes", type=int, nargs="+", help="numbers of samples")
     parser.add_argument("--limit", type=float, default=120, help="seconds that a cell may take")
     parser.add_argument("--works", nargs="+", choices=list(WORK), default=list(WORK), help="lines of the table")
     options = rounds.parse(parser, dict.fromkeys(WORK, measured))
-    options.sizes.sort()
     seen: dict[tuple[str, int], Row] = {}
 
+    def sizes(work: str) -> list[int]:
+        own = next((few for name, few in SIZES.items() if work.startswith(name)), [10**4, 10**6, 10**8])
+        return sorted(options.sizes or own)
+
     def too_much(work: str, size: int) -> str:
-        smaller = [other for other in options.sizes if other < size]
+        smaller = [other for other in sizes(work) if other < size]
         if not smaller or work.startswith(REPEATED):
             return ""
         last = seen.get((work, smaller[-1]), {"seconds": math.inf, "memory": math.inf})
@@ -241,7 +371,7 @@ def main() -> None:
         seen.setdefault((work, size), found)
         return {"milliseconds": 1e3 * found["seconds"], "megabytes": found["memory"] / 1e6}
 
-    names = [f"{work} | {size:,}" for work in options.works for size in options.sizes]
+    names = [f"{work} | {size:,}" for work in options.works for size in sizes(work)]
     rows = rounds.alternate(names, options.rounds, measure)
     columns = {"time, ms": ("milliseconds", ",.3f"), "memory, MB": ("megabytes", ",.1f")}
     notes = [f"Medians (and ranges) of {options.rounds} rounds; the peak of the process's memory over that before."]

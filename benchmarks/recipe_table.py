@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         return cross_entropy(prepared(batch["pixel_values"]).logits.float(), batch["labels"], reduction="sum")
 
     def train() -> None:
-        for micro_batch in step.accumulate(accelerator, [prepared], [batch] * accumulation):
+        for micro_batch in step.accumulate(accelerator, [prepared], [batch] * accumulation, accumulation):
             step.backward(accelerator, loss_of(micro_batch), 1 / units)
         norm = step.clip_gradients(accelerator, [prepared], 1.0)
         step.update(accelerator, optimizers, norm.isfinite(), norm)

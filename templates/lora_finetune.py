@@ -41,8 +41,8 @@ class Config:
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(learning_rate=1e-3, weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=50, metric_for_best_model="loss")
-    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=20)
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="loss")
+    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:

@@ -41,8 +41,8 @@ class Config:
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(learning_rate=3e-3)
     speed: SpeedConfig = SpeedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=50, metric_for_best_model="none")
-    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=50)
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
+    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:

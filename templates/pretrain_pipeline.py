@@ -45,8 +45,8 @@ class Config:
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(learning_rate=3e-3)
     speed: SpeedConfig = SpeedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=50, metric_for_best_model="none")
-    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=50)
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
+    checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ def evaluate(run: Run, pipeline: Pipeline, model: nn.Module, data: Data) -> None
     with run.evaluating(model):
         total, targets = torch.zeros((), device=run.device), 0
         for window in run.read(data.validation):
-            total += pipeline.evaluate(window.micro_batches)
+            total += pipeline.evaluate(list(window.micro_batches))
             targets += window.num_targets
         loss = run.sum(total).item() / targets
         bits = loss / math.log(2) / data.bytes_per_token

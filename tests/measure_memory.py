@@ -65,7 +65,7 @@ def main(checkpointing: str, lora_r: int, length: int, output: Path, architectur
         batch["position_ids"] = (torch.arange(length) % (length // 4)).expand(ROWS, -1)
 
     def train() -> None:
-        for micro_batch in step.accumulate(accelerator, [prepared], [batch, batch]):
+        for micro_batch in step.accumulate(accelerator, [prepared], [batch, batch], 2):
             step.backward(accelerator, lm_loss.causal_lm_loss(prepared, micro_batch), 1 / 1000)
         norm = step.clip_gradients(accelerator, [prepared], 1.0)
         step.update(accelerator, optimizers, norm.isfinite(), norm)

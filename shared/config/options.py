@@ -9,7 +9,7 @@ This module and its imports stay clear of torch, so that --help and a mistyped f
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shared.config.parse import require
 from shared.process import ranks
@@ -175,25 +175,41 @@ class SpeedConfig:
         require(self, "at least 1 and below 1e7", "ddp_timeout")
 
 
+def _steps_between(every: float, total_steps: int) -> int:
+    """Optimizer steps from one evaluation or checkpoint to the next, where a flag says `every`."""
+    return int(every) if every >= 1 else max(round(1 / every), round(every * total_steps))
+
+
+def _require_steps(config: Any, flag: str) -> None:
+    require(config, "above 0", flag)
+    if (every := getattr(config, flag) or 1) > 1 and every % 1:
+        raise ConfigError(f"--{flag} is a whole number of steps or, below 1, a share of the run, not {every}")
+
+
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Evaluation and best weights."""
 
     FREE: ClassVar = frozenset({"eval_steps"})
 
-    # Optimizer steps between evaluations; one more is made before training and one at its end
-    eval_steps: int | None = 50
+    # Optimizer steps between evaluations; below 1: share of the run, but at least 1 / share steps (0.02: 50 steps, or a
+    # fiftieth of a run of more than 2,500); None: an epoch. One more is made before training and one at its end.
+    eval_steps: int | float | None = 0.02
     # final/ holds the weights of the evaluation that was best by this metric; none: the last weights
     metric_for_best_model: Literal["loss", "accuracy", "macro_f1", "map", "matthews", "pearson", "spearman", "none"] = "loss"
     early_stopping_patience: int = 0  # Stop after so many evaluations without a better one; 0: never
     ema_decay: float = 0.0  # Evaluate and save a moving average of the weights with this decay a step; 0: off
 
     def __post_init__(self) -> None:
-        require(self, "at least 1", "eval_steps")
+        _require_steps(self, "eval_steps")
         require(self, "at least 0", "early_stopping_patience")
         require(self, "at least 0 and below 1", "ema_decay")
         if self.early_stopping_patience and self.metric_for_best_model == "none":
             raise ConfigError("--early_stopping_patience needs a --metric_for_best_model, not none")
+
+    def every(self, total_steps: int, steps_per_epoch: int | None) -> int:
+        """Optimizer steps between evaluations."""
+        return _steps_between(self.eval_steps or steps_per_epoch or total_steps, total_steps)
 
 
 @dataclass(frozen=True)
@@ -209,7 +225,9 @@ class CheckpointConfig:
 
     # Folder of the run; a run that is there continues; if not given, a new outputs/<template>/<time>
     output_dir: Path | None = None
-    save_steps: int = 100  # Optimizer steps between checkpoints; one is always written at the end
+    # Optimizer steps between checkpoints; below 1: share of the run, but at least 1 / share steps (0.02: 50 steps, or a
+    # fiftieth of a run of more than 2,500). One is always written at the end.
+    save_steps: int | float = 0.01
     save_total_limit: int = 2  # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
     async_save: bool = False  # Write checkpoints in the background; training waits for a copy to the host's memory only
     resume_from_checkpoint: Path | None = None  # Checkpoint to start from; if not given, the newest valid one in output_dir
@@ -219,7 +237,12 @@ class CheckpointConfig:
     dress_rehearsal: bool = False
 
     def __post_init__(self) -> None:
-        require(self, "at least 1", "save_steps", "save_total_limit")
+        require(self, "at least 1", "save_total_limit")
+        _require_steps(self, "save_steps")
+
+    def every(self, total_steps: int) -> int:
+        """Optimizer steps between checkpoints."""
+        return _steps_between(self.save_steps, total_steps)
 
 
 @dataclass(frozen=True)

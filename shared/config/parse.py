@@ -294,7 +294,7 @@ def _checked(key: str, kind: Any, text: str) -> str:
                 return str(int(number))
             if float in types and math.isfinite(number):
                 return text
-        raise ConfigError(f"--{key} is a {'whole ' if int in types else ''}number, not {text!r}")
+        raise ConfigError(f"--{key} is a {'' if float in types else 'whole '}number, not {text!r}")
     is_place = re.search(r"(dir|file|path|checkpoint|name)$", key)
     return os.path.expanduser(text) if is_place else text  # shells do not expand ~ in YAML and after =
 

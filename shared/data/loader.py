@@ -1,6 +1,7 @@
 """Worker processes, and windows of micro-batches for one rank from any optimizer step on."""
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import islice
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shared.data.order import IGNORED, Batch, Order, Row, Samples, micro_batches, seed_all
+from shared.data.order import IGNORED, Batch, Order, Row, Samples, draws_kept, micro_batches, seed_all
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.ranks import cores
 from shared.process.signals import STOP_SIGNALS, stop_signals_wait
@@ -30,11 +32,34 @@ def cu_seqlens_of(position_ids: np.ndarray) -> np.ndarray:
     return np.append(np.flatnonzero(position_ids == 0), position_ids.size).astype(np.int32)
 
 
+class MicroBatches:
+    """Micro-batches that are read when they are asked for, and not kept: memory does not grow with their number.
+
+    Raises:
+        RuntimeError: someone goes through them a second time.
+    """
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches, self.is_taken = batches, False
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.is_taken:
+            raise RuntimeError("micro-batches are read once and not kept: use `step.batches`, or make a list of them")
+        self.is_taken = True
+        return self.batches
+
+    def skip(self) -> None:
+        """Read what is left, so that the next step's can follow."""
+        self.is_taken = True
+        for _ in self.batches:
+            pass
+
+
 @dataclass
 class Window:
     """What one rank computes for one optimizer step."""
 
-    micro_batches: list[Batch]
+    micro_batches: Iterable[Batch]  # of a `Loader`: to be gone through once, before the next window
     num_targets: int  # of the whole global batch, over all ranks: what its loss is divided by
     num_samples: int  # likewise
     epoch: int
@@ -60,7 +85,9 @@ class _Rows:
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
     def __call__(self, keys: list[tuple[int, int]]) -> Batch:
-        return self.collate([self.row(*key) for key in keys])
+        # A step that reads in its own process goes on to draw what it would draw without.
+        with draws_kept() if self.transform else contextlib.nullcontext():
+            return self.collate([self.row(*key) for key in keys])
 
 
 class _Work(Dataset):
@@ -82,6 +109,13 @@ def _and_its_error(items: Iterable[Any]) -> Iterator[Any]:
         yield from items
     except CleanExit as error:
         yield error
+
+
+def _or_raise(results: Iterable[Any]) -> Iterator[Any]:
+    for result in results:
+        if isinstance(result, CleanExit):
+            raise result
+        yield result
 
 
 def _as_it_is(result: Any) -> Any:
@@ -161,23 +195,25 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
 
 
 class ToDevice:
-    """Puts batches on a device. Pinned batches are copied to a GPU on a separate stream, while it computes a step."""
+    """Puts batches on a device. Pinned batches are copied to a GPU on a separate stream, while it computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, batches: list[Batch]) -> list[Batch]:
-        if self.stream is None:
-            return [{key: tensor.to(self.device) for key, tensor in batch.items()} for batch in batches]
-        using = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.stream):
-            batches = [{k: tensor.to(self.device, non_blocking=True) for k, tensor in batch.items()} for batch in batches]
-        using.wait_stream(self.stream)
+    def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Each batch, copied when it is asked for: a GPU then still computes the one before."""
         for batch in batches:
-            for tensor in batch.values():
+            if self.stream is None:
+                yield {key: tensor.to(self.device) for key, tensor in batch.items()}
+                continue
+            using = torch.cuda.current_stream(self.device)
+            with torch.cuda.stream(self.stream):
+                moved = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
+            using.wait_stream(self.stream)
+            for tensor in moved.values():
                 tensor.record_stream(using)  # else its memory is reused while that stream still reads it
-        return batches
+            yield moved
 
 
 class Loader:
@@ -221,24 +257,23 @@ class Loader:
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there.
 
+        Its micro-batches are read as they are asked for; those that nobody asked for are skipped when the next window is.
+
         Raises:
-            CleanExit: raised by reading a sample.
+            CleanExit: raised by reading a sample, here or in the micro-batches.
         """
         if (start, stop) not in self._readers:
             self._readers = {(start, stop): self._reader(start, stop)}
         with stop_signals_wait():
-            batches = iter(self._readers[start, stop])  # starts the reading processes
+            batches = _or_raise(iter(self._readers[start, stop]))  # starts the reading processes
         for step in range(start, stop):
             indices = self.order.indices(step)
             split = micro_batches(indices, self.rank, self.world_size, self.per_device)
-            rows = [next(batches) for _ in split]
-            for batch in rows:
-                if isinstance(batch, CleanExit):
-                    raise batch
-            rows = self._to_device(rows)
+            rows = MicroBatches(self._to_device(islice(batches, len(split))))
             targets, epoch = self.samples.num_targets(indices), step // self.order.steps_per_epoch
             sources = self.order.used(step + 1)
             yield Window(rows, targets, len(indices), epoch, self.order.samples_per_epoch, split, sources)
+            rows.skip()
 
     def longest(self, rows: int) -> Batch:
         """The batch that takes the most memory, on the device: the longest sample and `rows` - 1 times the shortest.

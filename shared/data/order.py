@@ -4,10 +4,11 @@ The order depends only on (seed, epoch, step). The world size only decides how r
 resume at any step, on any number of processes, without reading earlier samples, and sees the same samples.
 """
 
+import contextlib
 import hashlib
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
@@ -180,6 +181,18 @@ def seed_all(*key: int, devices: bool = True) -> None:
         device.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed >> 32)  # the upper half: torch uses the lower half, for the same generator on the CPU
+
+
+@contextlib.contextmanager
+def draws_kept() -> Iterator[None]:
+    """Take back what is drawn or seeded in this block from the generators of torch (the CPU's), Python and NumPy."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 @cache

@@ -1,10 +1,12 @@
 """Find labelled images, check each one for damage, split them and decode them."""
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -148,7 +150,7 @@ class ImageData:
 
 
 def prepare(config: ImageConfig) -> ImageData:
-    """Find the images, check each one (later runs reuse the result) and split them. Every rank calls this.
+    """Find the images, check those that no earlier run has checked, and split them. Every rank calls this.
 
     Raises:
         ConfigError: no images, an image that cannot be read (without --skip_bad_images), a class without images.
@@ -231,7 +233,10 @@ def _prepare(config: ImageConfig) -> ImageData:
         else:
             labels = np.array([number_of[label] for label in found[0].labels], dtype=np.int64)
         np.save(into / "labels.npy", labels)
-        bad = _find_bad(table or Files(paths), len(found[0].labels))
+        kind = {"about": meta["about"], "version": found[0].version, "code": prepared.source_of("images")}
+        known = cache_dir() / "images" / f"good-{prepared.fingerprint(name=meta['name'], **kind)}.npy"
+        assert found[0].stamps is not None
+        bad = _find_bad(table or Files(paths), found[0].stamps, known)
         (into / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
 
     folder = prepared.build_once(cache_dir() / "images" / meta["key"], read_all)
@@ -242,24 +247,44 @@ def _prepare(config: ImageConfig) -> ImageData:
     return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad)))
 
 
-def _find_bad(source: Files | Table, count: int) -> list[int]:
-    """Decode all images, and return the numbers of those that cannot be read."""
-    print_main(f"reading {count:,} images once, to find those that are damaged")
+def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path) -> list[int]:
+    """Decode the images that were not good in an earlier run, and return the numbers of those that cannot be read.
+
+    Args:
+        stamps: [n], each image's: see `Found`.
+        known: where the stamps of good images are kept, from time to time, so that a check that is killed goes on.
+    """
+    good = np.zeros(len(stamps), dtype=bool)
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        good = np.isin(stamps, np.load(known))
+    left = np.flatnonzero(~good)
+    print_main(f"reading {len(left):,} images once, to find those that are damaged")
     loader: DataLoader = DataLoader(
-        range(count),  # type: ignore[arg-type]
+        left,  # type: ignore[arg-type]
         batch_size=64,
-        num_workers=cores() if count > 5000 else 0,
+        num_workers=cores() if len(left) > 5000 else 0,
         collate_fn=partial(_reasons, source),
         generator=torch.Generator(),  # the global one is for the initial weights: this check must not change them
     )
+    bad: list[int] = []
+    saved = time.monotonic()
     batches = tqdm(loader, "reading", unit="image", unit_scale=64, disable=None)  # None: a bar on terminals only
-    return [number for bad in batches for number in bad]
+    for number, reasons in enumerate(batches, 1):
+        bad += reasons
+        good[left[64 * (number - 1) : 64 * number]] = True
+        good[list(reasons)] = False
+        if time.monotonic() - saved > 20 or number == len(loader):
+            with contextlib.suppress(OSError):  # they are read again
+                np.save(temporary := known.with_name(f".{os.getpid()}-{known.name}"), stamps[good])
+                temporary.replace(known)
+            saved = time.monotonic()
+    return bad
 
 
 def _reasons(source: Files | Table, numbers: Iterable[int]) -> dict[int, str]:
     """For each image that cannot be read: its number, and the reason."""
     bad = {}
-    for number in numbers:
+    for number in map(int, numbers):
         try:
             decode(source[number], at_least=1)  # the cheapest way to read the whole file
         except BadImage as error:
@@ -304,11 +329,11 @@ def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -
     """Warn of images that are in both training and validation, by path. A link to an image counts as another image."""
     whole = cache(os.path.realpath)  # called for folders only: there are fewer folders than images
 
-    def paths(numbers: np.ndarray) -> list[str]:
-        places = (os.path.split(os.fsdecode(source.paths[number])) for number in numbers)
-        return [os.path.join(whole(folder), name) for folder, name in places]
+    def paths(numbers: np.ndarray) -> Iterator[tuple[bytes, bytes]]:
+        places = (path.rpartition(b"/") for path in source.paths[numbers].tolist())
+        return ((whole(folder or b"."), name) for folder, _, name in places)
 
-    trained = set(paths(train))
+    trained = set(paths(validation)).intersection(paths(train))
     if both := sum(path in trained for path in paths(validation)):
         what = f"{both:,} of the {len(validation):,} images to validate on"
         print_main(f"warning: {what} are trained on, too: their accuracy says little")

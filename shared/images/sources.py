@@ -1,16 +1,18 @@
 """Where labelled images come from: class folders, lists, data sets of the Hub. No image is opened here."""
 
-import contextlib
 import hashlib
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from PIL import Image
 
 from shared.data import prepared, records
@@ -103,6 +105,7 @@ class Found:
     about: str  # where the validation images come from, for people
     paths: list[str] = field(default_factory=list)  # empty for the rows of a table
     version: str = ""  # of a table's contents
+    stamps: np.ndarray | None = None  # [n] uint64, hashes of each image's path, size and time: set by `describe`
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must know, JSON-like.
@@ -114,17 +117,21 @@ class Found:
             ConfigError: an image is a pipe, a socket or a device.
         """
         code = prepared.source_of("data", "images")
-        key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
         identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode())
-        for number, label in enumerate(self.labels):
-            path, size, time = self.paths[number] if self.paths else "", -1, 0
-            with contextlib.suppress(OSError):  # a table's row, or a missing file, which is named later
-                found = os.stat(path)
-                if not stat.S_ISREG(found.st_mode):
-                    raise ConfigError(f"{path}: {NOT_REGULAR}")
-                size, time = found.st_size, found.st_mtime_ns
-            key.update(f"{path} {size} {time} {label}\n".encode(errors="surrogateescape"))
-            identity.update(f"{label} {os.path.basename(path)} {size}\n".encode(errors="surrogateescape"))
+        stamps = np.arange(len(self.labels), dtype=np.uint64)  # of a table's rows
+        facts = _sizes_and_times(self.paths) if self.paths else repeat((-1, 0))
+        for number, (label, path, (size, time)) in enumerate(
+            zip(self.labels, self.paths or repeat(""), facts, strict=False)
+        ):
+            if path:
+                name = f"{path} {size} {time}".encode(errors="surrogateescape")
+                stamps[number] = xxhash.xxh3_64_intdigest(name)
+            file = path[path.rfind(os.sep) + 1 :]
+            identity.update(f"{label} {file} {size}\n".encode(errors="surrogateescape"))
+        self.stamps = stamps
+        key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
+        key.update(stamps.tobytes())
+        key.update(repr(self.labels).encode(errors="surrogateescape"))
         return {
             "key": key.hexdigest()[:16],
             "identity": identity.hexdigest(),
@@ -133,6 +140,31 @@ class Found:
             "held_out_from": self.held_out_from,
             "classes": in_order({name for label in self.labels for name in ([label] if isinstance(label, str) else label)}),
         }
+
+
+def _sizes_and_times(paths: list[str]) -> Iterator[tuple[int, int]]:
+    """(bytes, nanoseconds) of each file, (-1, 0) of a missing one, which is named later. By threads: networks are slow.
+
+    Raises:
+        ConfigError: one is a pipe, a socket or a device.
+    """
+
+    def look(some: list[str]) -> list[tuple[int, int]]:
+        return [_size_and_time(path) for path in some]
+
+    with ThreadPoolExecutor(32) as pool:
+        parts = [paths[first : first + 1000] for first in range(0, len(paths), 1000)]
+        yield from chain.from_iterable(pool.map(look, parts))
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, 0
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path}: {NOT_REGULAR}")
+    return found.st_size, found.st_mtime_ns
 
 
 # Class folders ---------------------------------------------------------------------------------------------------------
@@ -173,7 +205,7 @@ def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[str]]
     for folder in classes:
         images = []
         for place, files in walk(folder):
-            images += [os.path.join(place, f) for f in files if f.lower().endswith(SUFFIXES)]
+            images += [f"{place}/{name}" for name in files if name.lower().endswith(SUFFIXES)]
         if not images and training:
             raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}): fill or remove it")
         labels += [folder.name] * len(images)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
+
 from shared.process import faults
 from shared.process.errors import ConfigError
 
@@ -123,10 +125,11 @@ def open_regular(path: Path, mode: str = "w") -> IO[Any]:
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 
-def digest(path: Path) -> dict[str, Any]:
-    """SHA-256 and size of a file."""
+def digest(path: Path, kind: str = "xxh3_128") -> dict[str, Any]:
+    """Checksum and size of a file. XXH3 finds damage as surely as SHA-256, and 30 times as fast; neither stops a forger."""
     with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": path.stat().st_size}
+        made: Any = getattr(xxhash, kind) if kind != "sha256" else kind
+        return {kind: hashlib.file_digest(file, made).hexdigest(), "size": path.stat().st_size}
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -154,7 +154,8 @@ class Logger:
         assert step.finite is not None and step.grad_norm is not None
         self.unread.append((step.sums, step.finite, step.num_targets))
         self.targets += step.num_targets
-        self.positions += sum(batch["labels"].numel() for batch in step.batches)  # padding included
+        self.positions += step.positions
+        self.waited += step.waited
         self.bar.update()
         if self.profiler is not None:
             self.profiler.step()

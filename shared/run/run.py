@@ -140,7 +140,7 @@ class Run:
         """
         config, given = self.config, configs.flatten(self.config)
         self.train, self.total_steps = train, total_steps
-        self.eval_steps = config.evaluation.eval_steps or train.steps_per_epoch or total_steps
+        self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
         model = self.models["model"]
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
@@ -186,8 +186,7 @@ class Run:
         config = configs.replace(self.config, output_dir=self.dir)
         if self.is_main:
             configs.save(config, self.dir / "config.yaml")
-        epoch = self.train.steps_per_epoch
-        epochs = f", {self.total_steps / epoch:.2f} epochs" if epoch else ""
+        epochs = f", {self.total_steps / epoch:.2f} epochs" if (epoch := self.train.steps_per_epoch) else ""
         if isinstance(order := getattr(self.train, "order", None), Mixture):
             rows["mixture"] = order.describe(self.total_steps)
         summary(
@@ -198,6 +197,7 @@ class Run:
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{self.total_steps:,} steps{epochs}",
+                "cadence": f"evaluated every {self.eval_steps:,}, saved every {config.checkpoint.every(self.total_steps):,}",
                 "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
                 "output": self.dir,
             },
@@ -236,7 +236,7 @@ class Run:
             yield self._step
             self._complete_step()
             evaluated, best = (self.state.step == step for step in (self.state.evaluated, self.state.best_step))
-            saving = self.is_last or best or self._is_due(config.checkpoint.save_steps)
+            saving = self.is_last or best or self._is_due(config.checkpoint.every(self.total_steps))
             self._stop_if_asked(now=evaluated or saving)
             with self.logger.pause():
                 if evaluated:

@@ -1,7 +1,8 @@
 """One optimizer step: forward and backward in micro-batches, clipping, the update."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ class Step:
 
     Attributes:
         number: of this optimizer step, from 1.
-        batches: this rank's micro-batches.
         num_targets: targets of the global batch, over all ranks. The loss is the mean over them.
         learning_rate: of this step.
         grad_norm: before clipping, a scalar on the device; None before `clip_gradients`.
+        positions: of the labels read so far, padding included.
+        waited: seconds that reading them has taken.
         finite: whether losses and gradients were finite: a bool on the device, the same on all ranks; None before `update`.
     """
 
@@ -47,7 +49,8 @@ class Step:
     ) -> None:
         self.accelerator, self.models, self.window, self._verdict = accelerator, models, window, verdict
         self.number, self.learning_rate, self.group = number, rate, group
-        self.batches, self.num_targets = window.micro_batches, window.num_targets
+        self.num_targets, self.positions, self.waited = window.num_targets, 0, 0.0
+        self._batches: list[Batch] | None = None
         self.scale = loss_scale(window.num_targets)
         self.sums: dict[str, list[torch.Tensor]] = {}  # logged values by name, a scalar for each micro-batch
         self._losses: list[torch.Tensor] = []
@@ -56,8 +59,27 @@ class Step:
         self.finite: torch.Tensor | None = None
 
     def micro_batches(self) -> Iterator[Batch]:
-        """Yield each micro-batch. Gradients are reduced over ranks in the backward pass of the last."""
-        return accumulate(self.accelerator, self.models, self.batches)
+        """Read and yield each micro-batch. Gradients are reduced over ranks in the backward pass of the last."""
+        batches = self._read() if self._batches is None else self._batches
+        return accumulate(self.accelerator, self.models, batches, len(self.window.indices))
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All of this rank's micro-batches, held in memory: for a step that needs them at once, or more than once."""
+        if self._batches is None:
+            self._batches = list(self._read())
+        return self._batches
+
+    def _read(self) -> Iterator[Batch]:
+        batches = iter(self.window.micro_batches)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - start
+            if batch is None:
+                return
+            self.positions += batch["labels"].numel()
+            yield batch
 
     def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
         """Add the gradients of `loss`, a scalar summed over the micro-batch's targets. It is logged as `name`."""
@@ -93,14 +115,16 @@ class Step:
         self.finite = finite if self.finite is None else self.finite & finite
 
 
-def accumulate(accelerator: Accelerator, models: Sequence[nn.Module], micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-    """Yield micro-batches. Each goes forward and `backward` before the next. Every rank calls this alike.
+def accumulate(
+    accelerator: Accelerator, models: Sequence[nn.Module], micro_batches: Iterable[Batch], count: int
+) -> Iterator[Batch]:
+    """Yield `count` micro-batches. Each goes forward and `backward` before the next. Every rank calls this alike.
 
     Gradients are reduced over ranks in the backward pass of the last. FSDP reduces in every one: otherwise each rank would
     store unsharded gradients. HSDP reduces between its groups in the last.
     """
     for i, batch in enumerate(micro_batches):
-        with reduced(accelerator, models, last=i + 1 == len(micro_batches)):
+        with reduced(accelerator, models, last=i + 1 == count):
             yield batch
 
 

@@ -224,15 +224,31 @@ def test_a_pickle_in_place_of_any_other_file_runs_nothing(tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
+def test_one_that_was_hashed_with_sha_256_is_read_and_its_damage_found(tmp_path):
+    """As checkpoints were before XXH3."""
+    _, _, saver = make(tmp_path / "run")
+    saver.save(TrainState(step=1))
+    folder = saver.run_dir / "checkpoint-000001"
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["sha256"]
+    manifest["files"] = {name: digest(folder / name, "sha256") for name in manifest["files"]}
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
+    assert saver.resume().step == 1
+    shard = folder / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+        saver.resume()
+
+
 def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, monkeypatch):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
     saver.save(TrainState(step=2))
 
-    def digest(path):
+    def digest(path, kind="xxh3_128"):
         if path.parent.name == "checkpoint-000002":
             raise OSError(errno.ESTALE, "Stale file handle")
-        return {"sha256": "", "size": 0}
+        return {kind: "", "size": 0}
 
     monkeypatch.setattr(checkpoint_files, "digest", digest)
     with pytest.raises(NotNow, match=r"checkpoint-000002: .* cannot be read \(Stale file handle\)"):

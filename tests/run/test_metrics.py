@@ -11,6 +11,7 @@ from shared.data.order import IGNORED
 from shared.models.counts import find_gpu
 from shared.run import metrics
 from shared.run.state import TrainState
+from shared.training import step
 from shared.training.step import Step
 
 QUIET = LogConfig(report_to="none", logging_steps=2)
@@ -27,21 +28,28 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     logger = metrics.Logger(two, QUIET, tmp_path, state, 4, {}, template="x", flops=3.0)
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
     window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None)
-    step = Step(two, [], window, number=1, rate=0.1, verdict=lambda *_: torch.tensor(True))
-    for loss in (4.0, 8.0):
-        step.record(torch.tensor(loss))
-        step.log(entropy=torch.tensor(2 * loss))
-    step.finite, step.grad_norm = torch.tensor(True), torch.tensor(0.5)
+    window.indices = [[0], [1]]
+    monkeypatch.setattr(step, "time", metrics.time)
+
+    def batches():
+        for _ in range(2):
+            clock[0] += 0.5
+            yield batch
 
     def windows():
         for _ in range(4):
-            clock[0] += 1
+            window.micro_batches = batches()
             yield window
 
     for one in logger.waiting(windows()):
+        made = Step(two, [], one, number=1, rate=0.1, verdict=lambda *_: torch.tensor(True))
+        for loss, _ in zip((4.0, 8.0), made.micro_batches(), strict=False):
+            made.record(torch.tensor(loss))
+            made.log(entropy=torch.tensor(2 * loss))
+        made.finite, made.grad_norm = torch.tensor(True), torch.tensor(0.5)
         clock[0] += 2
         state.advance(one)
-        logger.step(step, due=state.step % 2 == 0)
+        logger.step(made, due=state.step % 2 == 0)
         with logger.pause():
             clock[0] += 100
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

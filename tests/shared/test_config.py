@@ -374,6 +374,21 @@ def test_a_group_refuses_what_cannot_work(group, values, message):
     assert message in refused(group, **values)
 
 
+def test_the_default_cadence_is_that_of_a_demo_in_a_short_run_and_a_share_of_a_long_one(templates):
+    """20B tokens in steps of 1M: 50 checkpoints of 12 GB, where one each 50 steps would write 4.6 TB."""
+    steps = {"lora_finetune": (50, 20), "pretrain": (50, 50)}
+    for name, (evaluations, saves) in steps.items():
+        config = getattr(templates, name).Config()
+        for total in (1, 40, 400):
+            assert (config.evaluation.every(total, 7), config.checkpoint.every(total)) == (evaluations, saves)
+        assert 20_000 // config.checkpoint.every(20_000) == saves
+    assert (config.evaluation.every(19_073, None), config.checkpoint.every(19_073)) == (381, 381)
+    given = configs.parse(templates.pretrain.Config, ["--eval_steps", "50", "--save_steps", "0.1"])
+    assert (given.evaluation.every(10**6, None), given.checkpoint.every(10**6)) == (50, 10**5)
+    assert EvaluationConfig(eval_steps=None).every(10**6, 7) == 7
+    assert "a whole number of steps or, below 1, a share" in refused(options.CheckpointConfig, save_steps=1.5)
+
+
 @pytest.mark.parametrize(
     ("template", "argv", "message"),
     [
@@ -384,7 +399,7 @@ def test_a_group_refuses_what_cannot_work(group, values, message):
         ("lora_finetune", "--load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit"),
         ("lora_finetune", "--init_lora_weights pissa --use_dora", "--init_lora_weights pissa"),
         ("lora_finetune", "--lora_r 0", "--lora_r must be at least 1"),
-        ("image_classification", "--eval_steps 0", "--eval_steps must be at least 1, not 0"),
+        ("image_classification", "--eval_steps 0", "--eval_steps must be above 0, not 0"),
     ],
 )
 def test_each_template_refuses_what_cannot_work(templates, template, argv, message):
@@ -517,7 +532,7 @@ def test_help_lists_every_flag_with_unit_and_default_without_importing_torch(nam
     text = " ".join(result.stdout.replace("│", " ").split())
     default = configs.flatten(config_class())["learning_rate"]
     assert f"(default: {default})" in text
-    assert "Optimizer steps between checkpoints; one is always written at the end (default: " in text
+    assert "of more than 2,500). One is always written at the end. (default: " in text
     assert "Samples in one forward and backward of one device" in text
     assert str(getattr(templates, name).__doc__).strip().splitlines()[0] in text
     assert not re.search(r"--\w+ [^-]*?STR\]? \(default", text)  # each flag says what it is

@@ -245,18 +245,22 @@ def test_nothing_is_read_before_the_step_that_is_asked_for():
     subject.samples = type(
         "Spy", (), {"__getitem__": lambda _, i: read.append(i) or fetch(i), "num_targets": lambda _, i: 0}
     )()
-    next(subject.windows(4, 5))
+    window = next(subject.windows(4, 5))
+    assert not read
+    batches = iter(window.micro_batches)
+    assert next(batches)["input_ids"][:, 0].tolist() == read  # and no micro-batch before it is asked for
+    list(batches)
     assert sorted(read) == sorted(Order(22, 8, seed=5).indices(4).tolist())
 
 
 @pytest.mark.parametrize(("world", "per_device"), [(1, 8), (1, 2), (2, 4), (2, 2), (4, 1), (8, 1)])
 def test_over_all_ranks_a_window_holds_the_global_batch_once(world, per_device):
-    ranks = [list(loader(per_device=per_device, rank=r, world_size=world).windows(0, 6)) for r in range(world)]
-    for step in range(6):
-        windows = [rank[step] for rank in ranks]
-        assert len({len(w.micro_batches) for w in windows}) == 1
+    ranks = [loader(per_device=per_device, rank=r, world_size=world).windows(0, 6) for r in range(world)]
+    for step, windows in enumerate(zip(*ranks, strict=True)):
+        read = [list(w.micro_batches) for w in windows]
+        assert {len(batches) for batches in read} == {len(w.indices) for w in windows} and len(set(map(len, read))) == 1
         expected = Order(22, 8, seed=5).indices(step)
-        batches = [batch for w in windows for batch in w.micro_batches]
+        batches = [batch for batches in read for batch in batches]
         labels = torch.cat([batch["labels"] for batch in batches])
         assert {w.num_targets for w in windows} == {int((labels != IGNORED).sum())}
         assert {w.num_samples for w in windows} == {len(expected)}
@@ -352,6 +356,30 @@ def test_draws_in_between_change_nothing():
     assert windows == again
 
 
+def test_reading_within_a_step_draws_nothing_from_it():
+    """Micro-batches are read between the draws of the step: dropout must not depend on who reads them."""
+    order = Order(22, 8, 5)
+    subject = Loader(Numbers(22), collate_noisy, order, per_device=2, rank=0, world_size=1, device=CPU, transform=noisy)
+    draws = []
+    for batches in (next(subject.windows(0, 1)).micro_batches, range(4)):
+        seed_all(1)
+        draws.append([(torch.rand(1).item(), random.random(), np.random.rand()) for _ in batches])
+    assert draws[0] == draws[1] and len(draws[0]) == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_micro_batches_that_nobody_takes_are_skipped_and_none_comes_twice(num_workers):
+    whole = [plain(window) for window in loader().windows(0, 7)]
+    windows = loader(num_workers=num_workers).windows(0, 7)
+    left = next(windows)
+    next(iter(next(windows).micro_batches))
+    third = next(windows)
+    assert plain(third) == whole[2]
+    for window in (left, third):
+        with pytest.raises(RuntimeError, match=r"read once and not kept: use `step.batches`"):
+            list(window.micro_batches)
+
+
 def test_readers_stay_for_all_passes_over_one_range():
     class Process(Numbers):
         def __getitem__(self, index):
@@ -380,8 +408,9 @@ def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
 def test_a_row_that_fills_up_has_no_targets():
     rows = Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
     given = {"per_device": 4, "rank": 0, "world_size": 1, "device": CPU}
-    _, last = Loader(rows, corpus.collate, Order(5, 4, 0, shuffle=False), **given).windows(0, 2)
-    assert last.micro_batches[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
+    windows = Loader(rows, corpus.collate, Order(5, 4, 0, shuffle=False), **given).windows(0, 2)
+    _, last = [list(window.micro_batches) for window in windows]
+    assert last[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
@@ -409,7 +438,7 @@ def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(num_workers, e
     windows = subject.windows(0, 4)
     assert [next(windows).num_samples for _ in range(2)] == [2, 2]
     with pytest.raises(type(error)) as raised:
-        next(windows)
+        plain(next(windows))
     assert type(raised.value) is type(error)
     assert str(raised.value) == str(error)
     assert raised.value.exit_code == error.exit_code
@@ -423,7 +452,7 @@ def test_an_error_of_a_transform_arrives_too(num_workers, end_readers):
     subject = loader(num_workers=num_workers)
     subject.transform = fail
     with pytest.raises(ConfigError, match=r"^cannot augment$"):
-        next(subject.windows(0, 1))
+        plain(next(subject.windows(0, 1)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -448,11 +477,14 @@ class Damaged:
     def __getitem__(self, index):
         raise ConfigError("damaged")
 
+    def num_targets(self, indices):
+        return 1
+
 def train():
     order, cpu = Order(8, 2, 0), torch.device("cpu")
     windows = Loader(Damaged(), list, order, per_device=2, rank=0, world_size=1, device=cpu, num_workers=1).windows(0, 4)
     try:
-        next(windows)
+        list(next(windows).micro_batches)
     except ConfigError as error:
         kept = error  # a cycle: error, its traceback, this frame
         print(error, flush=True)

@@ -1,11 +1,13 @@
 """Any file becomes an upright RGB image or one clear line, and images are looked at once."""
 
 import io
+import itertools
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -399,7 +401,7 @@ def test_a_second_run_reads_no_image_again(tmp_path, reads):
 
 
 @pytest.mark.parametrize("change", ["content", "time", "new", "gone", "moved"])
-def test_a_change_of_any_file_has_all_read_again(tmp_path, reads, change):
+def test_a_change_of_a_file_has_this_one_read_again(tmp_path, reads, change):
     class_folders(tmp_path, {"cat": 4, "dog": 4})
     config = ImageConfig(train_dir=(tmp_path,))
     prepare(config)
@@ -418,7 +420,25 @@ def test_a_change_of_any_file_has_all_read_again(tmp_path, reads, change):
         else:
             file.rename(tmp_path / "dog" / "cat01.png")
         prepare(config)
-    assert len(set(reads)) == {"new": 9, "gone": 7}.get(change, 8)
+    assert len(set(reads)) == {"gone": 0}.get(change, 1)
+
+
+def test_a_check_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
+    class_folders(tmp_path, {"cat": 65, "dog": 65})
+    read, clock = [], itertools.count(0, 30)  # what is done is kept each 20 seconds
+    monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def killed(source, *arguments, **named):
+        read.append(source)
+        if len(read) == 100:
+            raise KeyboardInterrupt
+        return decode(source, *arguments, **named)
+
+    monkeypatch.setattr(images, "decode", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(ImageConfig(train_dir=(tmp_path,)))
+    prepare(ImageConfig(train_dir=(tmp_path,)))
+    assert len(read) == 100 + 130 - 64 and len(set(read)) == 130
 
 
 def test_the_identity_depends_neither_on_times_nor_on_the_place(tmp_path):

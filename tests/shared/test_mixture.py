@@ -94,7 +94,7 @@ def test_a_loader_reads_the_same_from_any_step_on_any_number_of_processes():
         how = {"per_device": 2, "rank": rank, "world_size": world, "device": torch.device("cpu"), "num_workers": workers}
         loader = Loader(samples, default_collate, order, **how, transform=draw)
         for window in loader.windows(start, stop):
-            batches = window.micro_batches
+            batches = list(window.micro_batches)
             found = torch.cat([torch.cat([batch["labels"].double(), batch["draw"].double()], 1) for batch in batches])
             yield window, sorted(map(tuple, found.tolist()))
 

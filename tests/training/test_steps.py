@@ -116,7 +116,7 @@ TUNED = ("--max_train_samples", 200, "--seq_length", 256)
     ],
 )
 def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tmp_path, text_file, tiny_model):
-    """From the seeds to the stop signal no value is read but the verdict of the step before."""
+    """From the seeds to the stop signal no value is read but the verdict of the step before. Another process reads data."""
     files = {"pretrain": ("--train_file", text_file), "lora_finetune": ("--model_name_or_path", tiny_model)}
     given += files.get(template, ())
     inside, found = [False], []
@@ -141,7 +141,7 @@ def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tm
         monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
     monkeypatch.setattr(launch, "seed_step", switching(launch.seed_step, True))
     monkeypatch.setattr(Guard, "stop_if_asked", switching(Guard.stop_if_asked, False))
-    rows = ("--global_batch_size", 8, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 0)
+    rows = ("--global_batch_size", 8, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 1)
     never = ("--max_steps", 4, "--logging_steps", 100, "--eval_steps", 100, "--save_steps", 100)
     run_here(template, *rows, *never, *given, "--output_dir", tmp_path / "run")
     logged = [line for line in found if "shared/run/metrics.py" in line]
