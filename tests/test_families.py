@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from shared.models import loss as lm_loss
+from shared.models.loading import freeze_outer_parts
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
@@ -190,3 +193,28 @@ def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows
     assert again.losses == two.losses
     ours, theirs = read(again.folder / "final"), read(two.folder / "final")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch, family):
+    """And all gradients, with the caps and scales that the model has behind its head."""
+    monkeypatch.setattr(lm_loss, "MAX_LOGITS", 1)
+    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 16)
+    model = make(family, tmp_path).from_pretrained(tmp_path).float()
+    freeze_outer_parts(model)
+    vocab = model.get_output_embeddings().out_features
+    ids = torch.randint(0, vocab, (2, 25), generator=torch.Generator().manual_seed(0))
+    labels = ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100)
+
+    def gradients():
+        loss = lm_loss.causal_lm_loss(model, {"input_ids": ids[:, :-1], "labels": labels})
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return loss, dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True))
+
+    expected, wanted = gradients()
+    assert lm_loss.fuse_head(Accelerator(cpu=True), model, vocab) == "fused with the head, in chunks of tokens"
+    loss, found = gradients()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, gradient in wanted.items():
+        if gradient is not None:
+            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
