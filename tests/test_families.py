@@ -4,6 +4,7 @@ Each family is a small random checkpoint, see model_families.py. One family of e
 """
 
 import json
+import os
 import random
 import re
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
 from shared.text.packing import Packed
-from tests.conftest import Run, run, run_here, sentence, slow
+from tests.conftest import LAUNCHER, ROOT, Run, free_port, run, run_here, sentence, slow
 from tests.model_families import FAMILIES, make
 
 LENGTH = 96  # tokens of a row
@@ -218,3 +219,17 @@ def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch
     for name, gradient in wanted.items():
         if gradient is not None:
             assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "families", [FIRST_TIER, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_read_and_made_in_shards_each_rank_keeps_half_of_what_one_process_has(tmp_path, families):
+    """FSDP2 on two processes. Weights, buffers and ties are the same bit for bit, random ones, too."""
+    config, script = ROOT / "accelerate_configs" / "fsdp2.yaml", ROOT / "tests" / "compare_shards.py"
+    launch = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", free_port(), script]
+    code, output = LAUNCHER.run([*map(str, launch), str(tmp_path), *families], os.environ | {"ACCELERATE_USE_CPU": "true"})
+    assert code == 0, output
+    found = re.findall(r"(\w+) of rank \d: read: equal, (0.\d\d) held; made: equal, (0.\d\d) held", output)
+    assert sorted(name for name, _, _ in found) == sorted([*families] * 2), output
+    assert all(float(held) < 0.6 for _, held, _ in found)  # all but vectors, and rows of odd numbers
