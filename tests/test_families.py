@@ -4,6 +4,7 @@ Each family is a small random checkpoint, see model_families.py. One family of e
 """
 
 import json
+import os
 import random
 import re
 from contextlib import contextmanager
@@ -12,15 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from shared.models import loss as lm_loss
+from shared.models.loading import freeze_outer_parts
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.options import ChatConfig
 from shared.text.packing import Packed
-from tests.conftest import Run, run, run_here, sentence, slow
+from tests.conftest import LAUNCHER, ROOT, Run, free_port, run, run_here, sentence, slow
 from tests.model_families import FAMILIES, make
 
 LENGTH = 96  # tokens of a row
@@ -190,3 +194,42 @@ def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows
     assert again.losses == two.losses
     ours, theirs = read(again.folder / "final"), read(two.folder / "final")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch, family):
+    """And all gradients, with the caps and scales that the model has behind its head."""
+    monkeypatch.setattr(lm_loss, "MAX_LOGITS", 1)
+    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 16)
+    model = make(family, tmp_path).from_pretrained(tmp_path).float()
+    freeze_outer_parts(model)
+    vocab = model.get_output_embeddings().out_features
+    ids = torch.randint(0, vocab, (2, 25), generator=torch.Generator().manual_seed(0))
+    labels = ids[:, 1:].masked_fill(ids[:, 1:] % 3 == 0, -100)
+
+    def gradients():
+        loss = lm_loss.causal_lm_loss(model, {"input_ids": ids[:, :-1], "labels": labels})
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return loss, dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True))
+
+    expected, wanted = gradients()
+    assert lm_loss.fuse_head(Accelerator(cpu=True), model, vocab) == "fused with the head, in chunks of tokens"
+    loss, found = gradients()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, gradient in wanted.items():
+        if gradient is not None:
+            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "families", [FIRST_TIER, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_read_and_made_in_shards_each_rank_keeps_half_of_what_one_process_has(tmp_path, families):
+    """FSDP2 on two processes. Weights, buffers and ties are the same bit for bit, random ones, too."""
+    config, script = ROOT / "accelerate_configs" / "fsdp2.yaml", ROOT / "tests" / "compare_shards.py"
+    launch = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", free_port(), script]
+    code, output = LAUNCHER.run([*map(str, launch), str(tmp_path), *families], os.environ | {"ACCELERATE_USE_CPU": "true"})
+    assert code == 0, output
+    found = re.findall(r"(\w+) of rank \d: read: equal, (0.\d\d) held; made: equal, (0.\d\d) held", output)
+    assert sorted(name for name, _, _ in found) == sorted([*families] * 2), output
+    assert all(float(held) < 0.6 for _, held, _ in found)  # all but vectors, and rows of odd numbers

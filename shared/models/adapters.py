@@ -16,18 +16,29 @@ from shared.models.hub import from_hub
 from shared.models.loading import load_causal_lm
 from shared.models.options import AdapterConfig
 from shared.models.targets import find_targets, not_to_quantise
+from shared.parallel import shards
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
 
-def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, device: torch.device) -> Any:
-    """The frozen base model, in the launch config's precision, quantised if asked."""
+def load_base(
+    name: str,
+    adapter: AdapterConfig,
+    speed: SpeedConfig,
+    accelerator: Accelerator,
+    device: torch.device,
+    *,
+    whole: bool = False,
+) -> Any:
+    """The frozen base model, in the launch config's precision, quantised if asked; `whole`: see `load_causal_lm`."""
     from transformers import BitsAndBytesConfig
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     options: dict[str, Any] = {"dtype": dtype, "text_only": adapter.text_only}
+    # These adapters begin with numbers that whole weights give.
+    whole = whole or adapter.use_dora or adapter.init_lora_weights != "default" or bool(adapter.adapter_name_or_path)
     if adapter.load_in_4bit or adapter.load_in_8bit:
-        sharded = accelerator.distributed_type == DistributedType.FSDP
+        whole, sharded = True, accelerator.distributed_type == DistributedType.FSDP
         if adapter.load_in_8bit and sharded:
             raise ConfigError("--load_in_8bit cannot be sharded: use --load_in_4bit, or accelerate_configs/ddp.yaml")
         options["device_map"] = {"": device}
@@ -41,7 +52,7 @@ def load_base(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator
             # FSDP2 shards 4-bit weights only if they are stored as the floating type that it communicates in.
             bnb_4bit_quant_storage=dtype if sharded else torch.uint8,
         )
-    base = load_causal_lm(name, attn_implementation=speed.attn_implementation, **options)
+    base = load_causal_lm(name, attn_implementation=speed.attn_implementation, whole=whole, **options)
     keep_4bit_layout(base)
     return base
 
@@ -149,7 +160,7 @@ def save_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor], ini
 
 def merge(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, adapter_folder: Path) -> Any:
     """The base, loaded again on the CPU and dequantised, with the saved adapter merged in. The GPU still holds the model."""
-    base = load_base(name, adapter, speed, accelerator, torch.device("cpu"))
+    base = load_base(name, adapter, speed, accelerator, torch.device("cpu"), whole=True)  # one rank is here
     base = base.dequantize() if adapter.load_in_4bit or adapter.load_in_8bit else base
     return merge_into(base, adapter_folder)
 
@@ -205,9 +216,7 @@ def refuse_tied_embeddings(model: Any, why: str) -> None:
 
 def trained_in_fp32(model: nn.Module) -> nn.Module:
     """Give trained parameters fp32 weights, also `modules_to_save` of a 16-bit base: small updates would be rounded away."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    shards.trained_in_fp32(model)
     skip_input_casts(model)
     return model.train()  # from_pretrained returns the model in eval mode
 

@@ -10,6 +10,7 @@ from shared.data.prepared import vocabulary_size
 from shared.models.counts import experts_of
 from shared.models.loading import outer_parts
 from shared.models.loss import can_balance
+from shared.parallel import shards
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 
@@ -74,7 +75,7 @@ def warn_of_untrained_tokens(model: Any, tokenizer: Any, ids: np.ndarray) -> Non
     if weight is None or any(p.requires_grad for p in ends[0].parameters()):
         return
     added = torch.tensor(sorted(i for i in tokenizer.added_tokens_decoder if i < len(weight)), dtype=torch.long)
-    rows = weight[added.to(weight.device)].detach().float().cpu()
+    rows = shards.whole(weight)[added.to(weight.device)].detach().float().cpu()
     _, place, count = rows[:, :64].unique(dim=0, return_inverse=True, return_counts=True)  # enough to tell rows apart, fast
     idle = added[(count[place] > 1) | (rows.abs().amax(1) < 1e-16)]
     if used := tokenizer.convert_ids_to_tokens(np.intersect1d(idle, ids).tolist()):

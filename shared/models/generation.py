@@ -1,15 +1,18 @@
 """Text that a model in training writes."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast, extract_model_from_parallel
 from torch import nn
+from transformers import GenerationConfig
 
 from shared.models.attention import row_layout
 from shared.models.checks import _context
+from shared.models.loading import without_adapters
 from shared.process.printing import indented, print_main
 
 
@@ -35,6 +38,29 @@ def first_lines(text: str, most: int = 8) -> str:
     return text if len(lines) <= most else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
 
 
+@contextlib.contextmanager
+def _through(model: nn.Module, whole: nn.Module) -> Iterator[None]:
+    """Let `generate` of `whole` compute with the prepared `model`, its wrapper, and choose by one rank's logits on all.
+
+    Kernels that differ in the last bit would have ranks end at different lengths.
+    """
+
+    def call(*args: Any, **named: Any) -> Any:
+        whole._compiled_call_impl = None
+        try:
+            outputs = model(*args, **named)
+        finally:
+            whole._compiled_call_impl = call
+        outputs.logits = broadcast(outputs.logits[:, -1:].contiguous())
+        return outputs
+
+    whole._compiled_call_impl = call  # in place of the module's hooks and forward
+    try:
+        yield
+    finally:
+        whole._compiled_call_impl = None
+
+
 @torch.no_grad()
 def continuations(
     model: nn.Module,
@@ -48,29 +74,27 @@ def continuations(
 ) -> list[str]:
     """Continue each prompt (token ids) up to the end-of-text token or the token `end`, greedily or by sampling.
 
-    Runs the prepared model's own forward, without a cache, so that it works under every strategy. Rows are padded at the
-    end, since kernels are chosen anew for each length. Every rank calls this with the same prompts.
+    A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs `generate`, with its
+    cache, on the prepared model under every strategy. Every rank calls this with the same prompts.
     """
-    training = model.training
+    training, whole = model.training, without_adapters(extract_model_from_parallel(model))
     model.eval()
     device = next(model.parameters()).device
-    context = _context(extract_model_from_parallel(model)) or sys.maxsize
-    generator = torch.Generator().manual_seed(seed)
-    texts = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(max_new_tokens):
-            seen = ids[-context:]
-            row = [*seen, *[0] * (min(-len(seen) % 64, context - len(seen)))]
-            with torch.compiler.set_stance("force_eager"), row_layout():
-                logits = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits
-            logits = logits[0, len(seen) - 1].float().cpu()
-            choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0] if sample else logits.argmax()
-            # One rank's choice for all: kernels that differ in the last bit would have them end at different lengths.
-            ids.append(int(broadcast(choice.to(PartialState().device))))
-            if ids[-1] in (tokenizer.eos_token_id, end):
-                break
-        texts.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
+    context = _context(whole) or sys.maxsize
+    ends = [token for token in (tokenizer.eos_token_id, end) if token is not None]
+    given: Any = {"max_new_tokens": min(max_new_tokens, context - 1), "do_sample": sample, "eos_token_id": ends or None}
+    settings = GenerationConfig(**given, pad_token_id=0, top_k=0)
+    before, texts = whole.generation_config, []
+    whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with forked, torch.compiler.set_stance("force_eager"), row_layout(), _through(model, whole):
+        torch.manual_seed(seed)
+        for prompt in prompts:
+            ids = torch.tensor([prompt[-max(1, context - max_new_tokens) :]], device=device)
+            mask = torch.ones_like(ids)
+            found = whole.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=False)
+            texts.append(tokenizer.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True))
+    whole.generation_config = before
     model.train(training)
     return texts
 

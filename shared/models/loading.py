@@ -4,6 +4,7 @@ A multimodal checkpoint is loaded whole, by the class that its `architectures` n
 checkpoint as others load it. Its towers of images and sound are frozen.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 from transformers.utils import cached_file
 
 from shared.models.hub import attention_option, from_hub
+from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main
 
@@ -40,19 +42,24 @@ def class_of(config: Any, text_only: bool = False) -> Any:
     return named
 
 
-def load_causal_lm(name: str, *, attn_implementation: str, text_only: bool = False, **options: Any) -> Any:
+def load_causal_lm(
+    name: str, *, attn_implementation: str, text_only: bool = False, whole: bool = False, **options: Any
+) -> Any:
     """The language model at `name` with its weights, the parts that text does not pass through frozen.
 
     Args:
         attn_implementation: auto: SDPA if the model has it, else eager attention.
         text_only: see `class_of`.
+        whole: not in shards, whatever the launch config says. Otherwise, every rank calls this.
         options: of `from_pretrained`.
 
     Raises:
         ConfigError: see `hub.from_hub`.
     """
     options |= attention_option(attn_implementation)
-    model = from_hub(class_of(from_hub(AutoConfig, name), text_only), name, use_safetensors=True, **options)
+    model_class = class_of(from_hub(AutoConfig, name), text_only)
+    with contextlib.nullcontext() if whole else in_shards():
+        model = from_hub(model_class, name, use_safetensors=True, **options)
     freeze_outer_parts(model)
     return model
 

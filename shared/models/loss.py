@@ -5,7 +5,7 @@ returns the loss, or the log-probability of each target. `causal_lm_loss` and `l
 global, since the model in between cannot.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
+from torch.utils.checkpoint import checkpoint
 
 from shared.data.order import IGNORED
 from shared.models.attention import forward_rows
@@ -21,7 +24,6 @@ from shared.models.counts import experts_of
 from shared.models.loading import without_adapters
 from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
-from shared.process.ranks import data_parallel_size, world_size
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
 MIN_TOKENS = (
@@ -131,127 +133,101 @@ def balancing_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor
     return (by_row * is_target.sum(1)).sum() / len(router_logits)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(hidden @ weight.T)[label], chunk by chunk over the tokens.
+class _HeadLoss(torch.autograd.Function):
+    """Sum of -log softmax(logits)[label], or log softmax(logits)[label] of each token, chunk by chunk over the tokens.
 
-    The forward pass also turns a chunk's logits into their gradient, so the backward pass recomputes nothing.
+    The forward pass also turns a chunk's logits into their gradient, so the backward pass recomputes nothing. With trained
+    weights it gives the sum alone: the gradient of the weights is added up over tokens that count the same.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
         labels: torch.Tensor,
+        logits_of: Callable[..., torch.Tensor],
+        size: int,
         dtype: torch.dtype,
+        by_target: bool,
         learning: bool,
         compiled: bool,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the matrix products."""
-        states, matrix = hidden.to(dtype), weight.to(dtype)
-        to_states, to_matrix = (learning and needed for needed in ctx.needs_input_grad[:2])
+        """hidden: [tokens, width]; labels: [tokens]; weights: [vocab, width] and perhaps a bias, [vocab]. `logits_of` makes
+        logits, [size, vocab], of a chunk's hidden states and the weights, both cast to `dtype`."""
+        to_states, *to_weights = (learning and needed for needed in (ctx.needs_input_grad[0], *ctx.needs_input_grad[8:]))
+        learning = to_states or any(to_weights)
+        states = hidden.to(dtype)
+        inputs = [w.detach().to(dtype).requires_grad_(needed) for w, needed in zip(weights, to_weights, strict=True)]
         states_grad = torch.empty_like(states) if to_states else None
-        matrix_grad: torch.Tensor | None = None
-        total = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        chunk = max(1, MAX_LOGITS // weight.shape[0], MIN_TOKENS if to_matrix else 0)
-        chunk *= 2 if compiled and dtype.itemsize == 2 else 1  # compiled, a chunk keeps no fp32 copy of 16-bit logits
-        chunk -= chunk % 128 if chunk > 128 else 0  # a multiple of the tile size
-        for start in range(0, max(1, len(states)), chunk):  # once even without tokens: DDP waits for each gradient
-            here, label = slice(start, start + chunk), labels[start : start + chunk]
+        grads: list[torch.Tensor | None] = [None] * len(weights)
+        found = torch.empty(len(labels), device=hidden.device)
+        for start in range(0, max(1, len(states)), size):  # once even without tokens: DDP waits for each gradient
+            here, label = slice(start, start + size), labels[start : start + size]
             place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
-            part = states[here].masked_fill(left_out, 0.0)  # cheaper than masking the logits
-            if compiled and (to_states or to_matrix) and len(label) > 1:
-                arguments = part @ matrix.T, place, left_out
-                for argument in arguments:
+            part = states[here].masked_fill(left_out, 0.0).requires_grad_(to_states)  # cheaper than masking the logits
+            with torch.set_grad_enabled(learning):
+                logits = logits_of(part, *inputs)
+            edge = get_gradient_edge(logits) if learning else None  # what needs no logits lets them go
+            logits = logits.detach()
+            if compiled and learning and len(label) > 1:
+                for argument in (logits, place, left_out):
                     torch._dynamo.maybe_mark_dynamic(argument, 0)  # another number of tokens must not recompile
-                loss, gradient = _compiled()(*arguments)
-                total += loss
+                found[here], gradient = _compiled()(logits, place, left_out)
+                del logits
             else:
-                log_probs = F.log_softmax(part @ matrix.T, -1, dtype=torch.float32)
-                total -= log_probs.gather(-1, place).masked_fill_(left_out, 0.0).sum()
-                gradient = log_probs.exp_() if to_states or to_matrix else None
+                log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+                del logits
+                found[here] = log_probs.gather(-1, place).masked_fill_(left_out, 0.0).squeeze(-1)
+                gradient = log_probs.exp_() if learning else None
                 if gradient is not None:
                     gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=torch.float32))
                     gradient = gradient.to(dtype)
                 del log_probs
             if gradient is not None:
-                if states_grad is not None:
-                    torch.mm(gradient, matrix, out=states_grad[here]).masked_fill_(left_out, 0.0)
-                if to_matrix:
-                    product = gradient.T @ part
-                    matrix_grad = product.float() if matrix_grad is None else matrix_grad.add_(product)
+                if len(weights) > 1:  # the gradient of the bias
+                    gradient.masked_fill_(left_out, 0.0)
+                wanted = [tensor for tensor in (part, *inputs) if tensor.requires_grad]
+                products = list(torch.autograd.grad([edge], wanted, gradient))
                 del gradient
-        ctx.save_for_backward(states_grad, matrix_grad)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        return total
+                if states_grad is not None:
+                    states_grad[here] = products.pop(0).masked_fill_(left_out, 0.0)
+                for i, needed in enumerate(to_weights):
+                    if needed:
+                        product, before = products.pop(0), grads[i]
+                        grads[i] = product.float() if before is None else before.add_(product)
+        ctx.save_for_backward(states_grad, *grads)
+        ctx.dtypes, ctx.by_target = (hidden.dtype, *(w.dtype for w in weights)), by_target
+        return found if by_target else -found.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """gradient: scalar or [tokens]"""
+        gradient = -gradient[:, None] if ctx.by_target else gradient
         grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(g.mul_(gradient).to(dtype) if g is not None else None for g, dtype in grads), None, None, None, None
+        states_grad, *others = (g.mul_(gradient).to(dtype) if g is not None else None for g, dtype in grads)
+        return states_grad, None, None, None, None, None, None, None, *others
 
 
-class _LinearLogProbabilities(torch.autograd.Function):
-    """log softmax(hidden @ weight.T)[label] of each token, chunk by chunk.
+def _recomputed(
+    hidden: torch.Tensor, labels: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], size: int
+) -> torch.Tensor:
+    """log softmax(logits)[label] of each token, chunk by chunk; the backward pass computes each chunk's logits again."""
 
-    If the weight is frozen, the forward pass also computes each token's gradient, and the backward pass recomputes nothing.
-    Otherwise the backward pass computes each chunk's logits again.
-    """
+    def chunk(part: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        left_out = label == IGNORED
+        log_probs = F.log_softmax(logits_of(part.masked_fill(left_out[:, None], 0.0)), -1, dtype=torch.float32)
+        return log_probs.gather(-1, label.clamp(min=0)[:, None]).squeeze(-1).masked_fill(left_out, 0.0)
 
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, learning: bool
-    ) -> torch.Tensor:
-        """hidden: [tokens, width], weight: [vocab, width], labels: [tokens]; dtype of the products. [tokens], fp32."""
-        to_states, to_matrix = (learning and needed for needed in ctx.needs_input_grad[:2])
-        states, matrix = hidden.to(dtype), weight.to(dtype)
-        found = torch.empty(len(labels), device=hidden.device)
-        states_grad = torch.empty_like(states) if to_states and not to_matrix else None
-        for here in _chunks_of(labels, weight):
-            log_probs = F.log_softmax(states[here] @ matrix.T, -1, dtype=torch.float32)
-            found[here] = log_probs.gather(-1, labels[here].clamp(min=0)[:, None]).squeeze(-1)
-            if states_grad is not None:
-                torch.mm(_gradient_of(log_probs, labels[here], dtype), matrix, out=states_grad[here])
-        ctx.dtype, ctx.hidden_dtype = dtype, hidden.dtype
-        ctx.save_for_backward(labels, states_grad, *((hidden, weight) if to_matrix else ()))
-        return found.masked_fill_(labels == IGNORED, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        """gradient: [tokens]"""
-        labels, states_grad, *inputs = ctx.saved_tensors
-        gradient = gradient.masked_fill(labels == IGNORED, 0.0)[:, None]
-        if not inputs:
-            return (states_grad * gradient).to(ctx.hidden_dtype), None, None, None, None
-        hidden, weight = inputs
-        states, matrix = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-        states_grad, matrix_grad = torch.empty_like(states), torch.zeros_like(weight, dtype=torch.float32)
-        for here in _chunks_of(labels, weight):
-            log_probs = F.log_softmax(states[here] @ matrix.T, -1, dtype=torch.float32)
-            part = _gradient_of(log_probs, labels[here], torch.float32).mul_(gradient[here]).to(ctx.dtype)
-            torch.mm(part, matrix, out=states_grad[here])
-            matrix_grad += part.T @ states[here]
-        return states_grad.to(hidden.dtype), matrix_grad.to(weight.dtype), None, None, None
-
-
-def _chunks_of(labels: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
-    size = max(1, MAX_LOGITS // weight.shape[0])
-    size -= size % 128 if size > 128 else 0
-    for start in range(0, len(labels), size):
-        yield slice(start, start + size)
-
-
-def _gradient_of(log_probs: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient of each label's log-probability by the logits, [tokens, vocab]. Overwrites `log_probs`."""
-    place = labels.clamp(min=0)[:, None]
-    gradient = log_probs.exp_().neg_()
-    return gradient.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float32)).to(dtype)
+    parts = zip(hidden.split(size), labels.split(size), strict=True)
+    return torch.cat([checkpoint(chunk, part, label, use_reentrant=False) for part, label in parts])
 
 
 def _loss_and_gradient(
     logits: torch.Tensor, place: torch.Tensor, left_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A chunk's loss, and its gradient with respect to the logits. Compiled, it stores no other tensor of the logits' size.
+    """Log-probabilities of a chunk's targets, [tokens], and the gradient of the chunk's loss by the logits. Compiled, it
+    stores no other tensor of the logits' size.
 
     Args:
         logits: [tokens, vocab].
@@ -259,9 +235,9 @@ def _loss_and_gradient(
         left_out: [tokens, 1] bool, tokens that the loss does not count.
     """
     log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
-    loss = -log_probs.gather(-1, place).masked_fill(left_out, 0.0).sum()
+    found = log_probs.gather(-1, place).masked_fill(left_out, 0.0).squeeze(-1)
     is_target = torch.arange(logits.shape[1], device=logits.device) == place
-    return loss, (log_probs.exp() - is_target.float()).to(logits.dtype)
+    return found, (log_probs.exp() - is_target.float()).to(logits.dtype)
 
 
 @cache
@@ -269,48 +245,125 @@ def _compiled() -> Any:
     return torch.compile(_loss_and_gradient)
 
 
-def _forward(head: nn.Linear, compiled: bool, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's logits, or the loss or log-probabilities while they are asked for."""
-    if _pending is None:
-        return F.linear(hidden, head.weight)
-    (labels, targets, by_target), states = _pending, hidden.flatten(0, -2)
-    if targets is not None:
-        labels, states = labels[targets], states.index_select(0, targets)
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    with torch.autocast(device, enabled=False):
-        if by_target:
-            return _LinearLogProbabilities.apply(states, head.weight, labels, dtype, torch.is_grad_enabled())
-        return _LinearCrossEntropy.apply(states, head.weight, labels, dtype, torch.is_grad_enabled(), compiled)
+class _Noted:
+    """Stands for a head's logits in the rest of a model's forward, and notes what is done to them: scales, caps, casts."""
+
+    def __init__(self, value: torch.Tensor, steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()) -> None:
+        self.value, self.steps = value, steps
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_Noted":
+        if any(isinstance(argument, torch.Tensor) for argument in args):
+            raise TypeError("its logits meet another tensor")  # which may have a gradient
+        noted, named = next(argument for argument in args if isinstance(argument, cls)), kwargs or {}
+        place, given = args.index(noted), [None if argument is noted else argument for argument in args]
+        step = lambda logits: function(*given[:place], logits, *given[place + 1 :], **named)  # noqa: E731
+        return cls(noted.value, (*noted.steps, step))
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+        return lambda *args, **named: self.__torch_function__(method, (), (self, *args), named)
+
+    def __mul__(self, other: Any) -> "_Noted":
+        return self.__torch_function__(torch.mul, (), (self, other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> "_Noted":
+        return self.__torch_function__(torch.div, (), (self, other))
 
 
-def is_plain(head: Any) -> bool:
-    """Whether a head is one matrix and no more: no bias, no adapter, not quantised."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
+# FSDP looks for tensors in what a module returns.
+register_pytree_node(_Noted, lambda noted: ([noted.value], noted.steps), lambda value, steps: _Noted(*value, steps))
 
 
-def attach(head: Any, *, compiled: bool = False) -> None:
-    """Let a plain head compute the loss when `causal_lm_loss` asks for it."""
-    head.forward = partial(_forward, head, compiled)
+class _Fused:
+    """Lets a model's head compute the loss, or log-probabilities, while they are asked for; see `attach`."""
+
+    def __init__(self, model: Any, *, compiled: bool, recompute: bool) -> None:
+        self.compiled, self.recompute = compiled, recompute
+        self.steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None  # from the head's logits to the model's
+        head = model.get_output_embeddings()
+        # PEFT's `modules_to_save`: the wrapper chooses one of them.
+        self.heads = [head.original_module, *head.modules_to_save.values()] if hasattr(head, "modules_to_save") else [head]
+        for one in self.heads:
+            one.forward = partial(self.forward, one)
+        self.hook = model.register_forward_hook(self._take_out, prepend=True)  # before FSDP's own
+
+    def detach(self) -> None:
+        self.hook.remove()
+        for one in self.heads:
+            del one.forward
+
+    def _take_out(self, model: nn.Module, args: Any, outputs: Any) -> Any:
+        if isinstance(outputs.logits, _Noted):
+            self.steps, outputs.logits = outputs.logits.steps, outputs.logits.value
+        return outputs
+
+    def _logits(self, head: nn.Module, states: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(states, *weights) if weights else type(head).forward(head, states)
+        for step in self.steps or ():
+            logits = step(logits)
+        return logits
+
+    def forward(self, head: Any, hidden: torch.Tensor) -> Any:
+        """The head's logits, or the loss or log-probabilities while they are asked for."""
+        if _pending is None:
+            return type(head).forward(head, hidden)
+        (labels, targets, by_target), states = _pending, hidden.flatten(0, -2)
+        if targets is not None:
+            labels, states = labels[targets], states.index_select(0, targets)
+        device, learning = hidden.device.type, torch.is_grad_enabled()
+        mixed = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if mixed else hidden.dtype
+        weights = [w for w in (head.weight, head.bias) if w is not None] if is_linear(head) else []
+        trained = any(parameter.requires_grad for parameter in head.parameters())
+        again = not weights or (learning and (self.recompute or (by_target and trained)))
+        size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
+        size = max(1, size // (1 + again + bool(self.steps)))  # of more copies of the logits
+        size *= 2 if self.compiled and dtype.itemsize == 2 and not again else 1  # no fp32 copy of 16-bit logits
+        size -= size % 128 if size > 128 else 0  # a multiple of the tile size
+        logits_of = partial(self._logits, head)
+        if again:  # each chunk casts weights again, so that their gradients are added up in fp32
+            with torch.autocast(device, dtype if mixed else None, enabled=mixed, cache_enabled=False):
+                found = _recomputed(states, labels, logits_of, size)
+                result = found if by_target else -found.sum()
+        else:
+            with torch.autocast(device, enabled=False):
+                arguments = (labels, logits_of, size, dtype, by_target, learning, self.compiled)
+                result = _HeadLoss.apply(states, *arguments, *weights)
+        return result if self.steps == () else _Noted(result)
+
+
+def is_linear(head: Any) -> bool:
+    """Whether a head is one matrix, and perhaps a bias: no adapter, not quantised."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
+def attach(model: Any, *, compiled: bool = False, recompute: bool = False) -> _Fused:
+    """Let a model's head compute the loss when `causal_lm_loss` asks for it; from the second time on it is right.
+
+    The first time shows what the model does to its head's logits. Later, the head does that to each chunk of them.
+
+    Args:
+        model: not wrapped.
+        compiled: see `fuse_head`.
+        recompute: compute logits again in the backward pass, with the gradient that comes there, such as a loss scale.
+    """
+    return _Fused(model, compiled=compiled, recompute=recompute)
 
 
 @torch.no_grad()
 def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, compiled: bool = False) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the summary.
 
-    Both losses are compared on a few tokens. Models that change the head's logits (soft caps, scales) keep the plain one.
-    Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
+    Both losses are compared on a few tokens. Heads that are more than a matrix and a bias, and fp16, compute each chunk's
+    logits twice. Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:
         compiled: compile the operations between the matrix products where gradients are needed.
     """
-    head = accelerator.unwrap_model(model).get_output_embeddings()
-    if not is_plain(head):
-        return "not fused: the head is not a plain matrix"
-    if accelerator.mixed_precision == "fp16":  # the loss scale must be applied before gradients are computed
-        return "not fused, for fp16"
-    if data_parallel_size() < world_size():  # tensor parallelism
-        return "not fused: tensor parallelism splits the logits"
+    whole = without_adapters(accelerator.unwrap_model(model))
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(accelerator.device)
     labels[0, 3] = IGNORED
@@ -318,11 +371,12 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
     model.eval()
     trial = {"input_ids": tokens, "labels": labels}
     # Compiled blocks must not see these few tokens: they would specialise on the size of their first input.
-    why = f"{type(without_adapters(accelerator.unwrap_model(model))).__name__} changes what its head returns"
+    why = f"{type(whole).__name__} changes what its head returns"
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
-        attach(head, compiled=compiled)
+        fusion = attach(whole, compiled=compiled, recompute=accelerator.mixed_precision == "fp16")
         try:
+            causal_lm_loss(model, trial)
             fused = causal_lm_loss(model, trial)
         except Exception as error:  # a model may raise anything if it gets a loss in place of logits
             end_step(model)
@@ -332,5 +386,5 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
     model.train(training)
     if fused is not None and fused.dtype == torch.float32 and torch.allclose(plain.float(), fused, rtol=1e-3):
         return "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
-    del head.forward
+    fusion.detach()
     return f"not fused: {why}"

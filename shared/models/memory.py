@@ -119,24 +119,15 @@ def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
         if isinstance(value, list) and len(value) == len(blocks):  # a setting for each block
             vars(config)[name] = [value[i] for i in chosen]
     vars(config)["num_hidden_layers"] = len(chosen)
-    to_fake(model, torch.bfloat16 if job.mixed and gathered else torch.float32).train()
-    _fuse_head(model)
-    return model
+    return to_fake(model, torch.bfloat16 if job.mixed and gathered else torch.float32).train()
 
 
-def _fuse_head(model: Any) -> None:
-    """Let the head compute the loss, unless the model changes what its head returns: see `loss.fuse_head`."""
-    head, returned = model.get_output_embeddings(), []
-    if lm_loss.is_plain(head):
-        lm_loss.attach(head)
-        tokens = torch.zeros(1, 16, dtype=torch.int64)
-        hooks = [head.register_forward_hook(lambda *given: returned.append(given[-1]))]
-        hooks += [model.register_forward_hook(lambda *given: returned.append(given[-1].logits))]
+def fuse_head(model: Any, *, compiled: bool = False) -> None:
+    """Let the head of a model of fake tensors compute the loss: see `loss.fuse_head`."""
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    lm_loss.attach(model, compiled=compiled)
+    with torch.no_grad():
         lm_loss.causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
-        if returned[0] is not returned[1]:
-            del head.forward
-        for hook in hooks:
-            hook.remove()
 
 
 def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:
@@ -227,6 +218,7 @@ def _measure(job: Job, chosen: tuple[int, ...], checkpointing: str, gathered: bo
     """
     with FakeTensorMode():
         model = _build(job, chosen, gathered)
+        fuse_head(model)
         set_gradient_checkpointing(model, checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})

@@ -166,11 +166,8 @@ def record(job: memory.Job, chosen: tuple[int, ...], setting: Setting) -> tuple[
     """`record_step` of the model with these of its blocks only."""
     with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
         model = memory._build(job, chosen, gathered=False)
-        head = model.get_output_embeddings()
-        if "forward" in vars(head):  # it computes the loss
-            lm_loss.attach(head, compiled=setting.compiled)
-            if not setting.fused:
-                del head.forward
+        if setting.fused:
+            memory.fuse_head(model, compiled=setting.compiled)
         set_gradient_checkpointing(model, setting.checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})

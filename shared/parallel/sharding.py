@@ -9,12 +9,14 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.parallel import zero
 from shared.parallel.gradients import reshard
-from shared.parallel.tensor import _one_mesh_a_group, _replace_parameters, tensor_parallel, tensor_parallel_mesh
+from shared.parallel.shards import make_whole, put_pieces, take_pieces
+from shared.parallel.tensor import _give_parameters, _one_mesh_a_group, tensor_parallel, tensor_parallel_mesh
 from shared.process import ranks
 from shared.process.errors import ConfigError
 
@@ -64,7 +66,7 @@ def prepare(
     """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
 
     Args:
-        model: whole, on every rank, the same weights.
+        model: whole, on every rank, the same weights; or made in `shards.in_shards`.
         optimizers: of its parameters, without state.
         max_grad_norm: DeepSpeed clips inside its own step, so it must know.
         replicas: do not reduce gradients between processes, or groups of HSDP: see `training.sync`.
@@ -80,6 +82,8 @@ def prepare(
     if replicas:
         _refuse_what_has_no_replicas(accelerator, model)
     mesh = tensor_parallel_mesh(accelerator)
+    names = {p: name for name, p in model.named_parameters()}
+    groups_of = [[[names[p] for p in g["params"]] for g in o.param_groups] for o in optimizers]
     if zero.is_used(accelerator):
         zero.configure(accelerator, optimizers, max_grad_norm)
     if mesh is not None:
@@ -89,9 +93,9 @@ def prepare(
             raise ConfigError("--optim adamw_8bit does not work with tensor parallelism: use adamw")
         if accelerator.mixed_precision == "fp8":
             raise ConfigError("tensor parallelism does not work with fp8: use bf16, or fsdp2.yaml")
-        names = {p: name for name, p in model.named_parameters()}
         tensor_parallel(model, mesh)
-        _replace_parameters(optimizers, names, dict(model.named_parameters()))
+        make_whole(model)  # what is not cut: embeddings, norms
+        _give_parameters(optimizers, groups_of, model)
     sharded, layout = accelerator.distributed_type == DistributedType.FSDP, accelerator.parallelism_config
     if (mesh is not None or replicas) and not sharded:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has no sharded weights.
@@ -99,13 +103,15 @@ def prepare(
         prepared = [accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)]
         prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
     else:
+        if sharded:
+            _own_what_is_left(model)
+        if pieces := take_pieces(model) if sharded else {}:
+            _give_parameters(optimizers, groups_of, model)
         if mesh is not None:
             layout.tp_size = 1  # done above; Accelerate would do it again
         groups = layout.dp_replicate_size if layout is not None else 1
         if replicas:
             layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
-        if sharded:
-            _own_what_is_left(model)
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
             # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
@@ -113,6 +119,10 @@ def prepare(
             plugin.transformer_cls_names_to_wrap = sorted(named & {type(module).__name__ for module in model.modules()})
         with _kept_in_bf16(model) if sharded else contextlib.nullcontext():
             prepared = accelerator.prepare(model, *optimizers)
+        if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
+            offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+            put_pieces(prepared[0], pieces, torch.device("cpu") if offloaded else accelerator.device)
+            _give_parameters([wrapper.optimizer for wrapper in prepared[1:]], groups_of, prepared[0])
         if mesh is not None:
             layout.tp_size = mesh.size()
         if replicas:

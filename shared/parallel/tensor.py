@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from shared.parallel.shards import make_whole
 from shared.process.errors import ConfigError
 
 # Image models whose blocks have projections of heads and an MLP by these names. transformers has no plans for them.
@@ -67,7 +68,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for _, module, kind in matches:
         adapters = getattr(module, "lora_B" if kind == "colwise" else "lora_A", {})
         for matrix in (getattr(module, "base_layer", module), *adapters.values()):
-            parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())  # one by one: whole, they may not fit
+            make_whole(matrix)  # one by one: together, they may not fit
+            parallelize_module(matrix.to(mesh.device_type), mesh, kinds[kind]())
 
 
 def _plan_of(model: Any) -> tuple[nn.Module, Any, dict[str, str]]:
@@ -85,10 +87,12 @@ def _plan_of(model: Any) -> tuple[nn.Module, Any, dict[str, str]]:
     return model, model.config, {name: kind for name, kind in named.items() if kind and "*" in name}
 
 
-def _replace_parameters(optimizers: Iterable[Any], names: dict[nn.Parameter, str], new: dict[str, nn.Parameter]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new[names[p]] for p in group["params"]]
+def _give_parameters(optimizers: Iterable[Any], names: list[list[list[str]]], model: nn.Module) -> None:
+    """Let optimizers have a model's present parameters, by the names of each one's groups."""
+    present = dict(model.named_parameters())
+    for optimizer, groups in zip(optimizers, names, strict=True):
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [present[name] for name in members]
 
 
 def _one_mesh_a_group(optimizer: Any) -> None:

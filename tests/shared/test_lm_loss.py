@@ -5,15 +5,24 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+)
 
 from shared.data.order import IGNORED
 from shared.models import loss as lm_loss
-from shared.models.loss import causal_lm_loss, fuse_head
+from shared.models.loss import causal_lm_loss, fuse_head, log_probabilities
 
 VOCAB = 96
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": VOCAB}
@@ -32,10 +41,22 @@ def batch(rows=3, length=17):
     return {"input_ids": tokens[:, :-1], "labels": labels}
 
 
-def gradients(model, mixed=False):
+def loss_of(hidden, weight, labels, dtype=torch.float32, size=1024):
+    learning = hidden.requires_grad or weight.requires_grad
+    return lm_loss._HeadLoss.apply(hidden, labels, F.linear, size, dtype, False, learning, False, weight)
+
+
+def log_probs_of(model):
+    """Of every second row's tokens three times as much."""
+    rows, length = batch()["input_ids"].shape
+    groups = (torch.arange(rows) % 2).repeat_interleave(length)
+    return (log_probabilities(model, batch(), groups, 2) * torch.tensor([1.0, 3.0])).sum()
+
+
+def gradients(model, mixed=False, loss_of=lambda model: causal_lm_loss(model, batch())):
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        loss = causal_lm_loss(model, batch())
+        loss = loss_of(model)
     (loss * 0.37).backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -141,12 +162,7 @@ def test_every_size_and_every_share_of_ignored_labels(tokens, vocab, chunk, shar
     labels[torch.rand(tokens, generator=generator) < share] = IGNORED
     expected = F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED, reduction="sum")
     wanted = torch.autograd.grad(expected, (hidden, weight))
-    before = lm_loss.MAX_LOGITS, lm_loss.MIN_TOKENS
-    lm_loss.MAX_LOGITS, lm_loss.MIN_TOKENS = chunk, 1
-    try:
-        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, True, False)
-    finally:
-        lm_loss.MAX_LOGITS, lm_loss.MIN_TOKENS = before
+    loss = loss_of(hidden, weight, labels, size=max(1, chunk // vocab))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
@@ -156,9 +172,9 @@ def test_a_logit_that_is_not_finite_counts_only_where_there_is_a_label():
     hidden, weight = torch.ones(3, 4), torch.ones(5, 4)
     hidden[1] = float("nan")
     labels = torch.tensor([1, IGNORED, 2])
-    total = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.float32, False, False)
+    total = loss_of(hidden, weight, labels)
     torch.testing.assert_close(total, 2 * torch.log(torch.tensor(5.0)))
-    spoiled = lm_loss._LinearCrossEntropy.apply(hidden, weight, torch.tensor([1, 1, 2]), torch.float32, False, False)
+    spoiled = loss_of(hidden, weight, torch.tensor([1, 1, 2]))
     assert spoiled.isnan()
 
 
@@ -187,40 +203,72 @@ def test_logits_are_never_held_whole():
 
 
 CAPPED = Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5)
-PLAIN = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB)
+SCALED = CohereConfig(**SMALL, logit_scale=0.3)
+BIASED = PhiConfig(**SMALL, tie_word_embeddings=False)
+SAVED = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+HEADS = {
+    "tied": (GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB), None),
+    "a cap": (CAPPED, None),
+    "a scale": (SCALED, None),
+    "a bias": (BIASED, None),
+    "modules_to_save": (LlamaConfig(**SMALL), SAVED),
+    "modules_to_save, capped": (CAPPED, SAVED),
+    "an adapter": (LlamaConfig(**SMALL), {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False}),
+}
 
 
-@pytest.mark.parametrize(("config", "why"), [(CAPPED, "changes what its head returns"), (PLAIN, "")])
-def test_a_model_that_changes_its_logits_is_left_as_it_is(config, why):
+@pytest.mark.parametrize("ask", [lambda model: causal_lm_loss(model, batch()), log_probs_of])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_all_kinds_compute_the_loss_of_whole_logits(monkeypatch, name, precision, ask):
+    """With the model's own caps and scales, in chunks of at most five tokens; the loss and all gradients."""
+    monkeypatch.setattr(Accelerator, "mixed_precision", precision)  # which recomputes; numbers are fp32 all the same
+    monkeypatch.setattr(lm_loss, "MAX_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 5)
+    config, adapter = HEADS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(20)  # where the cap shows
+        model.get_output_embeddings().weight.mul_(20)  # where a cap shows
+        if model.get_output_embeddings().bias is not None:
+            model.get_output_embeddings().bias.normal_()
+    if adapter:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **adapter))
+    expected, wanted = gradients(model, loss_of=ask)
+    assert fuse_head(Accelerator(cpu=True), model, VOCAB).startswith("fused")
+    loss, found = gradients(model, loss_of=ask)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
+
+
+class Steered(LlamaForCausalLM):
+    """Has a trained number in its logits."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.heat = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * self.heat
+        return outputs
+
+
+def test_logits_that_another_weight_changes_stay_whole():
+    model = Steered(LlamaConfig(**SMALL)).eval()
     plain = causal_lm_loss(model, batch())
-    said = fuse_head(Accelerator(cpu=True), model, VOCAB)
-    assert said == f"not fused: {type(model).__name__} {why}" if why else said.startswith("fused")
+    assert fuse_head(Accelerator(cpu=True), model, VOCAB) == "not fused: its logits meet another tensor"
+    assert "forward" not in vars(model.lm_head) and not model._forward_hooks
     torch.testing.assert_close(causal_lm_loss(model, batch()), plain)
 
 
-def test_a_head_that_is_more_than_a_matrix_is_left_alone():
-    model = llama()
-    model.lm_head = nn.Linear(32, VOCAB)
-    assert "not a plain matrix" in fuse_head(Accelerator(cpu=True), model, VOCAB)
-    assert "forward" not in vars(model.lm_head)
-
-
-def test_in_fp16_the_head_is_left_alone(monkeypatch):
-    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
-    assert fuse_head(Accelerator(cpu=True), llama(), VOCAB) == "not fused, for fp16"
-
-
-def test_the_head_s_gradient_is_added_up_in_fp32_over_chunks(monkeypatch):
+def test_the_head_s_gradient_is_added_up_in_fp32_over_chunks():
     torch.manual_seed(0)
     hidden, weight = torch.randn(2048, 8), torch.randn(16, 8, requires_grad=True)
     labels, found = torch.randint(0, 16, (2048,)), []
-    monkeypatch.setattr(lm_loss, "MIN_TOKENS", 1)
-    for at_once in (2**26, 64 * 16):
-        monkeypatch.setattr(lm_loss, "MAX_LOGITS", at_once)
-        loss = lm_loss._LinearCrossEntropy.apply(hidden, weight, labels, torch.bfloat16, True, False)
+    for size in (2048, 64):
+        loss = loss_of(hidden, weight, labels, torch.bfloat16, size)
         found.append(torch.autograd.grad(loss, weight)[0])
     assert (found[0] - found[1]).norm() < 4e-3 * found[0].norm()

@@ -20,6 +20,7 @@ from transformers import (
     BertConfig,
     DeepseekV3Config,
     Gemma3Config,
+    GenerationConfig,
     GPTNeoXConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -441,21 +442,6 @@ def test_a_card_names_base_results_and_settings():
 # Continuations -------------------------------------------------------------------------------------------------------
 
 
-class Counts(nn.Module):
-    """Says that the next token is the last one plus 1; records the lengths it was given."""
-
-    def __init__(self, context=None):
-        super().__init__()
-        self.anchor = nn.Parameter(torch.zeros(1))
-        self.lengths = []
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=context))
-
-    def forward(self, input_ids, use_cache):
-        assert not self.training
-        self.lengths.append(input_ids.shape[1])
-        return SimpleNamespace(logits=nn.functional.one_hot(input_ids + 1, 50).float() * 9)
-
-
 class Spells:
     """A tokenizer whose text is its ids."""
 
@@ -465,29 +451,33 @@ class Spells:
         return " ".join(str(i) for i in ids if not (skip_special_tokens and i == self.eos_token_id))
 
 
-def test_a_continuation_stops_at_the_end_of_text_or_at_its_length():
-    subject = Counts().train()
-    texts = continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
-    assert texts == ["5 6", "21 22 23 24"]
-    assert set(subject.lengths) == {64} and len(subject.lengths) == 7
-    assert subject.training
-
-
-def test_a_continuation_never_looks_further_back_than_the_model_can():
-    subject = Counts(context=3)
-    assert continuations(subject, Spells(), [[20, 21, 22, 23]], max_new_tokens=2) == ["24 25"]
-    assert subject.lengths == [3, 3]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_what_fills_a_row_up_changes_no_continuation(name):
-    subject, ids = make(name), [5, 9, 3]
-    for _ in range(6):
+def greedy(subject, ids, count):
+    """Token by token, without a cache."""
+    ids = list(ids)
+    for _ in range(count):
         ids.append(int(subject(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    expected = Spells().decode(ids[3:], skip_special_tokens=True)
-    assert Spells.eos_token_id not in ids
-    assert continuations(subject, Spells(), [[5, 9, 3]], max_new_tokens=6) == [expected]
+    return ids[-count:]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_continuation_stops_at_the_end_of_text_or_at_its_length(name):
+    """It is greedy, whatever the model's own settings say, and sees its prompt's last tokens if not all fit."""
+    subject, prompts = make(name).train(), [[5, 9, 3], [4], [int(i) for i in tokens(70)]]
+    subject.generation_config = GenerationConfig(do_sample=True, temperature=3.0, repetition_penalty=9.0, min_new_tokens=9)
+    fits = [ids[-58:] if name == "gpt2" else ids for ids in prompts]
+    expected = [greedy(subject.eval(), ids, 6) for ids in fits]
+    subject.train()
+
+    def spelled(new, ends):
+        last = next((i for i, token in enumerate(new) if token in ends), len(new))
+        return " ".join(map(str, [token for token in new[: last + 1] if token != Spells.eos_token_id]))
+
+    for end in (None, expected[0][2]):
+        texts = continuations(subject, Spells(), prompts, max_new_tokens=6, end=end)
+        assert texts == [spelled(new, (end, Spells.eos_token_id)) for new in expected]
+    assert subject.training and subject.generation_config.temperature == 3.0
+    assert subject._compiled_call_impl is None
 
 
 def test_continuations_are_deterministic_and_sampling_follows_its_seed():

@@ -297,15 +297,17 @@ def test_flags_that_do_not_fit_are_refused(base, tmp_path, flags, message):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("count", [23, 0])
-def test_log_probabilities_and_their_gradients_in_chunks(monkeypatch, trained, count):
-    monkeypatch.setattr(losses, "MAX_LOGITS", 50 * 7)
+def test_log_probabilities_and_their_gradients_in_chunks(trained, count):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(count, 16, generator=generator).requires_grad_()
     weight = torch.randn(50, 16, generator=generator).requires_grad_(trained)
     labels = torch.randint(0, 50, (count,), generator=generator)
     labels[3:4] = -100
     factors = torch.randn(count, generator=generator)
-    ours = losses._LinearLogProbabilities.apply(hidden, weight, labels, torch.float32, True)
+    if trained:
+        ours = losses._recomputed(hidden, labels, lambda states: F.linear(states, weight), 7)
+    else:
+        ours = losses._HeadLoss.apply(hidden, labels, F.linear, 7, torch.float32, True, True, False, weight)
     plain = -F.cross_entropy(hidden @ weight.T, labels, reduction="none")
     torch.testing.assert_close(ours, plain)
     inputs = [hidden, weight] if trained else [hidden]

@@ -1,0 +1,164 @@
+"""Models that are built or read in shards: with FSDP2, HSDP and tensor parallelism no rank holds a model whole.
+
+Inside of `in_shards` each matrix is cut by rows over the ranks that share one model: a DTensor in host memory, which
+`sharding.prepare` hands on to FSDP2 or to tensor parallelism. Random numbers are drawn for a whole matrix, of which a rank
+keeps its rows, so they are those of one process. transformers reads the rows alone out of safetensors.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from shared.process.ranks import env_flag
+
+
+@cache
+def _rows_of(copies: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (copies, shards), mesh_dim_names=("copies", "fsdp"))["fsdp"]  # a name that PEFT knows
+
+
+def _mesh() -> DeviceMesh | None:
+    """The ranks that share one model; None if each has it whole. Every rank calls this."""
+    if not AcceleratorState._shared_state or env_flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        return None
+    state = AcceleratorState()
+    sizes = getattr(state, "parallelism_config", None)
+    if state.distributed_type != DistributedType.FSDP and not (sizes is not None and sizes.tp_enabled):
+        return None
+    copies = sizes.dp_replicate_size if sizes is not None else 1
+    return _rows_of(copies, state.num_processes // copies)
+
+
+def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A copy of this rank's rows of a tensor."""
+    each = -(-len(tensor) // mesh.size())
+    start = min(mesh.get_local_rank() * each, len(tensor))
+    return tensor.detach()[start : start + each].clone()
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor that may be cut, whole. Every rank calls this."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _draw(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """Let one of `transformers.initialization`'s functions fill a tensor that is cut with what it gives to a whole one."""
+    if not isinstance(tensor, DTensor):
+        return function(tensor, *args, **named)
+    if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        function(full, *map(whole, args), **named)
+        tensor.to_local().copy_(_piece(full, tensor.device_mesh))
+    return tensor
+
+
+def _read(
+    spawn: Callable[..., Any], pool: Any, tensor: Any, *args: Any, sharding_op: Any = None, tensor_idx: int | None = None
+) -> Any:
+    """transformers' `spawn_materialize`. What a weight is made of by a conversion is read whole, when its turn comes."""
+    if tensor_idx is not None:
+        pool = sharding_op = None
+    return spawn(pool, tensor, *args, sharding_op=sharding_op, tensor_idx=tensor_idx)
+
+
+def _put(put: Callable[..., Any], model: nn.Module, name: str, value: torch.Tensor, *args: Any) -> None:
+    """transformers' `set_param_for_module`, which cuts what was read whole."""
+    module, _, key = name.rpartition(".")
+    before = getattr(model.get_submodule(module), key, None)
+    if isinstance(before, DTensor) and value.shape == before.shape:
+        value = _piece(value, before.device_mesh)
+    put(model, name, value, *args)
+
+
+@contextlib.contextmanager
+def in_shards() -> Iterator[None]:
+    """Cut the matrices of the models of transformers that are made in this block. Every rank makes the same ones."""
+    from transformers import core_model_loading, initialization
+
+    mesh = _mesh()
+    if mesh is None or not hasattr(core_model_loading, "DtensorShardOperation"):
+        yield
+        return
+
+    def cut(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        zeros = getattr(module, "padding_idx", None) is not None  # one of its rows begins as zeros
+        for key, p in [] if module is None else module._parameters.items():
+            if p is not None and p.ndim > 1 and not isinstance(p, DTensor) and (p.is_meta or not zeros):
+                shape: Any = {"shape": p.shape, "stride": p.stride()}
+                piece = DTensor.from_local(_piece(p, mesh), mesh, [Shard(0)], run_check=False, **shape)
+                module._parameters[key] = nn.Parameter(piece, requires_grad=p.requires_grad)  # type: ignore[union-attr]
+
+    functions = dict(initialization.TORCH_INIT_FUNCTIONS)
+    hook = register_module_module_registration_hook(cut)
+    with contextlib.ExitStack() as patches:
+        patches.callback(hook.remove)
+        drawn = {name: partial(_draw, function) for name, function in functions.items()}
+        patches.enter_context(mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, drawn))
+        for place, name, ours in (
+            (initialization, "copy_", _draw),
+            (core_model_loading, "spawn_materialize", _read),
+            (core_model_loading, "set_param_for_module", _put),
+        ):
+            patches.enter_context(mock.patch.object(place, name, partial(ours, getattr(place, name))))
+        yield
+
+
+def _exchange(model: nn.Module, new: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Put other tensors in the place of a model's parameters. Tied ones stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None and p not in made:
+                value = new(p)
+                made[p] = p if value is p else nn.Parameter(value, requires_grad=p.requires_grad)
+            module._parameters[key] = None if p is None else made[p]
+
+
+def trained_in_fp32(model: nn.Module) -> None:
+    """Make the parameters that are trained fp32."""
+    _exchange(model, lambda p: p.detach().float() if p.requires_grad and p.dtype != torch.float32 else p)
+
+
+def _is_cut(p: torch.Tensor) -> bool:
+    return isinstance(p, DTensor) and p.device_mesh is _mesh()
+
+
+def make_whole(model: nn.Module) -> None:
+    """Give each rank all of what `in_shards` has cut. Every rank calls this."""
+    _exchange(model, lambda p: whole(p) if _is_cut(p) else p)
+
+
+def take_pieces(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Take the weights out of a model that `in_shards` has made, and leave it on the meta device.
+
+    Returns:
+        This rank's rows of each by name; {} for any other model.
+    """
+    mesh = _mesh()
+    if mesh is None or not any(map(_is_cut, model.parameters())):
+        return {}
+    pieces = {n: p.to_local().detach() if _is_cut(p) else _piece(p, mesh) for n, p in model.named_parameters()}
+    _exchange(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
+    return pieces
+
+
+def put_pieces(model: nn.Module, pieces: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Give a model that FSDP2 has sharded on the meta device the weights that `take_pieces` has taken."""
+    names = {p: name for name, p in model.named_parameters()}
+
+    def piece(p: Any) -> torch.Tensor:
+        local, shape = pieces.pop(names[p]).to(device, p.dtype), {"shape": p.shape, "stride": p.stride()}
+        assert local.shape == p.to_local().shape, names[p]
+        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, **shape)
+
+    _exchange(model, piece)
