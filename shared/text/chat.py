@@ -183,7 +183,7 @@ class ToSamples:
         marks = re.findall("<(?:image|video|audio)>", repr(example))[:1]
         self.found["marked"] += [f"{where}: {mark}" for mark in marks]
         ids, learned = self.encoder(example, where)
-        if learned.any() and (end := self.encoder.end_of(ids[: np.flatnonzero(learned)[-1] + 1])) is not None:
+        if learned.any() and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None:
             self.counts[f"end {end}"] += 1
         return ids, learned
 

@@ -17,7 +17,7 @@ from shared.data.loader import Loader
 from shared.data.order import IGNORED, Order
 from shared.data.records import read_records
 from shared.process.errors import ConfigError
-from shared.text import chat
+from shared.text import chat, encoder
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, read_example, recognise, unused
 from shared.text.options import ChatConfig
@@ -282,6 +282,51 @@ def test_a_conversation_that_the_assistant_begins(chatml):
         chatml.chat_template = template
         ids, mask = Encoder(chatml, "assistant")(Example(TURNS[2:]), "here")
         assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+
+
+MANY = [
+    *TURNS[:1],
+    *(
+        {"role": role, "content": f"{said} {number}"} | ({"weight": 0} if number == 7 and role == "assistant" else {})
+        for number in range(60)
+        for role, said in (("user", "a line"), ("assistant", "says what"))
+    ),
+]
+CALLS = [
+    *({"role": role, "content": f"a line {role}"} for role in ("system", "user")),
+    *(
+        message
+        for number in range(60)
+        for message in (
+            {"role": "assistant", "content": f"says {number}", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            {"role": "tool", "content": f"many {number} "},
+        )
+    ),
+    TURNS[-1],
+]
+
+
+@pytest.mark.parametrize("messages", [MANY, CALLS], ids=["questions", "tools"])
+@pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, ALIKE, RETURNING, "marked"])
+def test_many_turns_are_found_as_few_are_and_what_is_rendered_grows_with_their_number(
+    chatml, template, messages, monkeypatch
+):
+    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
+    chatml.chat_template = MARKED if template == "marked" else template
+    rendered, render = [], Encoder._render
+    monkeypatch.setattr(Encoder, "_render", lambda *args, **o: rendered.append(t := render(*args, **o)) or t)
+
+    def encode(some):
+        rendered.clear()
+        encoder = Encoder(chatml, "assistant")
+        ids, learned = encoder(Example(some), "here")
+        return ids, learned.tolist(), encoder.unlike, sum(map(len, rendered))
+
+    half, (*found, much) = encode(messages[: len(messages) // 2])[-1], encode(messages)
+    assert much < 2.5 * half
+    monkeypatch.setattr(encoder, "_parts", lambda render, text, messages, wanted: [encoder._Part(messages, text, 0, 0, 0)])
+    *expected, more = encode(messages)
+    assert found == expected and more > 2 * much
 
 
 PARTS = CHATML.replace("m['content'] + ", "m['content'][0]['text'] + ")
