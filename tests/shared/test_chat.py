@@ -608,8 +608,8 @@ def test_packed_rows_restart_positions_and_keep_labels_apart(tokenizer, chat_fil
     packed = Packed(train, 96)
     row = packed[0]
     starts = np.flatnonzero(row["position_ids"] == 0)
-    assert len(starts) == len(packed.bins[0])
-    for start, index in zip(starts, packed.bins[0], strict=True):
+    assert len(starts) == len(packed.bin(0))
+    for start, index in zip(starts, packed.bin(0), strict=True):
         part = slice(start, start + train.lengths[index])
         assert (row["labels"][part] == train[index]["labels"]).all()
         assert (row["input_ids"][part] == train[index]["input_ids"]).all()
@@ -667,7 +667,7 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
     assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels"}
     packed = Packed(talks, 16)
-    assert [len(members) for members in packed.bins] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
+    assert [len(members) for members in map(packed.bin, range(len(packed)))] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
     for rows in (1, 3):
         batch = longest(packed, collate_packed, rows)
         assert batch["labels"].shape == (rows, 16) and batch["position_ids"][0].tolist() == [*range(9), *range(7)]
@@ -714,12 +714,12 @@ def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     packed = Packed(train, 96)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa").eval()
-    first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bins[index]))[:2]
-    assert len(packed.bins[second]) > 1
+    first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bin(index)))[:2]
+    assert len(packed.bin(second)) > 1
     batch = collate_packed([packed[first], packed[second]])
     with torch.no_grad():
         together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        for row, bin_ in enumerate([packed.bins[first], packed.bins[second]]):
+        for row, bin_ in enumerate([packed.bin(first), packed.bin(second)]):
             start = 0
             for index in bin_:
                 ids = torch.from_numpy(train[index]["input_ids"])[None]
