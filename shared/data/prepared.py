@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ VERIFIED = ".verified"  # when a folder's checksums were compared with its files
 def fingerprint(**parts: Any) -> str:
     """16 hex digits that change when any of the JSON-like `parts` does. A Path stands for its size and time."""
 
+    real = cache(os.path.realpath)
+
     def describe(value: Any) -> Any:
         if isinstance(value, Path):
             stat = value.stat()
-            return [str(value.resolve()), stat.st_size, stat.st_mtime_ns]
+            return [f"{real(value.parent)}/{value.name}", stat.st_size, stat.st_mtime_ns]
         raise TypeError(type(value))
 
     text = json.dumps(parts, sort_keys=True, default=describe)

@@ -53,8 +53,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 class Packed:
     """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart at each one.
 
-    The sources of a mixture do not share rows. `sources` has the rows of each. Rows are packed once for the same lengths, and
-    kept. Every rank makes it; the main one packs.
+    The sources of a mixture do not share rows. `sources` has the rows of each. Rows are packed once for the same lengths,
+    and kept. Every rank makes it; the main one packs.
     """
 
     def __init__(self, samples: Any, capacity: int) -> None:
