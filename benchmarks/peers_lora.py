@@ -139,7 +139,11 @@ def raw_loop(options: argparse.Namespace) -> list[Row]:
     collate = partial(collate_packed, multiple_of=64, at_most=options.length) if packing else collate_padded
     order = task.order(options, samples, options.rows if packing else task.at_once)
     steps = [[collate([samples[i] for i in indices]) for indices in step] for step in order]
-    lengths = np.array([task.samples.lengths[bin].sum() for bin in task.packed.bins]) if packing else task.samples.lengths
+    lengths = (
+        np.array([task.samples.lengths[bin].sum() for bin in map(task.packed.bin, range(len(task.packed)))])
+        if packing
+        else task.samples.lengths
+    )
     model, settings = task.model, task.settings
     parameters = [p for p in model.parameters() if p.requires_grad]
     betas = settings["adam_beta1"], settings["adam_beta2"]

@@ -67,8 +67,9 @@ class Task:
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
         self.model: nn.Module = model.to(DEVICE).train()
         (meta,) = Path(options.folder, "cache", "corpus").glob("*/meta.json")
-        split, _, _ = corpus.open_splits(meta.parent, settings["seq_length"], settings["validation_split_percentage"])
-        self.tokens = np.memmap(meta.parent / "train.bin", split.meta["dtype"], "r")
+        share = settings["validation_split_percentage"], settings["eval_samples"]
+        split, _, _ = corpus.open_splits(meta.parent, settings["seq_length"], *share)
+        self.tokens = split._read(0, split.num_tokens).astype(split.meta["dtype"])
         self.length, self.rows = settings["seq_length"], settings["per_device_train_batch_size"]
         order = Order(len(split), settings["global_batch_size"], settings["seed"])
         self.steps = [order.indices(step).tolist() for step in range(options.steps)]

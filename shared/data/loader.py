@@ -166,13 +166,13 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
     Args:
         work: a function that can be pickled.
         items: are read as they are needed, a few ahead.
-        processes: None takes one for each processor, at most 16; 1 works in this process.
+        processes: None takes one for each processor; 1 works in this process.
 
     Raises:
         ConfigError: a process was killed.
         CleanExit: raised by `work`.
     """
-    processes = min(cores(), 16) if processes is None else processes
+    processes = cores() if processes is None else processes
     if processes > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     results: Any = None

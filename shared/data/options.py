@@ -48,7 +48,7 @@ class DataConfig:
         self._check_mixture()
         for flag in ("train_file", "validation_file"):
             if getattr(self, flag):
-                find_files(getattr(self, flag), flag=flag)
+                find_files(getattr(self, flag), flag=flag, quick=True)
 
     SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")  # the flags that may name the training data
 

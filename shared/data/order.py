@@ -67,14 +67,15 @@ def permuted(size: int, key: tuple[int, ...], start: int, stop: int) -> np.ndarr
     return result
 
 
-def is_validation(numbers: np.ndarray, percent: float) -> np.ndarray:
+def is_validation(numbers: np.ndarray, percent: float, part: float = 1.0) -> np.ndarray:
     """Which documents, by their number in the source, belong to the validation split: bool, the shape of `numbers`.
 
-    A hash of the number alone decides, so the split does not depend on seed, world size or corpus size.
+    A hash of the number alone decides, so the split does not depend on seed or world size. `part`: only so much of it.
     """
     with np.errstate(over="ignore"):
         hashed = _mix(np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    return hashed % np.uint64(10_000) < np.uint64(round(percent * 100))
+    share, rest = hashed % np.uint64(10_000), hashed // np.uint64(10_000)
+    return (share < np.uint64(round(percent * 100))) & (rest <= np.uint64(part * (2**64 // 10_000)))
 
 
 def near_share(held_out: float, share: float) -> bool:

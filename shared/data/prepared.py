@@ -1,6 +1,7 @@
 """Data that is prepared once and kept for later runs. The main rank builds it while the others wait."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from shared.process.files import open_regular
 from shared.process.printing import print_main
 from shared.process.ranks import cores, is_main_rank, rank
 
-ABANDONED_AFTER = 24 * 3600  # seconds without a write
+ABANDONED_AFTER = 24 * 3600  # seconds without a write, where locks do not tell whether a process lives
 CHECKSUMS, PIECE = "checksums.json", 2**26  # of each PIECE bytes of each file of a folder
 VERIFIED = ".verified"  # when a folder's checksums were compared with its files
 
@@ -28,10 +30,12 @@ VERIFIED = ".verified"  # when a folder's checksums were compared with its files
 def fingerprint(**parts: Any) -> str:
     """16 hex digits that change when any of the JSON-like `parts` does. A Path stands for its size and time."""
 
+    real = cache(os.path.realpath)
+
     def describe(value: Any) -> Any:
         if isinstance(value, Path):
             stat = value.stat()
-            return [str(value.resolve()), stat.st_size, stat.st_mtime_ns]
+            return [f"{real(value.parent)}/{value.name}", stat.st_size, stat.st_mtime_ns]
         raise TypeError(type(value))
 
     text = json.dumps(parts, sort_keys=True, default=describe)
@@ -50,8 +54,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
     `build` gets a temporary sibling, which is renamed at the end: the folder is whole or does not exist, also when two
     runs build it at once. One that was damaged since then is built again. The other ranks wait for the main one's word,
-    since a collective would time out. What killed runs have left is removed. Every rank calls this. The folder must be on
-    a file system that all ranks see.
+    since a collective would time out. What killed runs have left is removed: see `remove_abandoned`. Every rank calls
+    this. The folder must be on a file system that all ranks see.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -62,9 +66,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     store = distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
     ready = f"{folder.name} is prepared"
     if is_main_rank():
-        _remove_abandoned(folder)
-        if not usable(folder):
-            _build(folder, build)
+        remove_abandoned(folder)
+        keep(folder, build)
         if store:
             store.set(ready, "")
     looked = 0
@@ -79,10 +82,22 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
+def keep(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`build_once` by one process alone, for a part of what that prepares."""
+    if not usable(folder):
+        _build(folder, build)
+    return folder
+
+
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    temporary = folder.with_name(f".{folder.name}.new-{secrets.token_hex(4)}")
+    lock = None
     try:
-        temporary.mkdir(parents=True)
+        while lock is None or not temporary.exists():  # another run may remove it before it is locked
+            temporary.mkdir(parents=True)
+            lock = os.open(temporary, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # not all network file systems can lock a folder
+                fcntl.flock(lock, fcntl.LOCK_EX)
         faults.point("prepare")
         build(temporary)
         (temporary / CHECKSUMS).write_text(json.dumps(_checksums(temporary)))
@@ -96,6 +111,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
             ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def usable(folder: Path) -> bool:
@@ -168,13 +185,27 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
         return {name: [path.stat().st_size, *(one.result() for one in sums[name])] for name, path in files.items()}
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed runs have left of `folder`. Another run may be building it now."""
+def remove_abandoned(folder: Path) -> None:
+    """Remove what killed runs have left of `folder`, at once. Where another run builds it now, its process holds a lock.
+
+    A damaged folder that was put aside stays for a day, since another run may read it.
+    """
     for temporary in folder.parent.glob(f".{folder.name}.*"):
         with contextlib.suppress(OSError):  # it was renamed meanwhile
-            written = max(path.stat().st_mtime for path in (temporary, *temporary.rglob("*")))
-            if time.time() - written > ABANDONED_AFTER:
-                shutil.rmtree(temporary, ignore_errors=True)
+            lock = os.open(temporary, os.O_RDONLY)
+            try:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left = ".new-" in temporary.name
+                except OSError as error:
+                    left = False
+                    if isinstance(error, BlockingIOError):
+                        continue
+                written = max(path.stat().st_mtime for path in (temporary, *temporary.rglob("*")))
+                if left or time.time() - written > ABANDONED_AFTER:
+                    shutil.rmtree(temporary, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def leading_bos(tokenizer: Any) -> list[int]:

@@ -8,13 +8,14 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from shared.data.files import DataFile, File, find_files, name_inside
 from shared.data.remote import RemoteFile
+from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import label, print_main
 
@@ -58,7 +59,8 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
     """(training, validation or None) records of a config; `demo` when it names none.
 
     If --train_file names a folder that also holds the validation files, these are not trained on. The identity of a
-    stream is made of names and sizes only, so it survives a copy of the files and a Hub that does not answer.
+    stream is made of names and sizes only, so it survives a copy of the files and a Hub that does not answer. Every rank
+    calls this. The main one lists the files, another one does when it reads them.
 
     Raises:
         ConfigError: files that are missing or empty.
@@ -69,29 +71,33 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
         other = config.validation_split_name
         train = _hub_source(config, config.train_split_name, streaming)
         return train, _hub_source(config, other, streaming) if other else None
-    found = find_files(config.train_file, flag="train_file")
-    if not config.validation_file:
-        return _file_source(found, streaming), None
-    held_out = find_files(config.validation_file, flag="validation_file")
-    named = {file.resolve() for file in held_out}
-    files = [file for file in found if file.resolve() not in named]
-    if not files:
-        print_main("warning: --validation_file names all that is trained on: its loss says nothing about other data")
-        files = found
-    elif len(files) < len(found):
-        print_main(f"--validation_file names {len(found) - len(files)} of the {len(found)} files of --train_file: left out")
-    return _file_source(files, streaming), _file_source(held_out, streaming)
+    listed = cache(partial(_list_files, config, streaming))
+    names = on_main(lambda: [str(files[0]) if len(files) == 1 else f"{len(files)} files" for files in listed()])
+
+    def source(number: int) -> Source:
+        def identity() -> list[Any]:
+            local = (lambda file: [file.name, file.stat().st_size]) if streaming else (lambda file: file)
+            return [file.identity() if isinstance(file, RemoteFile) else local(file) for file in listed()[number]]
+
+        read = lambda cursor=None: read_records(listed()[number], cursor)  # noqa: E731
+        return Source(label(names[number]), identity, read, read)
+
+    return source(0), source(1) if config.validation_file else None
 
 
-def _file_source(files: list[File], streaming: bool) -> Source:
-    name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-    files = [replace(file, streamed=streaming) if isinstance(file, RemoteFile) else file for file in files]
-
-    def identity() -> list[Any]:
-        local = (lambda file: [file.name, file.stat().st_size]) if streaming else (lambda file: file)
-        return [file.identity() if isinstance(file, RemoteFile) else local(file) for file in files]
-
-    return Source(label(name), identity, lambda: read_records(files), lambda cursor: read_records(files, cursor))
+def _list_files(config: DataConfig, streaming: bool) -> list[list[File]]:
+    """The files to train on, and those to validate on if they are named."""
+    found = [find_files(config.train_file, flag="train_file")]
+    if config.validation_file:
+        found.append(find_files(config.validation_file, flag="validation_file"))
+        named = {file.resolve() for file in found[1]}
+        files = [file for file in found[0] if file.resolve() not in named]
+        if not files:
+            print_main("warning: --validation_file names all that is trained on: its loss says nothing about other data")
+        elif left_out := len(found[0]) - len(files):
+            print_main(f"--validation_file names {left_out} of the {len(found[0])} files of --train_file: left out")
+        found[0] = files or found[0]
+    return [[replace(f, streamed=streaming) if isinstance(f, RemoteFile) else f for f in files] for files in found]
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:

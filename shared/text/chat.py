@@ -183,7 +183,7 @@ class ToSamples:
         marks = re.findall("<(?:image|video|audio)>", repr(example))[:1]
         self.found["marked"] += [f"{where}: {mark}" for mark in marks]
         ids, learned = self.encoder(example, where)
-        if learned.any() and (end := self.encoder.end_of(ids[: np.flatnonzero(learned)[-1] + 1])) is not None:
+        if learned.any() and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None:
             self.counts[f"end {end}"] += 1
         return ids, learned
 
@@ -266,16 +266,15 @@ class Conversations:
         self.meta = json.loads((folder / "meta.json").read_text())
         self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
         self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
-        self.ends, self.targets = (np.load(folder / f"{split}-{name}.npy") for name in ("ends", "targets"))
-        self.starts = np.concatenate([[0], self.ends[:-1]])
-        self.lengths = self.ends - self.starts - 1  # positions of a row: each token predicts the next one
+        self.ends, self.targets = (np.load(folder / f"{split}-{name}.npy", mmap_mode="r") for name in ("ends", "targets"))
+        self.lengths = np.diff(self.ends, prepend=0) - 1  # positions of a row: each token predicts the next one
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids, [tokens] int32; which of them the loss counts, [tokens] bool) of a sample."""
-        part = slice(self.starts[index], self.ends[index])
+        part = slice(self.ends[index - 1] if index else 0, self.ends[index])
         return np.asarray(self.ids[part]), np.array(self.learned[part])
 
     def __getitem__(self, index: int) -> Row:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 
 END_OF_TEXT = "<|endoftext|>"
-CHUNK_CHARACTERS = 2**20  # text that a process gets at a time
+CHUNK_CHARACTERS = 2**20  # text that a process gets at a time, at first
+LARGEST_CHUNK = 16  # times as much, after many chunks: few files for much text, many processes for little
 DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
 
 
@@ -88,23 +91,23 @@ def open_corpus(
     """Prepare the text, or each source of a mixture, and open it. Every rank calls this.
 
     Args:
-        tokenizer: to use; None trains one on the text of all sources.
+        tokenizer: to use; None trains a byte-level BPE on the text of all sources.
         isolate: see `Tokens`.
 
     Raises:
         ConfigError: as of `prepare` and `open_splits`.
     """
     sources = config.sources()
-    if tokenizer is None and config.mix_weights:
+    if tokenizer is None:
         tokenizer = load_tokenizer(_prepare_tokenizer(config, [*sources.values()]))
     found: dict[str, Corpus] = {}
     for name, source in sources.items():
         folder = prepare(source, tokenizer)
-        tokenizer = tokenizer or load_tokenizer(folder)
-        train, held_out, split = open_splits(folder, seq_length, config.validation_split_percentage, isolate=isolate)
+        train, held_out, split = open_splits(
+            folder, seq_length, config.validation_split_percentage, config.eval_samples, isolate=isolate
+        )
         about = f"{train.meta['source']}: {train.num_tokens:,} tokens to train on; validation: {split}"
-        digest = train.meta["train"]["sha256"]
-        found[name] = Corpus(train, held_out, tokenizer, about, digest, held_out.bytes_per_token)
+        found[name] = Corpus(train, held_out, tokenizer, about, train.fingerprint, held_out.bytes_per_token)
     parts = [*found.values()]
     if not config.mix_weights:
         return parts[0]
@@ -133,14 +136,11 @@ def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Pat
     return prepared.build_once(cache_dir() / "tokenizers" / key, build)
 
 
-def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> Path:
+def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Tokenise the corpus once. With the same files, tokenizer and settings it is there already.
 
-    Every rank calls this; the main one works, the others wait.
-
-    Args:
-        config: the text.
-        tokenizer: to use; None trains a byte-level BPE on the text.
+    Each chunk of text is kept under a hash of its content as soon as it is tokenised: a killed preparation goes on there,
+    and one of a changed source takes what it shares. Every rank calls this; the main one works, the others wait.
 
     Returns:
         The folder with the tokens, `meta.json` and `tokenizer/`.
@@ -148,25 +148,23 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None) -> 
     Raises:
         ConfigError: no text, unreadable text, or a tokenizer that is slow or without an end-of-text token.
     """
-    serialised = tokenizer and serialise(tokenizer)
+    how = {
+        "code": prepared.source_of("data", "text"),
+        "tokenizer": hashlib.sha256(serialise(tokenizer).encode()).hexdigest(),
+        "ends": [prepared.leading_bos(tokenizer), tokenizer.eos_token_id],
+    }
     train, validation = records.open_sources(config, demo=DEMO)
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
-            code=prepared.source_of("data", "text"),
-            train=train.identity(),
-            validation=validation and validation.identity(),
-            column=config.text_column,
-            percent=config.validation_split_percentage,
-            tokenizer=hashlib.sha256(serialised.encode()).hexdigest() if serialised else config.vocab_size,
-            ends=tokenizer and [prepared.leading_bos(tokenizer), tokenizer.eos_token_id],
+            train=train.identity(), validation=validation and validation.identity(), column=config.text_column, **how
         )
     )
+    kept = cache_dir() / "pieces" / prepared.fingerprint(**how)
 
     def build(folder: Path) -> None:
-        texts = (piece.text for piece in pieces(train, config.text_column))
-        used = tokenizer or train_tokenizer(texts, config.vocab_size)
-        used.save_pretrained(folder / "tokenizer")
-        write_tokens(folder, train, validation, used, config)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        prepared.remove_abandoned(kept / "*")
+        write_tokens(folder, train, validation, Keep(Tokenise(tokenizer), kept), config)
 
     return prepared.build_once(cache_dir() / "corpus" / key, build)
 
@@ -225,205 +223,264 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: in
     )
 
 
-class _Writer:
-    """Appends a split's tokens to `<split>.bin`, and keeps where each document ends."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
-        self.folder, self.split, self.dtype = folder, split, dtype
-        self.file = (folder / f"{split}.bin").open("wb")
-        self.ends = [np.zeros(0, np.int64)]  # of documents
-        self.tokens = self.bytes = 0
-        self.hash = hashlib.sha256()
-
-    def append(self, tokens: np.ndarray, ends: np.ndarray, num_bytes: int) -> None:
-        self.ends.append(self.tokens + ends)
-        self.tokens += len(tokens)
-        self.bytes += num_bytes
-        content = tokens.astype(self.dtype, copy=False).data
-        self.hash.update(content)
-        self.file.write(content)
-
-    def finish(self) -> dict[str, Any]:
-        self.file.close()
-        ends = np.concatenate(self.ends)
-        np.save(self.folder / f"{self.split}-ends.npy", ends)
-        facts = {"tokens": self.tokens, "bytes": self.bytes, "documents": len(ends)}
-        return {**facts, "sha256": self.hash.hexdigest()}
-
-
 class Tokenise:
     """Pieces to tokens. A document begins with what the tokenizer puts before texts and ends with the end-of-text token.
 
-    Gives ([tokens] uint32, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces] bool, the last ones).
+    Gives ([tokens] of `dtype`, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces] bool, the last ones).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         from tokenizers import Tokenizer
 
         self.tokenizer = Tokenizer.from_str(serialise(tokenizer))
+        self.dtype = np.dtype(np.uint16 if prepared.vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         self.bos, self.eos = prepared.leading_bos(tokenizer), [tokenizer.eos_token_id]
         self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()
 
     def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
         texts, documents, first, last = zip(*pieces, strict=True)
-        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = [
-            np.asarray(self.bos * begins + e.ids + self.eos * ends, dtype=np.uint32)
+            np.asarray(self.bos * begins + e.ids + self.eos * ends, dtype=self.dtype)
             for e, begins, ends in zip(encoded, first, last, strict=True)
         ]
         lengths, sizes = np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
         return np.concatenate(ids), lengths, sizes, np.array(documents), np.array(last)
 
 
-def chunked(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces, of about CHUNK_CHARACTERS each."""
+class Keep:
+    """A chunk of text to a folder in `kept`, named by a hash of its content: `tokens.bin`, `documents.npy`, `facts.json`.
+
+    `documents` is [documents that end in the chunk, 2] int64: tokens, and bytes of text, up to its end. Gives its path.
+    """
+
+    def __init__(self, tokenise: Tokenise, kept: Path) -> None:
+        self.tokenise, self.kept = tokenise, kept
+
+    def __call__(self, chunk: list[Piece]) -> Path:
+        content = hashlib.sha256()
+        for piece in chunk:
+            text = piece.text.encode()
+            content.update(b"%d %d %d " % (piece.is_first, piece.is_last, len(text)) + text)
+
+        def build(folder: Path) -> None:
+            parts = [self.tokenise(some) for some in chunked(chunk)]  # a part's encodings fill memory
+            tokens, lengths, sizes, _, last = (np.concatenate(some) for some in zip(*parts, strict=True))
+            tokens.tofile(folder / "tokens.bin")
+            np.save(folder / "documents.npy", np.stack([np.cumsum(lengths)[last], np.cumsum(sizes)[last]], axis=1))
+            facts = {"tokens": len(tokens), "bytes": int(sizes.sum()), "documents": int(last.sum())}
+            digest = hashlib.sha256(tokens.data).hexdigest()
+            (folder / "facts.json").write_text(json.dumps(facts | {"sha256": digest}))
+
+        return prepared.keep(self.kept / content.hexdigest()[:32], build)
+
+
+def chunked(pieces: Iterable[Piece], largest: int = 1) -> Iterator[list[Piece]]:
+    """Lists of pieces, of CHUNK_CHARACTERS each and, after every 64 of one size, twice as many, up to `largest` times."""
     chunk: list[Piece] = []
-    size = 0
+    size = number = 0
     for piece in pieces:
         chunk.append(piece)
         size += len(piece.text)
-        if size >= CHUNK_CHARACTERS:
+        if size >= CHUNK_CHARACTERS * min(2 ** (number // 64), largest):
             yield chunk
-            chunk, size = [], 0
+            chunk, size, number = [], 0, number + 1
     if chunk:
         yield chunk
 
 
-def write_tokens(
-    folder: Path, train: Source, validation: Source | None, tokenizer: PreTrainedTokenizerBase, config: CorpusConfig
-) -> None:
-    """Tokenise everything into `folder`: tokens, document ends, `meta.json`. Call on one rank.
-
-    A hash of their numbers decides which documents are held out. If that is far from the share that was asked for (few
-    documents, some very long), none is, and `open_splits` takes the end of the text.
+def write_tokens(folder: Path, train: Source, validation: Source | None, keep: Keep, config: CorpusConfig) -> None:
+    """Tokenise everything into `folder`: chunk after chunk of each source, and `meta.json`. Call on one rank.
 
     Raises:
         ConfigError: no text, or a record that is not text.
     """
     from tqdm import tqdm
 
-    percent = config.validation_split_percentage
-    dtype = np.dtype(np.uint16 if prepared.vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-    writers = {split: _Writer(folder, split, dtype) for split in ("train", "validation")}
     unused: set[str] = set()
-    progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
-    for source in filter(None, (train, validation)):
-        chunks = chunked(pieces(source, config.text_column, unused))
-        results = parallel_map(Tokenise(tokenizer), chunks, config.preprocessing_num_workers)
-        for tokens, lengths, sizes, documents, last in results:
-            if validation is None:
-                held_out = is_validation(documents, percent)
-            else:
-                held_out = np.full(len(lengths), source is validation)
-            for split, chosen in (("train", ~held_out), ("validation", held_out)):
-                if chosen.any():
-                    kept = tokens[np.repeat(chosen, lengths)]
-                    ends = np.cumsum(lengths[chosen])[last[chosen]]
-                    writers[split].append(kept, ends, int(sizes[chosen].sum()))
-            progress.update(int(sizes.sum()))
-    progress.close()
-    share, held = sum(w.tokens for w in writers.values()) * percent / 100, writers["validation"]
-    if validation is None and held.tokens and not near_share(held.tokens, share):
-        held.file.close()
-        writers["train"].append(np.memmap(held.file.name, dtype, "r"), np.concatenate(held.ends), held.bytes)
-        writers["validation"] = _Writer(folder, "validation", dtype)
-    meta: dict[str, Any] = {"dtype": dtype.name, "source": train.name, "unused": sorted(unused)}
+    meta: dict[str, Any] = {"dtype": keep.tokenise.dtype.name, "source": train.name}
     meta |= {"validation_source": validation and validation.name}  # None: a part of the training source
-    meta |= {split: writer.finish() for split, writer in writers.items()}
-    if not any(writer.tokens for writer in writers.values()):
+    progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
+    for split, source in (("train", train), ("validation", validation)):
+        chunks = chunked(pieces(source, config.text_column, unused), LARGEST_CHUNK) if source else iter(())
+        parts = []
+        for number, kept in enumerate(parallel_map(keep, chunks, config.preprocessing_num_workers)):
+            for name in ("tokens.bin", "documents.npy"):
+                _link(kept / name, folder / f"{split}-{number:05d}-{name}")
+            parts.append(json.loads((kept / "facts.json").read_text()))
+            progress.update(parts[-1]["bytes"])
+        facts = {name: sum(part[name] for part in parts) for name in ("tokens", "bytes", "documents")}
+        digest = hashlib.sha256("".join(part["sha256"] for part in parts).encode()).hexdigest()
+        meta[split] = {**facts, "sha256": digest, "chunks": [[part["tokens"], part["bytes"]] for part in parts]}
+    progress.close()
+    if not meta["train"]["tokens"]:
         raise ConfigError(f"{train.name}: no text in it")
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    (folder / "meta.json").write_text(json.dumps(meta | {"unused": sorted(unused)}, indent=1))
+
+
+def _link(file: Path, name: Path) -> None:
+    """A second name of a file, or a copy where the file system has one name a file."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 class Tokens:
-    """One split's tokens, memory-mapped, as sequences of `seq_length` inputs and their next tokens.
+    """Tokens of a split, memory-mapped, as sequences of `seq_length` inputs and their next tokens.
 
     Args:
         folder: what `write_tokens` filled.
-        split: train or validation.
+        split: train or validation: a source.
         seq_length: tokens of one sequence.
-        first, last: the part of the split's tokens to use.
+        spans: [spans, 2], the first and the last + 1 token of each part of the source to use, in order; None: all.
+        num_bytes: bytes of text of these parts, if that is known.
         isolate: also give `position_ids`, which restart with each document.
     """
 
     def __init__(
-        self, folder: Path, split: str, seq_length: int, first: int = 0, last: int | None = None, *, isolate: bool = False
+        self,
+        folder: Path,
+        split: str,
+        seq_length: int,
+        spans: np.ndarray | None = None,
+        num_bytes: int | None = None,
+        *,
+        isolate: bool = False,
     ) -> None:
-        self.folder, self.split, self.seq_length, self.first = folder, split, seq_length, first
-        self.isolate = isolate
+        self.folder, self.split, self.seq_length, self.isolate = folder, split, seq_length, isolate
         self.meta = json.loads((folder / "meta.json").read_text())
-        self.last = self.meta[split]["tokens"] if last is None else last
+        facts = self.meta[split]
+        whole = np.array([[0, facts["tokens"]]])
+        self.spans = whole if spans is None else spans
+        self.num_bytes: int | None = facts["bytes"] if spans is None else num_bytes
+        chunks = np.cumsum([0, *(tokens for tokens, _ in facts["chunks"])])  # where each begins
+        bounds = np.unique(np.concatenate([self.spans.ravel(), chunks]))
+        span = np.searchsorted(self.spans[:, 0], bounds[:-1], side="right") - 1
+        used = (span >= 0) & (bounds[:-1] < self.spans[span, 1])  # of what lies between two bounds
+        first, last = bounds[:-1][used], bounds[1:][used]
+        self._chunk = np.searchsorted(chunks, first, side="right") - 1
+        self._first = first - chunks[self._chunk]  # in the chunk, of each stretch
+        self._starts = np.cumsum([0, *(last - first)])  # of each stretch, here
+        self._maps: dict[str, np.ndarray] = {}
 
-    @cached_property
-    def _tokens(self) -> np.ndarray:
-        return np.memmap(self.folder / f"{self.split}.bin", self.meta["dtype"], "r")
-
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.load(self.folder / f"{self.split}-ends.npy", mmap_mode="r")
+    def _map(self, chunk: int, name: str) -> np.ndarray:
+        path = f"{self.folder}/{self.split}-{chunk:05d}-{name}"
+        if path not in self._maps:
+            is_tokens = name == "tokens.bin"
+            self._maps[path] = np.memmap(path, self.meta["dtype"], "r") if is_tokens else np.load(path, mmap_mode="r")
+        return self._maps[path]
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files itself
-        return {k: v for k, v in self.__dict__.items() if k not in ("_tokens", "_ends")}
+        return self.__dict__ | {"_maps": {}}
 
     @property
     def num_tokens(self) -> int:
-        return self.last - self.first
+        return int(self._starts[-1])
 
     def __len__(self) -> int:
         return max(0, (self.num_tokens - 1) // self.seq_length)
 
     def __getitem__(self, index: int) -> Row:
-        start = self.first + index * self.seq_length
+        start = index * self.seq_length
         tokens = self._read(start, start + self.seq_length + 1)
         row = {"input_ids": tokens[:-1], "labels": tokens[1:]}
         if self.isolate:
-            inside = slice(*np.searchsorted(self._ends, [start + 1, start + self.seq_length]))
-            bounds = np.array([0, *(self._ends[inside] - start), self.seq_length])
+            bounds = np.array([0, *self._ends(start, start + self.seq_length), self.seq_length])
             row["position_ids"] = np.arange(self.seq_length) - np.repeat(bounds[:-1], np.diff(bounds))
         return row
 
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """(chunk, first and last + 1 token in it, tokens before it) of what lies in [start, stop)."""
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        done = 0
+        while start + done < stop:
+            skipped = start + done - int(self._starts[number])
+            first, size = int(self._first[number]) + skipped, int(self._starts[number + 1] - self._starts[number]) - skipped
+            size = min(size, stop - start - done)
+            yield int(self._chunk[number]), first, first + size, done
+            done, number = done + size, number + 1
+
     def _read(self, start: int, stop: int) -> np.ndarray:
-        return self._tokens[start:stop].astype(np.int64)
+        parts = [self._map(chunk, "tokens.bin")[first:last] for chunk, first, last, _ in self._stretches(start, stop)]
+        return np.concatenate(parts).astype(np.int64)
+
+    def _ends(self, start: int, stop: int) -> Iterator[int]:
+        """Where documents end within (start, stop), from `start` on."""
+        for chunk, first, last, done in self._stretches(start, stop):
+            ends = self._map(chunk, "documents.npy")[:, 0]
+            inside = ends[slice(*np.searchsorted(ends, [first + 1, last + 1]))] - first + done
+            yield from (int(end) for end in inside if end < stop - start)
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices) * self.seq_length
 
     @property
+    def fingerprint(self) -> str:
+        """Changes when the tokens do."""
+        spans = hashlib.sha256(self.spans.tobytes()).hexdigest()
+        return prepared.fingerprint(tokens=self.meta[self.split]["sha256"], spans=spans)
+
+    @property
     def bytes_per_token(self) -> float:
-        """Bytes of source text a token, in this part. Of a part of a split, up to 16 stretches are measured."""
-        facts = self.meta[self.split]
-        if self.num_tokens == facts["tokens"]:
-            return facts["bytes"] / facts["tokens"]
+        """Bytes of source text a token. Where their number is not known, up to 16 stretches are measured."""
+        if self.num_bytes is not None:
+            return self.num_bytes / self.num_tokens
         tokenizer, size = load_tokenizer(self.folder), min(self.num_tokens, 2**16)
-        starts = np.linspace(self.first, self.last - size, min(16, self.num_tokens // size)).astype(int).tolist()
+        starts = np.linspace(0, self.num_tokens - size, min(16, self.num_tokens // size)).astype(int).tolist()
         blocks = (self._read(start, start + size).tolist() for start in starts)
         texts = (str(tokenizer.decode(b, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for b in blocks)
         return sum(len(text.encode()) for text in texts) / (size * len(starts))
 
 
+def held_out(folder: Path, percent: float, part: float) -> tuple[np.ndarray, int]:
+    """([documents, 2] first and last + 1 token of each document that `order.is_validation` names, their bytes in all)."""
+    begin, end = np.zeros((2, 2), np.int64)  # (tokens, bytes) before a chunk, and up to the last document that ended
+    found, documents = [np.zeros((0, 2, 2), np.int64)], 0
+    for number, size in enumerate(json.loads((folder / "meta.json").read_text())["train"]["chunks"]):
+        ends = np.load(folder / f"train-{number:05d}-documents.npy") + begin
+        bounds = np.concatenate([[end], ends])
+        chosen = is_validation(np.arange(documents, documents + len(ends)), percent, part)
+        found.append(np.stack([bounds[:-1][chosen], ends[chosen]], axis=1))
+        begin, end, documents = begin + size, bounds[-1], documents + len(ends)
+    spans = np.concatenate(found)
+    return spans[:, :, 0], int((spans[:, 1, 1] - spans[:, 0, 1]).sum())
+
+
 def open_splits(
-    folder: Path, seq_length: int, validation_percent: float, *, isolate: bool = False
+    folder: Path, seq_length: int, validation_percent: float, eval_samples: int | None = None, *, isolate: bool = False
 ) -> tuple[Tokens, Tokens, str]:
     """(train, validation, a description of the split and of unused columns) of prepared tokens. `isolate`: see `Tokens`.
 
-    If `write_tokens` held out less than a sequence, the last `validation_percent` of the tokens are the validation split,
-    unless files to validate on were given.
+    Unless files to validate on were given, a hash of their numbers decides which documents are held out: no more than about
+    a hundred, or twice `eval_samples` sequences, if these are fewer than `validation_percent`. If they are far from that
+    share of the tokens (few documents, some very long), the end of the text is the validation split.
 
     Raises:
         ConfigError: too little text for one sequence in each split.
     """
     part = partial(Tokens, folder, seq_length=seq_length, isolate=isolate)
-    train, validation = part("train"), part("validation")
-    documents, given = validation.meta["validation"]["documents"], validation.meta["validation_source"]
-    stated = f"{documents:,} of {documents + train.meta['train']['documents']:,} documents"
+    train = part("train")
+    source, given, facts = train.meta["source"], train.meta["validation_source"], train.meta["train"]
     if given:
-        stated = f"{documents:,} document(s) of {given}"
-    elif not len(validation):
-        cut = math.ceil(train.num_tokens * (1 - validation_percent / 100))
-        validation, train = part("train", first=cut), part("train", last=cut)
-        stated = f"the last {validation_percent:g} % of the text (whole documents would be too much or too little)"
-    source = train.meta["source"]
+        validation = part("validation")
+        stated = f"{validation.meta['validation']['documents']:,} document(s) of {given}"
+    else:
+        total, documents = facts["tokens"], facts["documents"]
+        wanted = share = total * validation_percent / 100
+        if eval_samples is not None:
+            wanted = min(share, max(2 * eval_samples * (seq_length + 1), 100 * total / documents))
+        num_bytes: int | None
+        spans, num_bytes = held_out(folder, validation_percent, wanted / share)
+        size = int(np.diff(spans).sum())
+        stated = f"{len(spans):,} of {documents:,} documents"
+        if size <= seq_length or not near_share(size, wanted):
+            spans, num_bytes = np.array([[math.ceil(total - wanted), total]]), None
+            stated = f"the last {100 * wanted / total:.2g} % of the text (whole documents would be too much or too little)"
+        others = np.stack([np.append(0, spans[:, 1]), np.append(spans[:, 0], total)], axis=1)
+        train = part("train", spans=others[others[:, 0] < others[:, 1]])
+        validation = part("train", spans=spans, num_bytes=num_bytes)
     for name, split, its_source in (("training", train, source), ("validation", validation, given or source)):
         if not len(split):
             raise ConfigError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import chain, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -83,12 +84,12 @@ class Encoder:
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
         for end in np.flatnonzero(np.diff(learned, append=False) & learned).tolist():  # the last token of each turn
-            if self.end_of(ids[: end + 1]) is None:  # what the model has to write next, as it ends the turn there
+            if self.end_of(ids, end + 1) is None:  # what the model has to write next, as it ends the turn there
                 after = next((i for i in range(end + 1, len(ids)) if str(self.tokenizer.decode(ids[i])).strip()), end)
                 if ids[after] in self.special or learned[end + 1 :].any():
                     learned[end + 1 : after + 1] = True
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
-        found = self.end_of(ids[: last + 1])
+        found = self.end_of(ids, last + 1)
         if last >= 0 and not example.continues and found not in (self.ends if example.messages is None else self.special):
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         return ids, learned
@@ -102,12 +103,12 @@ class Encoder:
         places = np.fromiter(chain.from_iterable(encoded["offset_mapping"]), np.int64).reshape(-1, 2)
         inside = np.zeros(len(places), dtype=bool)
         for first, last in spans:
-            inside |= (places[:, 1] > first) & (places[:, 0] < last)
+            inside[np.searchsorted(places[:, 1], first, side="right") : np.searchsorted(places[:, 0], last)] = True
         return list(encoded["input_ids"]), inside, places
 
-    def end_of(self, ids: Sequence[int]) -> int | None:
-        """The special token at the end of `ids`, or None. White space after the token is ignored."""
-        for token in reversed(ids):
+    def end_of(self, ids: Sequence[int], stop: int) -> int | None:
+        """The special token at the end of `ids[:stop]`, or None. White space after the token is ignored."""
+        for token in (ids[place] for place in range(stop - 1, -1, -1)):
             if token in self.special:
                 return token
             if str(self.tokenizer.decode([token])).strip():
@@ -142,7 +143,8 @@ class Encoder:
                 text, spans = marked[0][0], [*_only_turns(marked[1][0], turns, wanted, where)]
             else:
                 text = str(render(messages))
-                spans = [_find_turn(render, text, messages, number) for number in wanted]
+                parts = _parts(render, text, messages, len(wanted))
+                spans = [_find_turn(render, _part_of(parts, number), number) for number in wanted]
         except ConfigError:
             raise
         except Exception as error:  # jinja2's errors, and templates' own raise_exception
@@ -158,23 +160,23 @@ class Encoder:
         self.lost += [f"{where}, message {number}: {said[:40]!r}" for number, said in shown if not _is_written(said, text)]
         ids, mask, places = self._tokens(text, found)
         if self.loss_on != "all":
+            parts = _parts(render, text, messages, len(wanted)) if self.marks_turns else parts
             for number in wanted:
-                self._compare(render, text, places, messages, number, where)
+                self._compare(render, _part_of(parts, number), places, number, where)
         return ids, mask
 
     def _render(self, messages: Messages, **options: Any) -> str:
         turns = _in_parts(messages) if self.takes_parts else messages
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
-    def _compare(
-        self, render: Callable[..., Any], text: str, places: np.ndarray, messages: Messages, number: int, where: str
-    ) -> None:
+    def _compare(self, render: Callable[..., Any], part: _Part, places: np.ndarray, number: int, where: str) -> None:
         """Note a learned turn that does not follow the tokens that the template's generation prompt gives at inference."""
 
         def follows(**options: Any) -> bool:
-            prompt = render(messages[:number], add_generation_prompt=True, **options)
-            within = (places[:, 0] < len(prompt)) & (places[:, 1] > len(prompt))  # a token across the end of the prompt
-            return text.startswith(prompt) and not within.any()
+            prompt = render(part.messages[: number - part.number], add_generation_prompt=True, **options)
+            end = len(prompt) + part.place
+            across = np.searchsorted(places[:, 0], end) > np.searchsorted(places[:, 1], end, side="right")  # has a token
+            return part.text.startswith(prompt) and not across
 
         with contextlib.suppress(Exception):  # a template may refuse what is before this turn
             if not number or follows():
@@ -292,12 +294,64 @@ def _only_turns(spans: list[Span], turns: list[int], wanted: list[int], where: s
     return [run for number, run in zip(reversed(turns), reversed(runs), strict=False) if number in wanted][::-1]
 
 
-def _find_turn(render: Callable[..., Any], text: str, messages: Messages, number: int) -> Span | None:
+class _Part(NamedTuple):
+    """Some turns of a conversation after its first ones, as a short conversation with the same text."""
+
+    messages: Messages
+    text: str
+    first: int  # number in the conversation of the first of these turns
+    number: int  # to add to a turn's number here, to get that in the conversation
+    place: int  # likewise to a place in the text
+
+
+def _parts(render: Callable[..., Any], text: str, messages: Messages, wanted: int) -> list[_Part]:
+    """The rendered conversation in parts, so that the time to find `wanted` turns grows with the conversation's length.
+
+    A part is its first messages up to the first answer, some later turns, and the message after these. Rendered, the later
+    turns have to be what they are in `text`, and all parts together `text`. Else the conversation is one part.
+    """
+    whole = [_Part(messages, text, 0, 0, 0)]
+    after = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
+    starts = [n for n in after if messages[n]["role"] == "user"]
+    if len(starts) < len(messages) / 16:  # one task, and many calls of tools
+        starts = [n for n in after if messages[n]["role"] in ("user", "tool")]
+    firsts = [0]
+    for n in starts:
+        firsts += [n] * (n >= firsts[-1] + 6)
+    if wanted < 4 or len(firsts) < 4:
+        return whole
+    heads: dict[str, tuple[Messages, str]] = {"": ([], "")}  # by the role of the message that follows
+    parts, place = [], 0
+    with contextlib.suppress(Exception):  # a template may refuse such a conversation
+        for first, last in zip(firsts, [*firsts[1:], len(messages)], strict=True):
+            role = messages[first]["role"] if first else ""
+            if role not in heads:
+                head = messages[: next(n for n in starts if messages[n]["role"] == role)]
+                heads[role] = head, render([*head, {**messages[first], "content": HERE}]).partition(HERE)[0]
+            head, before = heads[role]
+            some, then = [*head, *messages[first:last]], messages[last : last + 1]
+            written, found, _ = render(some + [{**turn, "content": HERE} for turn in then]).partition(HERE)
+            size = len(written) - len(before)
+            if before + text[place : place + size] != written or bool(then) != bool(found):
+                return whole
+            parts.append(_Part(some + then, written, first, first - len(head), place - len(before)))
+            place += size
+        return parts if place == len(text) else whole
+    return whole
+
+
+def _part_of(parts: list[_Part], number: int) -> _Part:
+    """The part with a turn of the conversation."""
+    return parts[bisect_right(parts, number, key=lambda part: part.first) - 1]
+
+
+def _find_turn(render: Callable[..., Any], part: _Part, number: int) -> Span | None:
     """The span of an assistant's turn in the rendered `text`, including its end token. None if it cannot be found.
 
     Some templates render the last turn differently, with its thoughts or with another end token. Some write <think> in the
     generation prompt, but not in a finished conversation.
     """
+    messages, text, number, place = part.messages, part.text, number - part.number, part.place
     if number:
         before = render(messages[:number], add_generation_prompt=True)
     else:
@@ -307,12 +361,12 @@ def _find_turn(render: Callable[..., Any], text: str, messages: Messages, number
     if text.startswith(before):
         as_last_turn = render(messages[: number + 1]).rstrip()
         if text.startswith(as_last_turn):
-            return len(before), len(as_last_turn)
+            return place + len(before), place + len(as_last_turn)
     for calls in ({}, {"tool_calls": messages[number].get("tool_calls")}):
         with contextlib.suppress(Exception):  # a template may refuse a tool result without a call
             span = _find_by_placeholder(render, text, messages, number, before, calls)
             if span is not None:
-                return span
+                return place + span[0], place + span[1]
     return None
 
 

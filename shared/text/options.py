@@ -15,7 +15,7 @@ class TextConfig(DataConfig):
     FREE: ClassVar = DataConfig.FREE | {"preprocessing_num_workers", "eval_samples"}
 
     eval_samples: int = 256  # Validation samples that one evaluation uses, at most
-    preprocessing_num_workers: int | None = None  # Processes that tokenise; if not given, one a processor, at most 16.
+    preprocessing_num_workers: int | None = None  # Processes that tokenise; if not given, one a processor.
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LabelledTextConfig(DataConfig):
     problem_type: Literal["single_label", "multi_label", "regression"] | None = None
     seq_length: int = 256  # Tokens of a text, or of both of a pair, at most; longer ones are cut, and counted
     validation_split_percentage: float = 10.0  # Per cent of each class held out, where no validation data is named
-    preprocessing_num_workers: int | None = None  # Processes that tokenise; if not given, one a processor, at most 16
+    preprocessing_num_workers: int | None = None  # Processes that tokenise; if not given, one a processor
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +43,7 @@ class LabelledTextConfig(DataConfig):
 class CorpusConfig(TextConfig):
     """Text and tokenizer."""
 
-    FREE: ClassVar = TextConfig.FREE | {"tokenizer_name", "preprocess_only"}
+    FREE: ClassVar = TextConfig.FREE - {"eval_samples"} | {"tokenizer_name", "preprocess_only"}  # the split depends on it
 
     text_column: str = "text"  # Column or key that holds the text.
     # Documents of one sequence do not attend to each other; off: each token sees all before it, also of other documents.

@@ -1,14 +1,20 @@
 """Several conversations in one row, and batches of rows."""
 
+import hashlib
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from shared.config.parse import cache_dir
+from shared.data import prepared
 from shared.data.loader import cu_seqlens_of
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order, Row, permuted
@@ -47,38 +53,56 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 class Packed:
     """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart at each one.
 
-    The sources of a mixture do not share rows. `sources` has the rows of each.
+    The sources of a mixture do not share rows. `sources` has the rows of each. Rows are packed once for the same lengths,
+    and kept. Every rank makes it; the main one packs.
     """
 
     def __init__(self, samples: Any, capacity: int) -> None:
         self.samples, self.capacity = samples, capacity
-        self.bins: list[list[int]] = []
-        self.sources: dict[str, int] = {}
-        start = 0
-        for name, size in getattr(samples, "sources", {"": len(samples.lengths)}).items():
-            bins = best_fit_decreasing(samples.lengths[start : start + size], capacity)
-            self.bins += [[start + index for index in each] for each in bins]
-            self.sources[name] = len(bins)
-            start += size
-        self.targets = np.array([samples.num_targets(np.array(b)) for b in self.bins])
-        # Of equally long rows, the one with more conversations needs more memory: it has a mask.
-        self.lengths = np.array([samples.lengths[b].sum() + 1 - 1 / len(b) for b in self.bins])
+        sizes = getattr(samples, "sources", {"": len(samples.lengths)})
+        lengths = hashlib.sha256(np.ascontiguousarray(samples.lengths, np.int64).tobytes()).hexdigest()
+        how = {"code": prepared.source_of("text"), "sizes": [*sizes.values()], "capacity": capacity}
+        key = prepared.fingerprint(lengths=lengths, **how)
+
+        def build(folder: Path) -> None:
+            bounds = np.cumsum([0, *sizes.values()]).tolist()
+            rows = [best_fit_decreasing(samples.lengths[a:b], capacity) for a, b in pairwise(bounds)]
+            parts = [[start + np.fromiter(row, np.int64) for row in some] for start, some in zip(bounds, rows, strict=False)]
+            np.save(folder / "samples.npy", np.concatenate([np.zeros(0, np.int64), *chain.from_iterable(parts)]))
+            np.save(folder / "ends.npy", np.cumsum([len(row) for some in rows for row in some], dtype=np.int64))
+            np.save(folder / "rows.npy", np.array([len(some) for some in rows]))
+
+        folder = prepared.build_once(cache_dir() / "packed" / key, build)
+        self._samples, self._ends, rows = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("samples", "ends", "rows")
+        )
+        self.sources = dict(zip(sizes, rows.tolist(), strict=True))
 
     def __len__(self) -> int:
-        return len(self.bins)
+        return len(self._ends)
+
+    def bin(self, index: int) -> np.ndarray:
+        """The samples of a row: [samples] int64."""
+        return self._samples[self._ends[index - 1] if index else 0 : self._ends[index]]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[rows] fp64. Of equally long rows, the one with more conversations needs more memory: it has a mask."""
+        starts = np.append(0, self._ends[:-1])
+        return np.add.reduceat(self.samples.lengths[self._samples], starts) + 1 - 1 / np.diff(self._ends, prepend=0)
 
     def __getitem__(self, index: int) -> Row:
-        rows = [self.samples[i] for i in self.bins[index]]
+        rows = [self.samples[int(i)] for i in self.bin(index)]
         joined = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
         return joined | {"position_ids": np.concatenate([np.arange(len(row["labels"])) for row in rows])}
 
     def num_targets(self, indices: np.ndarray) -> int:
-        return int(self.targets[indices].sum())
+        return self.samples.num_targets(np.concatenate([self.bin(int(index)) for index in indices]))
 
     @property
     def waste(self) -> float:
         """Empty share of the rows' capacity."""
-        return 1 - float(self.samples.lengths.sum()) / (len(self.bins) * self.capacity)
+        return 1 - float(self.samples.lengths.sum()) / (len(self) * self.capacity)
 
 
 def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:

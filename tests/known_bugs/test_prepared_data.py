@@ -55,7 +55,8 @@ def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, te
     first = corpus.prepare(config, tokenizer)
     monkeypatch.setattr(prepared, "leading_bos", lambda _: [5])
     second = corpus.prepare(config, tokenizer)
-    tokens = [np.fromfile(f / "train.bin", json.loads((f / "meta.json").read_text())["dtype"]) for f in (first, second)]
+    name = "train-00000-tokens.bin"
+    tokens = [np.fromfile(f / name, json.loads((f / "meta.json").read_text())["dtype"]) for f in (first, second)]
     assert first != second and tokens[0][0] != 5 and tokens[1][0] == 5
 
 

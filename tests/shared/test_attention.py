@@ -54,7 +54,7 @@ def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
     assert len(packed) == 2
     batch = collate_packed([packed[0], packed[1]])
     logits = subject(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    for row, bin in enumerate(packed.bins):
+    for row, bin in enumerate(map(packed.bin, range(len(packed)))):
         start = 0
         for index in bin:
             ids = torch.tensor(documents[index]["input_ids"])[None]
@@ -92,7 +92,7 @@ def batches():
     """One batch of each kind: rows of one document, packed ones, padded ones, and such that hold no more than one."""
     documents = Documents([11, 9, 6, 5, 20, 20])
     packed = Packed(documents, 20)
-    bins = {len(documents_of_row): number for number, documents_of_row in enumerate(packed.bins)}
+    bins = {len(documents_of_row): number for number, documents_of_row in enumerate(map(packed.bin, range(len(packed))))}
     return {
         "plain": {"input_ids": tokens(1, 16), "labels": tokens(1, 16)},
         "packed": collate_packed([packed[bins[2]], packed[bins[1]]]),

@@ -17,7 +17,7 @@ from shared.data.loader import Loader
 from shared.data.order import IGNORED, Order
 from shared.data.records import read_records
 from shared.process.errors import ConfigError
-from shared.text import chat
+from shared.text import chat, encoder
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, read_example, recognise, unused
 from shared.text.options import ChatConfig
@@ -282,6 +282,51 @@ def test_a_conversation_that_the_assistant_begins(chatml):
         chatml.chat_template = template
         ids, mask = Encoder(chatml, "assistant")(Example(TURNS[2:]), "here")
         assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
+
+
+MANY = [
+    *TURNS[:1],
+    *(
+        {"role": role, "content": f"{said} {number}"} | ({"weight": 0} if number == 7 and role == "assistant" else {})
+        for number in range(60)
+        for role, said in (("user", "a line"), ("assistant", "says what"))
+    ),
+]
+CALLS = [
+    *({"role": role, "content": f"a line {role}"} for role in ("system", "user")),
+    *(
+        message
+        for number in range(60)
+        for message in (
+            {"role": "assistant", "content": f"says {number}", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            {"role": "tool", "content": f"many {number} "},
+        )
+    ),
+    TURNS[-1],
+]
+
+
+@pytest.mark.parametrize("messages", [MANY, CALLS], ids=["questions", "tools"])
+@pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, ALIKE, RETURNING, "marked"])
+def test_many_turns_are_found_as_few_are_and_what_is_rendered_grows_with_their_number(
+    chatml, template, messages, monkeypatch
+):
+    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
+    chatml.chat_template = MARKED if template == "marked" else template
+    rendered, render = [], Encoder._render
+    monkeypatch.setattr(Encoder, "_render", lambda *args, **o: rendered.append(t := render(*args, **o)) or t)
+
+    def encode(some):
+        rendered.clear()
+        encoder = Encoder(chatml, "assistant")
+        ids, learned = encoder(Example(some), "here")
+        return ids, learned.tolist(), encoder.unlike, sum(map(len, rendered))
+
+    half, (*found, much) = encode(messages[: len(messages) // 2])[-1], encode(messages)
+    assert much < 2.5 * half
+    monkeypatch.setattr(encoder, "_parts", lambda render, text, messages, wanted: [encoder._Part(messages, text, 0, 0, 0)])
+    *expected, more = encode(messages)
+    assert found == expected and more > 2 * much
 
 
 PARTS = CHATML.replace("m['content'] + ", "m['content'][0]['text'] + ")
@@ -563,8 +608,8 @@ def test_packed_rows_restart_positions_and_keep_labels_apart(tokenizer, chat_fil
     packed = Packed(train, 96)
     row = packed[0]
     starts = np.flatnonzero(row["position_ids"] == 0)
-    assert len(starts) == len(packed.bins[0])
-    for start, index in zip(starts, packed.bins[0], strict=True):
+    assert len(starts) == len(packed.bin(0))
+    for start, index in zip(starts, packed.bin(0), strict=True):
         part = slice(start, start + train.lengths[index])
         assert (row["labels"][part] == train[index]["labels"]).all()
         assert (row["input_ids"][part] == train[index]["input_ids"]).all()
@@ -622,7 +667,7 @@ def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
     assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels"}
     packed = Packed(talks, 16)
-    assert [len(members) for members in packed.bins] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
+    assert [len(members) for members in map(packed.bin, range(len(packed)))] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
     for rows in (1, 3):
         batch = longest(packed, collate_packed, rows)
         assert batch["labels"].shape == (rows, 16) and batch["position_ids"][0].tolist() == [*range(9), *range(7)]
@@ -669,12 +714,12 @@ def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     packed = Packed(train, 96)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa").eval()
-    first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bins[index]))[:2]
-    assert len(packed.bins[second]) > 1
+    first, second = sorted(range(len(packed)), key=lambda index: -len(packed.bin(index)))[:2]
+    assert len(packed.bin(second)) > 1
     batch = collate_packed([packed[first], packed[second]])
     with torch.no_grad():
         together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        for row, bin_ in enumerate([packed.bins[first], packed.bins[second]]):
+        for row, bin_ in enumerate([packed.bin(first), packed.bin(second)]):
             start = 0
             for index in bin_:
                 ids = torch.from_numpy(train[index]["input_ids"])[None]

@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +20,8 @@ from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from shared.text.stream import Stream
-from tests.conftest import put_a_token_before_texts, sentence
+from tests.conftest import ROOT, put_a_token_before_texts, sentence
+from tests.security.conftest import flip
 
 
 @pytest.fixture
@@ -35,9 +39,17 @@ def prepared(text_file, tokenizer, folder, monkeypatch, **options):
     return corpus.prepare(CorpusConfig(train_file=(str(text_file),), **options), tokenizer)
 
 
-def stream(folder, split):
+def stored(folder, source="train"):
+    """All tokens of a source, where its documents end, and facts."""
     meta = json.loads((folder / "meta.json").read_text())
-    return np.fromfile(folder / f"{split}.bin", dtype=meta["dtype"]), meta[split]
+    parts = [np.fromfile(path, meta["dtype"]) for path in sorted(folder.glob(f"{source}-*-tokens.bin"))]
+    begins = np.cumsum([0, *map(len, parts)])
+    ends = [np.load(path)[:, 0] for path in sorted(folder.glob(f"{source}-*-documents.npy"))]
+    return np.concatenate(parts), [int(e + b) for some, b in zip(ends, begins, strict=False) for e in some], meta[source]
+
+
+def read(tokens):
+    return tokens._read(0, tokens.num_tokens).tolist()
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -46,22 +58,26 @@ def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tm
     folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     assert 0 < held_out.sum() < 15
-    for split, chosen in (("train", ~held_out), ("validation", held_out)):
+    tokens, ends, facts = stored(folder)
+    lengths = [len(tokenizer(text)["input_ids"]) + 1 for text in documents]
+    assert ends == np.cumsum(lengths).tolist() and facts["documents"] == len(documents) and tokens.dtype == np.uint16
+    assert facts["bytes"] == sum(len(text.encode()) for text in documents) and len(facts["chunks"]) > 9
+    for windows, chosen in zip(corpus.open_splits(folder, 16, 5)[:2], (~held_out, held_out), strict=True):
         expected = [
             [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
             for text, keep in zip(documents, chosen, strict=True)
             if keep
         ]
-        tokens, facts = stream(folder, split)
-        assert tokens.dtype == np.uint16
-        assert tokens.tolist() == [token for document in expected for token in document]
-        assert np.load(folder / f"{split}-ends.npy").tolist() == np.cumsum([len(d) for d in expected]).tolist()
-        assert facts["bytes"] == sum(len(t.encode()) for t, keep in zip(documents, chosen, strict=True) if keep)
-        windows = corpus.Tokens(folder, split, 16)
-        for index in (0, len(windows) - 1):
+        tokens = read(windows)
+        assert tokens == [token for document in expected for token in document]
+        assert [*windows._ends(0, len(tokens))] == np.cumsum([len(d) for d in expected])[:-1].tolist()
+        if chosen is held_out:
+            size = sum(len(t.encode()) for t, keep in zip(documents, chosen, strict=True) if keep)
+            assert windows.bytes_per_token == size / len(tokens)
+        for index in range(len(windows)):
             row = windows[index]
-            assert row["input_ids"].tolist() == tokens[index * 16 : index * 16 + 16].tolist()
-            assert row["labels"].tolist() == tokens[index * 16 + 1 : index * 16 + 17].tolist()
+            assert row["input_ids"].tolist() == tokens[index * 16 : index * 16 + 16]
+            assert row["labels"].tolist() == tokens[index * 16 + 1 : index * 16 + 17]
         assert len(windows) == (len(tokens) - 1) // 16
 
 
@@ -80,28 +96,29 @@ def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tm
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
-    for split, chosen in (("train", ~held_out), ("validation", held_out)):
+    for split, chosen in zip(corpus.open_splits(folder, 16, 5)[:2], (~held_out, held_out), strict=True):
         kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
         cut = [[piece for piece, _ in records.split_text([text])] for text in kept]
         assert max(map(len, cut)) > 5
         encoded = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces] for pieces in cut]
         expected = [[*start, *(t for ids in pieces for t in ids), end] for pieces in encoded]
-        tokens, facts = stream(folder, split)
+        tokens = np.array(read(split))
         assert tokens.tolist() == [token for document in expected for token in document]
-        assert facts["documents"] == len(expected) == chosen.sum()
-        assert np.load(folder / f"{split}-ends.npy").tolist() == np.cumsum([len(d) for d in expected]).tolist()
-        assert facts["bytes"] == sum(len(text.encode()) for text in kept)
-        windows = list(whole.sequences(validation=split == "validation"))
+        assert len(expected) == chosen.sum()
+        assert [*split._ends(0, len(tokens))] == np.cumsum([len(d) for d in expected])[:-1].tolist()
+        if chosen is held_out:
+            assert split.num_bytes == sum(len(text.encode()) for text in kept)
+        windows = list(whole.sequences(validation=chosen is held_out))
         assert len(windows) == (len(tokens) - 1) // 16
         for number, window in enumerate(windows):
             assert window.tolist() == tokens[number * 16 : number * 16 + 17].tolist()
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text_file, tokenizer, tmp_path, monkeypatch):
-    plain, _ = stream(prepared(text_file, tokenizer, tmp_path / "plain", monkeypatch), "train")
+    plain, *_ = stored(prepared(text_file, tokenizer, tmp_path / "plain", monkeypatch))
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding()
-    tokens, _ = stream(prepared(text_file, tokenizer, tmp_path / "cut", monkeypatch), "train")
+    tokens, *_ = stored(prepared(text_file, tokenizer, tmp_path / "cut", monkeypatch))
     assert tokens.tolist() == plain.tolist()
 
 
@@ -112,14 +129,13 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    _train, validation, stated = corpus.open_splits(folder, 16, 5)
-    whole, facts = stream(folder, "train")
-    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in [*texts[:12], *texts[13:], texts[12]]]
-    assert whole.tolist() == [token for document in ids for token in document]
-    assert np.load(folder / "train-ends.npy").tolist() == np.cumsum([len(document) for document in ids]).tolist()
+    train, validation, stated = corpus.open_splits(folder, 16, 5)
+    whole, ends, facts = stored(folder)
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    assert [*read(train), *read(validation)] == whole.tolist() == [token for document in ids for token in document]
+    assert ends == np.cumsum([len(document) for document in ids]).tolist()
     assert facts["documents"] == 16 and facts["bytes"] == sum(len(text.encode()) for text in texts)
     assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith("the last 5 % of the text")
-    assert (folder / "validation.bin").stat().st_size == 0
 
 
 def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
@@ -127,7 +143,7 @@ def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
     path.write_text("the model reads a line of text " * 300 + "モデルが文を読む" * 20)
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     _, validation, _ = corpus.open_splits(folder, 16, 5)
-    whole, facts = stream(folder, "train")
+    whole, _, facts = stored(folder)
     text = tokenizer.decode(whole[-validation.num_tokens :], skip_special_tokens=True)
     assert "モデル" in text and validation.bytes_per_token == pytest.approx(len(text.encode()) / validation.num_tokens)
     assert abs(validation.bytes_per_token / (facts["bytes"] / facts["tokens"]) - 1) > 0.2
@@ -154,7 +170,7 @@ def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     path.write_text("the model reads a line of text " * 200)
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=10)
     train, validation, stated = corpus.open_splits(folder, 16, 10)
-    whole, _ = stream(folder, "train")
+    whole, *_ = stored(folder)
     assert train.num_tokens + validation.num_tokens == len(whole)
     assert validation.num_tokens == pytest.approx(0.1 * len(whole), abs=1)
     assert validation[0]["input_ids"].tolist() == whole[train.num_tokens :][:16].tolist()
@@ -186,7 +202,7 @@ def test_prepared_again_only_when_something_changed(text_file, tokenizer, tmp_pa
     path.write_text(text_file.read_text())
     first = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) == first
-    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=9) != first
+    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=9) == first
     with path.open("a") as file:
         file.write('{"text": "one more"}\n')
     assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) != first
@@ -287,6 +303,60 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
     with pytest.raises(ConfigError, match=message):
         prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     assert not list((tmp_path / "cache/corpus").iterdir())
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_preparation_that_was_killed_goes_on_with_the_chunks_that_are_left(
+    text_file, tiny_model, tokenizer, tmp_path, monkeypatch, num_proc
+):
+    """With the same bits as one that was not; and a source that has been touched or extended takes the chunks it shares."""
+    path, cache = tmp_path / "text.jsonl", tmp_path / "cache"
+    path.write_text(text_file.read_text())
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    whole = prepared(path, tokenizer, tmp_path / "whole", monkeypatch)
+    code = (
+        f"from transformers import AutoTokenizer; from shared.text import corpus, options; corpus.CHUNK_CHARACTERS = 500;"
+        f"config = options.CorpusConfig(train_file=({str(path)!r},), preprocessing_num_workers={num_proc});"
+        f"corpus.prepare(config, AutoTokenizer.from_pretrained({str(tiny_model)!r}))"
+    )
+    fault = {"TEMPLATES_FAULT": "prepare:kill@6", "TEMPLATES_CACHE": str(cache)}
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | fault, capture_output=True, text=True)
+    assert killed.returncode != 0
+    done = {path: path.stat().st_mtime_ns for path in cache.glob("pieces/*/[!.]*/tokens.bin")}
+    number = len(list(whole.glob("train-*-tokens.bin")))
+    assert 4 <= len(done) < number - 4 and (num_proc == 2 or len(list(cache.glob("pieces/*/.*"))) == 1)
+    new = []
+    tokenise = corpus.Tokenise.__call__
+    monkeypatch.setattr(corpus.Tokenise, "__call__", lambda self, chunk: new.append(1) or tokenise(self, chunk))
+    again = prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1)
+    assert len(new) == number - len(done) and again.name == whole.name
+    assert not list(cache.glob("*/.*")) + list(cache.glob("pieces/*/.*"))
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    for file in whole.glob("train-*"):
+        assert (again / file.name).read_bytes() == file.read_bytes()
+    assert (again / "meta.json").read_bytes() == (whole / "meta.json").read_bytes()
+    new.clear()
+    with path.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    extended = prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1)
+    assert len(new) == 1 and stored(extended)[0][: len(stored(whole)[0])].tolist() == stored(whole)[0].tolist()
+    flip(next(extended.glob("train-00003-tokens.bin")), 40)  # the file is also the chunk's
+    new.clear()
+    assert prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1) == extended and len(new) == 1
+    assert stored(extended)[0][: len(stored(whole)[0])].tolist() == stored(whole)[0].tolist()
+
+
+def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the model reads line {number} "}) + "\n" for number in range(20_000)))
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    total = len(stored(folder)[0])
+    sizes = {rows: corpus.open_splits(folder, 16, 5, rows)[1].num_tokens for rows in (None, 10_000, 128, 1)}
+    assert sizes[10_000] == sizes[None] == pytest.approx(0.05 * total, rel=0.1)
+    assert sizes[128] == pytest.approx(2 * 128 * 17, rel=0.3) and sizes[1] == pytest.approx(100 * total / 20_000, rel=0.3)
+    fewer, most = (corpus.open_splits(folder, 16, 5, rows)[0] for rows in (None, 128))
+    assert most.num_tokens + sizes[128] == total and most.fingerprint != fewer.fingerprint
+    assert {*map(tuple, corpus.held_out(folder, 5, 0.1)[0])} < {*map(tuple, corpus.held_out(folder, 5, 1)[0])}
 
 
 # A stream that continues -----------------------------------------------------------------------------------------------

@@ -61,10 +61,14 @@ def test_a_packed_row_is_of_one_source():
     samples = SimpleNamespace(sources={"a": 30, "b": 50}, num_targets=len)
     samples.lengths = np.random.default_rng(0).integers(1, 40, 80)
     packed = Packed(samples, 64)
-    assert sorted(np.concatenate(packed.bins)) == list(range(80))
-    alone = best_fit_decreasing(samples.lengths[:30], 64)
-    assert packed.bins[: len(alone)] == alone and min(map(min, packed.bins[len(alone) :])) == 30
-    assert packed.sources == {"a": len(alone), "b": len(packed) - len(alone)}
+    bins = [packed.bin(number).tolist() for number in range(len(packed))]
+    assert sorted(index for row in bins for index in row) == list(range(80))
+    alone = [best_fit_decreasing(part, 64) for part in (samples.lengths[:30], samples.lengths[30:])]
+    assert bins == alone[0] + [[30 + index for index in row] for row in alone[1]]
+    again = Packed(samples, 64)  # from the files
+    assert [again.bin(number).tolist() for number in range(len(again))] == bins and again.sources == packed.sources
+    assert packed.lengths.tolist() == [samples.lengths[row].sum() + 1 - 1 / len(row) for row in bins]
+    assert packed.sources == {"a": len(alone[0]), "b": len(alone[1])}
 
 
 class Numbers:
