@@ -4,10 +4,10 @@ import hashlib
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +118,16 @@ class Found:
         """
         code = prepared.source_of("data", "images")
         identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode())
-        stamps = np.arange(len(self.labels), dtype=np.uint64)  # of a table's rows
-        facts = _sizes_and_times(self.paths) if self.paths else repeat((-1, 0))
-        for number, (label, path, (size, time)) in enumerate(
-            zip(self.labels, self.paths or repeat(""), facts, strict=False)
-        ):
-            if path:
-                name = f"{path} {size} {time}".encode(errors="surrogateescape")
-                stamps[number] = xxhash.xxh3_64_intdigest(name)
-            file = path[path.rfind(os.sep) + 1 :]
-            identity.update(f"{label} {file} {size}\n".encode(errors="surrogateescape"))
-        self.stamps = stamps
+        self.stamps = np.arange(len(self.labels), dtype=np.uint64)  # of a table's rows
+        paths, facts = self.paths or [""] * len(self.labels), [(-1, 0)] * len(self.labels)
+        if self.paths:
+            facts = _sizes_and_times(paths)
+            files = (f"{path} {size} {time}" for path, (size, time) in zip(paths, facts, strict=True))
+            self.stamps = np.array([xxhash.xxh3_64_intdigest(os.fsencode(file)) for file in files], np.uint64)
+        lines = (f"{a} {p[p.rfind(os.sep) + 1 :]} {s}\n" for a, p, (s, _) in zip(self.labels, paths, facts, strict=True))
+        identity.update("".join(lines).encode(errors="surrogateescape"))
         key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
-        key.update(stamps.tobytes())
+        key.update(self.stamps.tobytes())
         key.update(repr(self.labels).encode(errors="surrogateescape"))
         return {
             "key": key.hexdigest()[:16],
@@ -142,7 +139,7 @@ class Found:
         }
 
 
-def _sizes_and_times(paths: list[str]) -> Iterator[tuple[int, int]]:
+def _sizes_and_times(paths: list[str]) -> list[tuple[int, int]]:
     """(bytes, nanoseconds) of each file, (-1, 0) of a missing one, which is named later. By threads: networks are slow.
 
     Raises:
@@ -154,7 +151,7 @@ def _sizes_and_times(paths: list[str]) -> Iterator[tuple[int, int]]:
 
     with ThreadPoolExecutor(32) as pool:
         parts = [paths[first : first + 1000] for first in range(0, len(paths), 1000)]
-        yield from chain.from_iterable(pool.map(look, parts))
+        return list(chain.from_iterable(pool.map(look, parts)))
 
 
 def _size_and_time(path: str) -> tuple[int, int]:
