@@ -166,7 +166,13 @@ def test_4_bits_train_or_are_refused_in_one_line(tmp_path, rows, family):
 
 
 # One family of several kinds of blocks with experts, one multimodal, one of experts alone.
-LAUNCHED = {"nemotron_h": "lora_finetune", "gemma3": "pretrain", "qwen3_moe": "lora_finetune", "qwen3_5": "lora_finetune"}
+LAUNCHED = {
+    "gemma2": "pretrain",
+    "nemotron_h": "lora_finetune",
+    "gemma3": "pretrain",
+    "qwen3_moe": "lora_finetune",
+    "qwen3_5": "lora_finetune",
+}
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ class _HeadLoss(torch.autograd.Function):
             part = states[here].masked_fill(left_out, 0.0).requires_grad_(to_states)  # cheaper than masking the logits
             with torch.set_grad_enabled(learning):
                 logits = logits_of(part, *inputs)
-            edge = get_gradient_edge(logits) if learning else None  # what needs no logits lets them go
+            edge: Any = get_gradient_edge(logits) if learning else None  # what needs no logits lets them go
             logits = logits.detach()
             if compiled and learning and len(label) > 1:
                 for argument in (logits, place, left_out):
@@ -274,7 +274,9 @@ class _Noted:
 
 
 # FSDP looks for tensors in what a module returns.
-register_pytree_node(_Noted, lambda noted: ([noted.value], noted.steps), lambda value, steps: _Noted(*value, steps))
+register_pytree_node(
+    _Noted, lambda noted: ([noted.value], noted.steps), lambda value, steps: _Noted(next(iter(value)), steps)
+)
 
 
 class _Fused:

@@ -112,7 +112,7 @@ def prepare(
         groups = layout.dp_replicate_size if layout is not None else 1
         if replicas:
             layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
-        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
             # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
             named = set(getattr(model, "_no_split_modules", None) or ())

@@ -8,7 +8,7 @@ keeps its rows, so they are those of one process. transformers reads the rows al
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 from unittest import mock
 
 import torch
@@ -48,7 +48,7 @@ def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def whole(tensor: Any) -> Any:
     """A tensor that may be cut, whole. Every rank calls this."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _draw(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -98,17 +98,18 @@ def in_shards() -> Iterator[None]:
                 piece = DTensor.from_local(_piece(p, mesh), mesh, [Shard(0)], run_check=False, **shape)
                 module._parameters[key] = nn.Parameter(piece, requires_grad=p.requires_grad)  # type: ignore[union-attr]
 
-    functions = dict(initialization.TORCH_INIT_FUNCTIONS)
+    functions: dict[str, Any] = dict(initialization.TORCH_INIT_FUNCTIONS)
     hook = register_module_module_registration_hook(cut)
     with contextlib.ExitStack() as patches:
         patches.callback(hook.remove)
         drawn = {name: partial(_draw, function) for name, function in functions.items()}
         patches.enter_context(mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, drawn))
-        for place, name, ours in (
+        changed: Any = (
             (initialization, "copy_", _draw),
             (core_model_loading, "spawn_materialize", _read),
             (core_model_loading, "set_param_for_module", _put),
-        ):
+        )
+        for place, name, ours in changed:
             patches.enter_context(mock.patch.object(place, name, partial(ours, getattr(place, name))))
         yield
 
@@ -129,7 +130,7 @@ def trained_in_fp32(model: nn.Module) -> None:
     _exchange(model, lambda p: p.detach().float() if p.requires_grad and p.dtype != torch.float32 else p)
 
 
-def _is_cut(p: torch.Tensor) -> bool:
+def _is_cut(p: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(p, DTensor) and p.device_mesh is _mesh()
 
 
