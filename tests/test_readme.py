@@ -369,3 +369,11 @@ def test_an_edit_of_the_step_trains(edit, world, tmp_path):
     code, output = LAUNCHER.run(arguments, dict(os.environ), cwd=ROOT)
     assert code == 0, output
     assert (tmp_path / "run/final").is_dir()
+
+
+def test_the_site_builds_and_its_links_lead_somewhere(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {str(page.parent.relative_to(tmp_path)) for page in tmp_path.rglob("index.html")}
+    assert {Path(page).stem for page in PAGES if page.startswith("docs/")} <= pages
