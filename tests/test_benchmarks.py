@@ -111,9 +111,9 @@ def test_save_stall(run_benchmark, text_file):
 def test_growth(run_benchmark):
     lines, rows = run_benchmark("growth", "--steps", 2, "--sizes", 400, 4000, "--limit", 1e-9)
     works = list(dict.fromkeys(lines))
-    assert len(works) == 10 and lines == [work for work in works for _ in range(2)]
+    assert len(works) == 15 and lines == [work for work in works for _ in range(2)]
     left_out = {row["contender"] for row in rows if "absent" in row}
-    assert left_out <= {f"{work} | 4,000" for work in works[:4]}  # those that grow
+    assert left_out <= {f"{work} | 4,000" for work in works[:9]}  # those that grow
 
 
 def test_operators(monkeypatch, tmp_path, capsys):
