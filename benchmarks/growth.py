@@ -213,7 +213,7 @@ def draw_grouped(options: argparse.Namespace) -> Callable[[], Any]:
     return lambda: order.indices(steps_per_epoch(options) // 2)
 
 
-WORK = {
+WORK: dict[str, Callable[[argparse.Namespace], Callable[[], Any]]] = {
     "tokenising text": tokenise_text,
     "tokenising text, two processes": partial(tokenise_text, processes=2),
     "tokenising text, two processes of datasets.map": tokenise_by_datasets,

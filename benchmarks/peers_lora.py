@@ -183,9 +183,8 @@ def trl(options: argparse.Namespace) -> list[Row]:
     # Padded, the samples in raw padded's order; packed, all of them, which TRL shuffles and packs.
     order = [int(i) for step in task.order(options, samples, task.at_once) for indices in step for i in indices]
     chosen = range(len(samples)) if packing else order
-    ids = [np.asarray(samples.ids[samples.starts[i] : samples.ends[i]]) for i in chosen]
-    learned = [np.asarray(samples.learned[samples.starts[i] : samples.ends[i]]) for i in chosen]
-    labels = [np.where(mask, tokens, -100) for tokens, mask in zip(ids, learned, strict=True)]
+    both = [samples.tokens(i) for i in chosen]
+    ids, labels = [tokens for tokens, _ in both], [np.where(learned, tokens, -100) for tokens, learned in both]
     data = Dataset.from_dict({"input_ids": [i.tolist() for i in ids], "labels": [i.tolist() for i in labels]})
     clock = Clock(options.steps)
 
