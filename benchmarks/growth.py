@@ -7,12 +7,13 @@ Tokenising and packing go through all samples, once, so they grow with their num
 prepared conversations keep in memory. The order of samples is a function of (seed, epoch, step) that holds no table, so
 starting, drawing a step and resuming at any step cost the same whatever has been consumed. (They do differ with the
 number of samples by up to a small factor that does not grow: a permutation of the next power of four is walked until
-it lands inside, which takes between one and four tries in the mean.) Resuming a --streaming run is the exception: it
-reads forward from the start, which is the price of keeping nothing on disk, and is not measured here.
+it lands inside, which takes between one and four tries in the mean.)
 
-- tokenising text: `corpus.prepare` of documents of 20 words, one process; tokenising conversations: `chat.prepare` of
-  20 words each.
-- packing: `chat.best_fit_decreasing` of log-normal lengths into rows of 512.
+- tokenising text: `corpus.prepare` of documents of 20 words, one process, and two, beside `datasets.map` with two;
+  tokenising conversations: `chat.prepare` of 20 words each.
+- tokenising text of a file that was touched: `corpus.prepare`, which finds all of it by its content.
+- finding the answers of one conversation that has a hundredth as many turns.
+- packing: `packing.Packed` of log-normal lengths into rows of 512, the first time, and from its files.
 - opening prepared conversations: `chat.Conversations`, the files mapped, the tables read; 8 tokens a sample.
 - starting: an `Order`, a `Loader`, and the window of step 0, of 16 samples that are computed when they are asked for.
 - drawing a step: `Order.indices` alone, and `chat.GroupedOrder.indices`, which sorts by length within 32 batches.
@@ -37,8 +38,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,7 +84,7 @@ def sentences(file: Path, count: int, record: Callable[[str], Any]) -> None:
             lines.write(json.dumps(record(texts[number % 1000])) + "\n")
 
 
-def tokenise_text(options: argparse.Namespace) -> Callable[[], Any]:
+def tokenise_text(options: argparse.Namespace, processes: int = 1, touched: bool = False) -> Callable[[], Any]:
     from transformers import AutoTokenizer
 
     from shared.text import corpus
@@ -90,8 +93,43 @@ def tokenise_text(options: argparse.Namespace) -> Callable[[], Any]:
     file = Path(options.folder, "text.jsonl")
     sentences(file, options.size, lambda text: {"text": text})
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
-    config = CorpusConfig(train_file=(str(file),), preprocessing_num_workers=1)
+    config = CorpusConfig(train_file=(str(file),), preprocessing_num_workers=processes)
+    if touched:
+        corpus.prepare(config, tokenizer)
+        file.touch()
     return lambda: corpus.prepare(config, tokenizer)
+
+
+def tokenise_by_datasets(options: argparse.Namespace) -> Callable[[], Any]:
+    import datasets
+    from transformers import AutoTokenizer
+
+    file = Path(options.folder, "text.jsonl")
+    sentences(file, options.size, lambda text: {"text": text})
+    tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
+
+    def ids(rows: Any) -> Any:
+        return {"ids": [[*each, tokenizer.eos_token_id] for each in tokenizer(rows["text"])["input_ids"]]}
+
+    def work() -> Any:
+        data = datasets.load_dataset("json", data_files=str(file), cache_dir=options.folder, split="train")
+        return data.map(ids, batched=True, num_proc=2, remove_columns=["text"])
+
+    return work
+
+
+def many_turns(options: argparse.Namespace) -> Callable[[], Any]:
+    from transformers import AutoTokenizer
+
+    from shared.text.encoder import Encoder
+    from shared.text.forms import Example
+
+    encode = Encoder(AutoTokenizer.from_pretrained(demo.MODEL), "assistant")
+    turn = [
+        {"role": role, "content": "the model reads a line of text and says what comes"} for role in ("user", "assistant")
+    ]
+    example = Example(turn * max(1, options.size // 100))
+    return lambda: encode(example, "here")
 
 
 def tokenise_chats(options: argparse.Namespace) -> Callable[[], Any]:
@@ -110,11 +148,13 @@ def lengths_of(count: int) -> np.ndarray:
     return np.exp(np.random.default_rng(0).normal(4.3, 0.8, count)).clip(8, 512).astype(np.int16)
 
 
-def pack(options: argparse.Namespace) -> Callable[[], Any]:
-    from shared.text.packing import best_fit_decreasing
+def pack(options: argparse.Namespace, *, again: bool = False) -> Callable[[], Any]:
+    from shared.text.packing import Packed
 
-    lengths = lengths_of(options.size)
-    return lambda: best_fit_decreasing(lengths, 512)
+    samples = SimpleNamespace(lengths=lengths_of(options.size))
+    if again:
+        Packed(samples, 512)
+    return lambda: Packed(samples, 512)
 
 
 def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
@@ -293,10 +333,15 @@ def open_images_plainly(options: argparse.Namespace) -> Callable[[], Any]:
     return lambda: ImageFolder(str(root))
 
 
-WORK = {
+WORK: dict[str, Callable[[argparse.Namespace], Callable[[], Any]]] = {
     "tokenising text": tokenise_text,
+    "tokenising text, two processes": partial(tokenise_text, processes=2),
+    "tokenising text, two processes of datasets.map": tokenise_by_datasets,
+    "tokenising text of a touched file": partial(tokenise_text, touched=True),
     "tokenising conversations": tokenise_chats,
+    "finding the answers of a long conversation": many_turns,
     "packing": pack,
+    "packing, from its files": partial(pack, again=True),
     "opening prepared conversations": open_chats,
     "starting": start,
     "drawing a step": draw,

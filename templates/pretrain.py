@@ -113,6 +113,7 @@ def build_datasets(run: Run) -> Data:
         splitting = {"column": options.text_column, "validation_percent": options.validation_split_percentage}
         size = batch.global_batch_size
         shuffling = {"shuffle_window": options.shuffle_window, "seed": batch.seed}
+        shuffling["processes"] = options.preprocessing_num_workers
         train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **shuffling, **splitting, **reading)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"

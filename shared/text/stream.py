@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from shared.data import prepared
-from shared.data.loader import ToDevice, Window
+from shared.data.loader import ToDevice, Window, parallel_map
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
-from shared.process.errors import ConfigError
+from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
+from shared.process.ranks import cores
 from shared.text.corpus import Piece, Tokenise, chunked, pieces, serialise
 
 if TYPE_CHECKING:
@@ -39,10 +42,13 @@ BEGIN = Mark()
 class Stream:
     """Sequences of a source that is read during training, for a corpus too large for the disk.
 
-    Every rank reads and tokenises the same stream and keeps its own rows of each global batch, so the samples of a step
-    are the same on any number of processes. The order is that of the source, shuffled within windows. Has the interface of
-    `loader.Loader`. No tokens are kept. Each step's place in the source goes into the checkpoints, so that resuming is a
-    jump where the source can be read from any record on.
+    Every rank reads the same stream and keeps its own rows of each global batch, so the samples of a step are the same on
+    any number of processes. The ranks of a machine share the work to tokenise it, in processes that run ahead. The order is
+    that of the source, shuffled within windows. Has the interface of `loader.Loader`. No tokens are kept. Each step's place
+    in the source goes into the checkpoints, so that resuming is a jump where the source can be read from any record on.
+
+    Args:
+        processes: of this rank that tokenise; None shares the machine's processors; 1 works in this process.
 
     Attributes:
         place: of the checkpoint that the run continues from, as `Window.place` gave it.
@@ -63,6 +69,7 @@ class Stream:
         validation_percent: float,
         shuffle_window: int = 0,
         seed: int = 0,
+        processes: int | None = None,
     ) -> None:
         self.source, self.tokenizer, self.seq_length = source, tokenizer, seq_length
         self.global_batch_size, self.per_device = global_batch_size, per_device
@@ -70,6 +77,11 @@ class Stream:
         self._to_device = ToDevice(device)
         self.column, self.validation_percent = column, validation_percent
         self.shuffle_window, self.seed = max(1, shuffle_window), seed
+        of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.processes = processes or max(1, cores() // of_machine)
+        self._machine = None  # its ranks; of their own, since replicas that train apart send other things meanwhile
+        if of_machine > 1 and dist.is_initialized() and dist.get_world_size() % of_machine == 0:
+            self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
         self.unused: set[str] = set()  # columns of the records read so far
         self.place: dict[str, Any] | None = None
 
@@ -88,11 +100,9 @@ class Stream:
         """
         held, place = np.zeros(0, np.int64), mark.tokens
         skip = first * self.seq_length - place
-        tokenise = Tokenise(self.tokenizer)
-        for begins, chunk in self._chunks(mark):
+        for begins, (tokens, lengths, _, documents, _) in self._tokenised(mark):
             if marks is not None and begins is not None:
                 marks.append(begins._replace(tokens=place))
-            tokens, lengths, _, documents, _ = tokenise(chunk)
             chosen = is_validation(documents, self.validation_percent) == validation
             kept = tokens[np.repeat(chosen, lengths)].astype(np.int64)
             place += len(kept)
@@ -102,6 +112,30 @@ class Stream:
             for i in range(count):
                 yield held[i * self.seq_length : (i + 1) * self.seq_length + 1]
             held = held[max(0, count) * self.seq_length :]
+
+    def _tokenised(self, mark: Mark) -> Iterator[tuple[Mark | None, tuple[np.ndarray, ...]]]:
+        """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and gives it to the others.
+
+        Raises:
+            CleanExit: one of these ranks cannot read on.
+        """
+        size, rank = (self._machine.size(), self._machine.rank()) if self._machine else (1, 0)
+        chunks = islice(self._chunks(mark), rank, None, size)
+        own = parallel_map(_Marked(Tokenise(self.tokenizer)), chunks, self.processes)
+        while True:
+            found: list[Any] = [None] * size
+            try:
+                found[rank] = next(own, None)
+            except CleanExit as error:
+                found[rank] = error
+            if self._machine:
+                dist.all_gather_object(found, found[rank], group=self._machine)
+            for each in found:
+                if each is None:
+                    return
+                if isinstance(each, CleanExit):
+                    raise each
+                yield each
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
         """Pieces from a mark on, as `corpus.chunked` gives them, and a mark if a record begins a document there."""
@@ -207,6 +241,16 @@ class Stream:
         batches = [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in on_device]
         numbers = np.array([number for number, _ in sequences])[split]
         return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, numbers, place=place)
+
+
+class _Marked:
+    """Tokenises a chunk that comes with a mark."""
+
+    def __init__(self, tokenise: Tokenise) -> None:
+        self.tokenise = tokenise
+
+    def __call__(self, item: tuple[Mark | None, list[Piece]]) -> tuple[Mark | None, tuple[np.ndarray, ...]]:
+        return item[0], self.tokenise(item[1])
 
 
 class Rows(list[Row]):

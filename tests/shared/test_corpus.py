@@ -245,11 +245,11 @@ def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monke
     assert tokenizer.decode(row["input_ids"]) == "<0><65535>" * 8
 
 
-def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0):
+def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1):
     source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
     loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
     batch = {"global_batch_size": 4, "validation_percent": percent, "shuffle_window": window, "seed": seed}
-    return Stream(source, tokenizer, length, column=column, **batch, **loading)
+    return Stream(source, tokenizer, length, column=column, processes=processes, **batch, **loading)
 
 
 def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):
@@ -258,7 +258,7 @@ def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):
         make_stream(tmp_path / "one.txt", tokenizer, 0, 1).held_out(1)
 
 
-def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer):
+def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer, monkeypatch):
     def rows(window):
         return [tuple(r.tolist()) for batch in window.micro_batches for r in batch["input_ids"]]
 
@@ -268,6 +268,8 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tok
         assert sorted(one) == sorted(rows(first) + rows(second))
     later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
     assert later == whole[30:]
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    assert [rows(w) for w in make_stream(text_file, tokenizer, 0, 1, processes=2).windows(0, 40)] == whole
     kept = make_stream(text_file, tokenizer, 0, 1).held_out(5)
     assert len(kept) == 5
     held_out = {tuple(row["input_ids"].tolist()) for row in kept}

@@ -157,6 +157,8 @@ def test_streaming_sees_the_same_on_any_world_size_and_after_a_kill(text_file, t
     start = tmp_path / "one" / "checkpoint-000003"
     resumed = run("pretrain", tmp_path / "resumed", *flags, "--resume_from_checkpoint", start)
     assert resumed.losses == {step: loss for step, loss in one.losses.items() if step > 3}
+    moved = run("pretrain", tmp_path / "moved", *flags, "--resume_from_checkpoint", start, processes=2)
+    assert moved.losses == pytest.approx(resumed.losses, rel=1e-5)
     killed = run("pretrain", tmp_path / "killed", *flags, check=False, env={"TEMPLATES_FAULT": "update:kill@5"})
     assert killed.returncode and not (killed.folder / "final").exists()
     killed = run("pretrain", tmp_path / "killed", *flags)
