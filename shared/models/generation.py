@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast, extract_model_from_parallel
 from torch import nn
 from transformers import GenerationConfig
@@ -79,7 +80,7 @@ def continuations(
     """
     training, whole = model.training, without_adapters(extract_model_from_parallel(model))
     model.eval()
-    device = next(model.parameters()).device
+    device = PartialState().device  # offloaded weights are elsewhere
     context = _context(whole) or sys.maxsize
     ends = [token for token in (tokenizer.eos_token_id, end) if token is not None]
     given: Any = {"max_new_tokens": min(max_new_tokens, context - 1), "do_sample": sample, "eos_token_id": ends or None}

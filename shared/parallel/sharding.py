@@ -84,6 +84,7 @@ def prepare(
     mesh = tensor_parallel_mesh(accelerator)
     names = {p: name for name, p in model.named_parameters()}
     groups_of = [[[names[p] for p in g["params"]] for g in o.param_groups] for o in optimizers]
+    del names  # or it would keep the weights
     if zero.is_used(accelerator):
         zero.configure(accelerator, optimizers, max_grad_norm)
     if mesh is not None:
@@ -120,8 +121,8 @@ def prepare(
         with _kept_in_bf16(model) if sharded else contextlib.nullcontext():
             prepared = accelerator.prepare(model, *optimizers)
         if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
-            offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-            put_pieces(prepared[0], pieces, torch.device("cpu") if offloaded else accelerator.device)
+            on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy) or accelerator.device.type == "cpu"
+            put_pieces(prepared[0], pieces, torch.device("cpu") if on_host else accelerator.device)
             _give_parameters([wrapper.optimizer for wrapper in prepared[1:]], groups_of, prepared[0])
         if mesh is not None:
             layout.tp_size = mesh.size()
