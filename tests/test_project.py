@@ -249,6 +249,7 @@ def test_versions_are_the_same_wherever_they_are_written():
     assert subprocess.run([*check, "v9.9.9"], capture_output=True).returncode == 1
 
 
+@pytest.mark.slow
 def test_assistants_are_told_commands_that_work(tmp_path):
     text = (ROOT / "AGENTS.md").read_text()
     (block,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
@@ -256,7 +257,7 @@ def test_assistants_are_told_commands_that_work(tmp_path):
     assert [path for path in re.findall(r"`([\w./]+/[\w.*]*)`", text) if not list(ROOT.glob(path))] == []
     commands = block.splitlines()
     assert [command.split()[0] for command in commands[3:]] == ["ruff", "pytest"]  # which every run of the tests proves
-    for command, expected in zip(commands[:3], ("adapter in", "continues as if", "every sample"), strict=True):
+    for command, expected in zip(commands[:3], ("adapter in", "continues as if", "exactly once"), strict=True):
         if "outputs/" in command:
             command = command.replace("outputs/lora_finetune/RUN", str(tmp_path / "run"))
         elif "verify-resume" not in command:
@@ -265,4 +266,4 @@ def test_assistants_are_told_commands_that_work(tmp_path):
             command += " --max_train_samples 100 --eval_samples 4"
         command = command.replace("python -m", f"{sys.executable} -m")
         done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and expected in done.stdout + done.stderr, done.stdout + done.stderr

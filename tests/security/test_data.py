@@ -67,7 +67,8 @@ def test_a_pickle_in_place_of_prepared_data_runs_nothing(
         "image_classification": ("--train_dir", image_folder, "--config_name", architectures / "convnext"),
     }[template]
     assert trains(template, tmp_path, *flags)
-    (folder,) = (path for path in (tmp_path / "cache").glob("*/*") if path.parent.name in ("corpus", "chat", "images"))
+    kinds = ("corpus", "chat", "images")
+    (folder,) = (path for path in (tmp_path / "cache").glob("*/*") if path.parent.name in kinds and path.is_dir())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != prepared.VERIFIED}
     for path in before:
         path.write_bytes(payload)

@@ -534,7 +534,7 @@ def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(toke
     train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch, validation_split_percentage=25)
     found = []
     for split in (train, validation):
-        samples = [list(split.ids[a:b]) for a, b in zip(split.starts, split.ends, strict=True)]
+        samples = [list(split.tokens(number)[0]) for number in range(len(split))]
         while samples:
             ids = samples.pop(0)
             while ids[-1] != tokenizer.eos_token_id:
