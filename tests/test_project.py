@@ -67,6 +67,9 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     with_deepspeed = name in ("dpo", "full_finetune", "lora_finetune", "pretrain", "text_classification")
     assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
 
+    told = (folder / "AGENTS.md").read_text()
+    assert [path for path in re.findall(r"`([\w./]+/[\w.*]*|\w+\.py)`", told) if not list(folder.glob(path))] == []
+    assert "launch train.py" in told and "templates" not in told.split("## Where")[1]
     assert os.access(folder / "jobs/slurm.sh", os.X_OK) and (folder / "shared/LICENSE").read_text().strip()
     started = [path.read_text() for path in [*(folder / "jobs").iterdir(), folder / "Dockerfile", folder / ".dockerignore"]]
     assert not any("templates/" in text for text in started)

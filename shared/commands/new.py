@@ -127,7 +127,7 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
         files[changes.get(place, place)] = content
     files["shared/LICENSE"] = (SOURCE / "LICENSE").read_bytes()
     own = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
-    own |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE}
+    own |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE, "AGENTS.md": _agents(names)}
     return files | {name: text.encode() for name, text in own.items()}
 
 
@@ -206,6 +206,16 @@ your files. Your edits stay, and conflicts are marked as git marks them. `--chec
 repository also has `python -m shared plan`, which predicts GPU memory. What comes from there is under the Apache License
 2.0: see `shared/LICENSE`.
 """
+
+
+def _agents(names: tuple[str, ...]) -> str:
+    """The notes for coding assistants, of what a project has: no docs/, no tests/."""
+    lines = (SOURCE / "AGENTS.md").read_text(encoding="utf-8").splitlines(keepends=True)
+    text = "".join(line for line in lines if not re.search("`docs/|^ruff |^pytest ", line))
+    first = script(names[0], names)
+    for old, new in {"templates/lora_finetune.py": first, "lora_finetune": names[0]}.items():
+        text = text.replace(old, new)
+    return re.sub(r"`templates/\*\.py` \(.*?\)", f"`{first}`", text)
 
 
 def _smoke_test(names: tuple[str, ...]) -> str:
