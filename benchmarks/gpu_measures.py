@@ -475,7 +475,7 @@ def image_input() -> dict[str, Any]:
     windows: Iterator[Any] = loader.windows(0, 100_000)  # more than are read: at the end workers have nothing to do
 
     def read() -> None:
-        to_model(next(windows).micro_batches[0]["pixel_values"])
+        to_model(next(iter(next(windows).micro_batches))["pixel_values"])
 
     warm, times = (6, 6) if toy else (5 * workers, 200)  # 4 batches a worker are read ahead
     seconds(read, warm)

@@ -231,7 +231,7 @@ def main(config: Config) -> None:
 
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
         predict(run, model, validation, to_model, classes)  # to see whether it works
-    elif run.state.step > 0 and run.should_evaluate():
+    elif (run.state.step > 0 or run.is_last) and run.should_evaluate():
         run.log_evaluation(predict(run, model, validation, to_model, classes).summary())
     for step in run.steps():
         for batch in step.micro_batches():

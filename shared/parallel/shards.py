@@ -75,8 +75,8 @@ def _put(put: Callable[..., Any], model: nn.Module, name: str, value: torch.Tens
     """transformers' `set_param_for_module`, which cuts what was read whole."""
     module, _, key = name.rpartition(".")
     before = getattr(model.get_submodule(module), key, None)
-    if isinstance(before, DTensor) and value.shape == before.shape:
-        value = _piece(value, before.device_mesh)
+    if isinstance(before, DTensor):  # a copy: what safetensors gives is a view of the file, which cannot be copied later
+        value = _piece(value, before.device_mesh) if value.shape == before.shape else value.detach().clone()
     put(model, name, value, *args)
 
 

@@ -245,6 +245,7 @@ def test_lora_sends_adapters_only(chat_file, tiny_model, tmp_path):
         4,
     )
     flags = (*flags, "--global_batch_size", 4, "--per_device_train_batch_size", 2, "--save_steps", 3, "--lora_r", 4)
+    flags = (*flags, "--seq_length", 64)
     ended = run("lora_finetune", tmp_path / "run", *flags, config="ddp", processes=2)
     names = FileSystemReader(ended.folder / "checkpoint-000003").read_metadata().state_dict_metadata
     moved = {name.removeprefix("outer.") for name in names if name.startswith("outer.")}
