@@ -131,7 +131,7 @@ def trained_in_fp32(model: nn.Module) -> None:
 
 
 def _is_cut(p: torch.Tensor) -> TypeGuard[DTensor]:
-    return isinstance(p, DTensor) and p.device_mesh is _mesh()
+    return isinstance(p, DTensor) and p.device_mesh == _mesh()  # a copied one has a mesh of its own
 
 
 def make_whole(model: nn.Module) -> None:
@@ -158,8 +158,8 @@ def put_pieces(model: nn.Module, pieces: dict[str, torch.Tensor], device: torch.
     names = {p: name for name, p in model.named_parameters()}
 
     def piece(p: Any) -> torch.Tensor:
-        local, shape = pieces.pop(names[p]).to(device, p.dtype), {"shape": p.shape, "stride": p.stride()}
-        assert local.shape == p.to_local().shape, names[p]
-        return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, **shape)
+        made: Any = torch.empty_like(p, device=device)  # from_local would move what is offloaded to the GPU
+        made.to_local().copy_(pieces.pop(names[p]))
+        return made
 
     _exchange(model, piece)
