@@ -104,10 +104,11 @@ def load_here(folder: str, kind: str) -> None:
     if kind == "checkpoint":
         model = load_causal_lm(folder, attn_implementation="sdpa", dtype=torch.float32)
     else:
-        LlamaConfig(**SHAPE).save_pretrained(f"{folder}/config")
+        own = f"{folder}/config-{accelerator.process_index}"
+        LlamaConfig(**SHAPE).save_pretrained(own)
         tokenizer: Any = SimpleNamespace(get_vocab=lambda: {str(i): i for i in range(SHAPE["vocab_size"])})
         tokenizer.bos_token_id = tokenizer.eos_token_id = tokenizer.pad_token_id = 0
-        config = ModelConfig(config_name=f"{folder}/config")
+        config = ModelConfig(config_name=own)
         given: Any = {"seq_length": 128, "attn_implementation": "sdpa", "tie_word_embeddings": False}
         model = pretraining.build_causal_lm(config, tokenizer, **given)
     count = sum(p.numel() for p in model.parameters())
