@@ -154,7 +154,7 @@ def origin(tmp_path):
     folder.mkdir()
     for name in ("shared", "templates", "accelerate_configs", "jobs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("requirements.txt", "Dockerfile", ".dockerignore", "LICENSE"):
+    for name in ("AGENTS.md", "requirements.txt", "Dockerfile", ".dockerignore", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
 
