@@ -116,6 +116,7 @@ def parse_or_exit(config_class: type[T]) -> T:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # On newer CPUs, the import of bitsandbytes asks for a package that is not needed.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of how torchao registers its types
     about = (sys.modules["__main__"].__doc__ or "").strip()
     names = {name for name, _, _ in fields(config_class)}
     about += "\n\nMost runs need no more than these; all are explained below:\n\n    "
