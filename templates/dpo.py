@@ -194,7 +194,7 @@ def main(config: Config) -> None:
     run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)  # the newest checkpoint
     loss_of = partial(preference_loss, config, model)
     run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
-    about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "reference": reference}
+    about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters", "reference": reference}
     about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "log-probabilities": head}
     run.start(samples="pairs", flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
 

@@ -118,8 +118,13 @@ def main(config: Config) -> None:
     run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
-    about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "weights": WEIGHTS[config.weights_dtype]}
-    about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "loss": head}
+    about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters"}
+    about |= {
+        "weights": WEIGHTS[config.weights_dtype],
+        "attention": attention.describe(run.unwrap(model)),
+        "packing": packing,
+        "loss": head,
+    }
     run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
 
     if run.should_evaluate():

@@ -109,7 +109,7 @@ def main(config: Config) -> None:
     run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)  # the newest checkpoint
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
-    about = {"model": f"{config.model_name_or_path}, {parameters:,} parameters", "adapters": carriers}
+    about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters", "adapters": carriers}
     about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "loss": head}
     run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from shared.data.report import MATRIX_CLASSES, MISTAKES, Validated, gather_rows, scores_by_class, short, write_report
+from shared.data.report import MATRIX_CLASSES, MISTAKES, Validated, gather_rows, picture_names, scores_by_class, write_report
 
 LISTED = 1000  # mistakes in evaluation.json, at most
 
@@ -183,19 +183,17 @@ class MultiLabelPredictions:
             title += f"\nthe {len(shown)} of {len(self.classes)} classes with the lowest"
         figure = Figure(figsize=(7, 1.6 + 0.25 * len(shown)), layout="constrained")
         axes = figure.add_subplot(title=title, xlim=(0, 1.02))
-        names = [f"{short(self.classes[i])} ({by_class['support'][i]:,})" for i in shown]
-        axes.barh(range(len(shown)), by_class["average_precision"][shown], tick_label=names, label="average precision")
+        names = picture_names(self.classes)
+        ticks = [f"{names[i]} ({by_class['support'][i]:,})" for i in shown]
+        axes.barh(range(len(shown)), by_class["average_precision"][shown], tick_label=ticks, label="average precision")
         axes.plot(by_class["f1"][shown], range(len(shown)), "k|", markersize=9, label="F1 at the threshold")
         figure.legend(loc="outside lower center", ncols=2)
         figure.savefig(file, dpi=110)
 
     def _draw_mistakes(self, file: Path, samples: Validated) -> None:
-        mistakes = self.mistakes()
+        mistakes, names = self.mistakes(), picture_names(self.classes)
         tiles = [
-            (
-                int(i),
-                f"{short(self.classes[c])}: {self.scores[i, c]:.0%}\nis {'there' if self.labels[i, c] else 'not there'}",
-            )
+            (int(i), f"{names[c]}: {self.scores[i, c]:.0%}\nis {'there' if self.labels[i, c] else 'not there'}")
             for i, c in mistakes[:MISTAKES]
         ]
         samples.draw(file, f"the most confident of {len(mistakes):,} mistakes", tiles)

@@ -17,7 +17,7 @@ from shared.data.files import DataFile, File, find_files, name_inside
 from shared.data.remote import RemoteFile
 from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
-from shared.process.printing import label, print_main
+from shared.process.printing import label, note
 
 if TYPE_CHECKING:
     from shared.data.options import DataConfig
@@ -93,9 +93,9 @@ def _list_files(config: DataConfig, streaming: bool) -> list[list[File]]:
         named = {file.resolve() for file in found[1]}
         files = [file for file in found[0] if file.resolve() not in named]
         if not files:
-            print_main("warning: --validation_file names all that is trained on: its loss says nothing about other data")
+            note("warning: --validation_file names all that is trained on: its loss says nothing about other data")
         elif left_out := len(found[0]) - len(files):
-            print_main(f"--validation_file names {left_out} of the {len(found[0])} files of --train_file: left out")
+            note(f"--validation_file names {left_out} of the {len(found[0])} files of --train_file: left out")
         found[0] = files or found[0]
     return [[replace(f, streamed=streaming) if isinstance(f, RemoteFile) else f for f in files] for files in found]
 
@@ -175,7 +175,7 @@ _NO_INDEX = "{}: has no index, so it is read from its start to record {:,}, wher
 def _forward(records: Records, path: File, cursor: Cursor) -> Records:
     """The records from the cursor on, of a file that can be read from its start only."""
     if first := cursor.number:
-        print_main(_NO_INDEX.format(path, first))
+        note(_NO_INDEX.format(path, first))
     for cursor.number, record in enumerate(records):
         if cursor.number >= first:
             yield record
@@ -242,7 +242,7 @@ def _read_jsonl(path: File, cursor: Cursor) -> Records:
         if first and file.stream is None:
             file.file.seek(offset)
         elif first:
-            print_main(_NO_INDEX.format(path, first))
+            note(_NO_INDEX.format(path, first))
             offset = 0
         text = file.text(newline="", encoding="utf-8")  # as it is, so that its bytes can be counted
         for number, line in enumerate(text, 1 if file.stream else first + 1):

@@ -1,7 +1,7 @@
 """Evaluation of a classifier: figures by class, a confusion matrix, a page of its most confident mistakes."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -202,19 +202,38 @@ class Predictions:
         figure = Figure(figsize=(side, side), layout="constrained")
         axes = figure.add_subplot(title=title)
         matrix = confusion_matrix(self.labels, self.predicted, labels=shown)
-        display = ConfusionMatrixDisplay(matrix, display_labels=[short(self.classes[i]) for i in shown])
+        names = picture_names(self.classes)
+        display = ConfusionMatrixDisplay(matrix, display_labels=[names[i] for i in shown])
         display.plot(ax=axes, cmap="Blues", xticks_rotation="vertical", colorbar=False, text_kw={"fontsize": 8})
         figure.savefig(file, dpi=110)
 
     def _draw_mistakes(self, file: Path, samples: Validated) -> None:
-        tiles = []
+        tiles, names = [], picture_names(self.classes)
         for i in self.mistakes()[:MISTAKES]:
-            true, predicted = short(self.classes[self.labels[i]]), short(self.classes[self.predicted[i]])
+            true, predicted = names[self.labels[i]], names[self.predicted[i]]
             tiles.append((int(i), f"pred {predicted} {self.confidence[i]:.0%}\ntrue {true}"))
         samples.draw(file, f"the most confident of {len(self.mistakes()):,} mistakes", tiles)
 
 
-def short(name: str) -> str:
+def picture_names(classes: Sequence[str]) -> list[str]:
+    """Names of classes for a picture, and the fonts to draw them; "class 3" where no font here has the characters."""
+    from matplotlib import font_manager, rcParams
+
+    names = [_short(name) for name in classes]
+    missing = {character for name in names for character in name if not character.isascii()}
+    fonts = ["DejaVu Sans"]  # matplotlib's own, which is in each installation
+    installed = (font for font in font_manager.fontManager.ttflist if "Last Resort" not in font.name)  # it has boxes only
+    for font in sorted(installed, key=lambda font: font.name not in fonts):
+        if not missing:
+            break
+        has = missing & set(map(chr, font_manager.get_font(font.fname).get_charmap()))
+        fonts += [font.name] * bool(has)
+        missing -= has
+    rcParams["font.family"] = fonts
+    return [f"class {number}" if missing & set(name) else name for number, name in enumerate(names)]
+
+
+def _short(name: str) -> str:
     """At most 18 characters, without $ (it starts a formula in matplotlib) and without bytes that are not Unicode."""
     name = name.encode("utf-8", "backslashreplace").decode()
     return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

@@ -27,7 +27,7 @@ from shared.images.options import ImageConfig
 from shared.images.sources import Files, Found, Joined, Table
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
-from shared.process.printing import label, print_main
+from shared.process.printing import label, note, print_main
 from shared.process.ranks import cores, is_main_rank
 
 
@@ -301,7 +301,7 @@ def _split(
         if not config.skip_bad_images:
             others = f", and {len(bad) - 1:,} more cannot be read" if len(bad) > 1 else ""
             raise ConfigError(f"{first}{others}; --skip_bad_images leaves such images out")
-        print_main(f"skipped {len(bad):,} of {len(labels):,} images that cannot be read; the first is {first}")
+        note(f"skipped {len(bad):,} of {len(labels):,} images that cannot be read; the first is {first}")
     numbers = np.arange(len(labels))
     if meta["held_out_from"] is None:
         held_out = hold_out(rarest(labels) if config.is_multi_label else labels, config.validation_split_percentage)
@@ -336,4 +336,4 @@ def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -
     trained = set(paths(validation)).intersection(paths(train))
     if both := sum(path in trained for path in paths(validation)):
         what = f"{both:,} of the {len(validation):,} images to validate on"
-        print_main(f"warning: {what} are trained on, too: their accuracy says little")
+        note(f"warning: {what} are trained on, too: their accuracy says little")

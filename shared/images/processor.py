@@ -11,7 +11,7 @@ from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from shared.models.hub import from_hub
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 ALWAYS = ("do_resize", "do_rescale", "do_normalize")  # what ours does to every image
 NEVER = ("do_flip_channel_order", "rescale_offset", "include_top", "do_pad", "do_color_quantize")
@@ -42,7 +42,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         except ConfigError:
             if os.path.exists(os.path.join(name, "preprocessor_config.json")):  # it is there, but of no use
                 raise
-            print_main(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
+            note(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     patch = own.patch_size if hasattr(own, "max_num_patches") else 0
     mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
     size, share, unusual = 224, 0.875, []
@@ -76,7 +76,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             unusual.append(f"black borders: a crop of {size} from {resized} pixels")
             share = 1.0
     if unusual:
-        print_main(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
+        note(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
     size, share = image_size or size, crop_pct or share
     if patch and size % patch:
         raise ConfigError(f"--image_size {size}: {name} takes whole patches of {patch} pixels")
@@ -89,9 +89,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     )
     if patch:
         processor.own = own
-        print_main(
-            f"warning: {name} is trained on the square middle of images; final/ takes whole images in any proportions"
-        )
+        note(f"warning: {name} is trained on the square middle of images; final/ takes whole images in any proportions")
     return processor
 
 

@@ -18,7 +18,7 @@ from shared.models.options import AdapterConfig
 from shared.models.targets import find_targets, not_to_quantise
 from shared.parallel import shards
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 
 def load_base(
@@ -81,11 +81,11 @@ def _given_adapters(base: Any, name: str) -> Any:
     missing: list[str] = []
     unused: list[str] = []
 
-    def note(_: nn.Module, keys: Any) -> None:  # PEFT does not pass on what did not fit
+    def collect(_: nn.Module, keys: Any) -> None:  # PEFT does not pass on what did not fit
         missing.extend(keys.missing_keys)
         unused.extend(keys.unexpected_keys)
 
-    hook = base.register_load_state_dict_post_hook(note)
+    hook = base.register_load_state_dict_post_hook(collect)
     model = from_hub(PeftModel, name, first=base, is_trainable=True)  # PEFT's classes take the base first
     hook.remove()
     trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}  # shared ones are there once
@@ -95,7 +95,7 @@ def _given_adapters(base: Any, name: str) -> Any:
         raise ConfigError(f"{name}: {'; '.join(found)}: rename them, or take the base that the adapter was made for")
     lora = model.peft_config["default"]
     if (before := lora.base_model_name_or_path) and before != base.name_or_path:
-        print_main(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")
+        note(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")
         lora.base_model_name_or_path, lora.revision = base.name_or_path, None
     return model
 
@@ -118,7 +118,7 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> An
         init_lora_weights=True if adapter.init_lora_weights == "default" else adapter.init_lora_weights,
     )
     if targets.left_out:
-        print_main(f"no adapters on {'; '.join(targets.left_out)}")
+        note(f"no adapters on {'; '.join(targets.left_out)}")
     try:
         return get_peft_model(base, lora)  # type: ignore[arg-type]
     except (AttributeError, ValueError) as error:

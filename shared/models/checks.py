@@ -12,7 +12,7 @@ from shared.models.loading import outer_parts
 from shared.models.loss import can_balance
 from shared.parallel import shards
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 
 def _context(model: Any) -> int | None:
@@ -37,15 +37,15 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
     if outer := outer_parts(model):
-        print_main(f"{type(model).__name__}: text trains its language model; {', '.join(outer)} stay as they are")
+        note(f"{type(model).__name__}: text trains its language model; {', '.join(outer)} stay as they are")
     if experts_of(text)[0]:
         if not can_balance(text):
-            print_main(f"no loss balances the experts: there is none for {type(model).__name__}")
+            note(f"no loss balances the experts: there is none for {type(model).__name__}")
         elif not text.output_router_logits:
-            print_main("no loss balances the experts: output_router_logits is off in the model's config")
+            note("no loss balances the experts: output_router_logits is off in the model's config")
         else:
             coefficient = text.router_aux_loss_coef
-            print_main(f"aux_loss balances the experts, times the config's router_aux_loss_coef {coefficient:g}")
+            note(f"aux_loss balances the experts, times the config's router_aux_loss_coef {coefficient:g}")
     require_tokens_fit(model, tokenizer, seq_length)
 
 
@@ -80,7 +80,7 @@ def warn_of_untrained_tokens(model: Any, tokenizer: Any, ids: np.ndarray) -> Non
     idle = added[(count[place] > 1) | (rows.abs().amax(1) < 1e-16)]
     if used := tokenizer.convert_ids_to_tokens(np.intersect1d(idle, ids).tolist()):
         names = " ".join(name.rpartition(".")[2] for name, module in model.named_modules() if module in ends)
-        print_main(
+        note(
             f"warning: the embeddings of {', '.join(used)} were never trained (all zeros, or the same as another's): "
             f"add --modules_to_save {names}"
         )

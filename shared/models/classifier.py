@@ -24,7 +24,7 @@ from shared.models import pooled_head
 from shared.models.blocks import heads
 from shared.models.hub import from_architecture, from_hub
 from shared.process.errors import ConfigError, first_line
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 
 def channels_last(model: nn.Module, accelerator: Accelerator) -> bool:
@@ -122,14 +122,14 @@ def _settle_head(
             f"{name}: {len(of_backbone)} weights of the backbone are missing or of another shape: {min(of_backbone)}"
         )
     if new:
-        print_main(f"{name}: its {may_be_new} has no weights in the files, so it begins anew")
+        note(f"{name}: its {may_be_new} has no weights in the files, so it begins anew")
     if not keeps_head:
         for part in (part for module in head for part in module.modules()):
             if isinstance(part, nn.Linear | nn.Conv2d):
                 nn.init.trunc_normal_(part.weight, std=0.02)
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
-    print_main(f"{name}: {'its head is kept' if keeps_head else f'a new head for {model.config.num_labels} classes'}")
+    note(f"{name}: {'its head is kept' if keeps_head else f'a new head for {model.config.num_labels} classes'}")
 
 
 def text_heads(model: Any) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from shared.models.attention import row_layout
 from shared.models.checks import _context
 from shared.models.loading import without_adapters
-from shared.process.printing import indented, print_main
+from shared.process.printing import indented, note, print_main
 
 
 def end_generation_at(model: Any, end: int | None) -> None:
@@ -27,10 +27,10 @@ def end_generation_at(model: Any, end: int | None) -> None:
     try:
         settings.validate(strict=True)
     except ValueError:  # transformers saves settings that contradict each other only as they were
-        print_main(f"warning: the model's generation settings cannot be changed: they do not end a text at token {end}")
+        note(f"warning: the model's generation settings cannot be changed: they do not end a text at token {end}")
         return
     settings.eos_token_id = [*ends, end] if ends else end
-    print_main(f"generation ends at the token {end}, too, which ends the turns (the model's settings named {before})")
+    note(f"generation ends at the token {end}, too, which ends the turns (the model's settings named {before})")
 
 
 def first_lines(text: str, most: int = 8) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network, is_out_of_memory
 from shared.process.files import NOT_REGULAR
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 _AN_ADAPTER = (
     "{name}: an adapter, not a model. lora_finetune goes on with it as --adapter_name_or_path beside its base as "
@@ -91,7 +91,7 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if lost := sorted(info["missing_keys"]):
         raise ConfigError(f"{name}: {len(lost)} weights are missing in its files, such as {lost[0]}")
     if left := sorted(info["unexpected_keys"]):  # other heads, mostly
-        print_main(f"warning: {name}: {len(left)} weights in its files have no place in this model, such as {left[0]}")
+        note(f"warning: {name}: {len(left)} weights in its files have no place in this model, such as {left[0]}")
     return model
 
 

@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 from shared.models.hub import attention_option, from_hub
 from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 # What a processor and a tokenizer's save_pretrained leave in a folder, beside the tokenizer's own files.
 OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
@@ -173,9 +173,7 @@ def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
         weight_map = places | dict.fromkeys(left, file_name)
         total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-        print_main(
-            f"{len(left)} weights that {type(model).__name__} does not use are copied from {name}, such as {min(left)}"
-        )
+        note(f"{len(left)} weights that {type(model).__name__} does not use are copied from {name}, such as {min(left)}")
 
 
 def _file_of(name: str, file: str) -> str | None:

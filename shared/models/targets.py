@@ -18,7 +18,7 @@ from shared.models.hub import from_architecture, from_hub
 from shared.models.loading import class_of, outer_parts, parts_that_choose
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     is_quantised = adapter.load_in_4bit or adapter.load_in_8bit
     if is_quantised and fused:
         size = sum(parameters[name].numel() for name in fused)
-        print_main(f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes quantises linear layers only")
+        note(f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes quantises linear layers only")
     if adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa":
         why, cannot = "not with --lora_dropout, --use_dora or --init_lora_weights pissa", by_parameter
     else:

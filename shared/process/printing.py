@@ -27,8 +27,38 @@ def print_main(*lines: str) -> None:
         sys.stderr.flush()
 
 
+_kept: list[str] | None = None  # notes, while a run is set up
+
+
+def keep_notes() -> None:
+    """From here on `note` keeps its lines until `release_notes`: they follow the summary."""
+    global _kept
+    _kept = []
+
+
+def note(*lines: str) -> None:
+    """Print on the main rank what is to be known of a run: after its summary, if that is to come."""
+    if _kept is None:
+        print_main(*lines)
+    else:
+        _kept.extend(lines)
+
+
+def release_notes() -> None:
+    """Print the notes that were kept, and each further one at once."""
+    global _kept
+    lines, _kept = _kept, None
+    if lines:
+        print_main(*lines)
+
+
 def summary(title: str, rows: dict[str, Any]) -> None:
-    """Print the settings in force, one aligned line each, on the main rank. Rows that are None are left out."""
+    """Print the settings in force, aligned, on the main rank; then the notes. Rows that are None are left out."""
     rows = {k: v for k, v in rows.items() if v is not None}
     width = max(map(len, rows))
-    print_main(title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()))
+    lines = [title]
+    for name, value in rows.items():
+        first, *more = str(value).split("; ") if len(str(value)) > 100 else [str(value)]
+        lines += [f"  {name:<{width}}  {first}", *(f"  {'':<{width}}  {part}" for part in more)]
+    print_main(*lines)
+    release_notes()

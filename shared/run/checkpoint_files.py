@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shared.process import faults
 from shared.process.errors import CleanExit, ConfigError, first_line
 from shared.process.files import digest
-from shared.process.printing import print_main
+from shared.process.printing import note
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
@@ -236,7 +236,7 @@ def require_compatible(
         lines["mixed_precision"] = f"mixed_precision was {precision[0]}, now {precision[1]}"
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
-        print_main(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
+        note(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
 
 
 def _same(one: Any, other: Any) -> bool:

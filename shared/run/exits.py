@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError, first_line, is_out_of_memory, shown
 from shared.process.files import open_regular
-from shared.process.printing import print_main
+from shared.process.printing import keep_notes, print_main, release_notes
 from shared.process.redaction import redact
 from shared.process.signals import STOP_SIGNALS, clean_exit
 
@@ -92,6 +92,7 @@ def run(main: Callable[[C], None], config: C) -> None:
     code = 0
     try:
         with clean_exit():
+            keep_notes()
             try:
                 main(config)
             except Finished as done:
@@ -102,6 +103,8 @@ def run(main: Callable[[C], None], config: C) -> None:
                 if end is None or end is error:
                     raise
                 raise end from error
+            finally:
+                release_notes()
         _report(None)
     except BaseException as error:
         if ranks.world_size() == 1:

@@ -17,7 +17,7 @@ from shared.data import audit
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, NotNow
 from shared.process.files import discard, open_regular
-from shared.process.printing import print_main
+from shared.process.printing import note
 from shared.run.checkpoint_files import checkpoints, run_of
 from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
@@ -83,7 +83,7 @@ def _lock(folder: Path) -> None:
                 "folder"
             ) from None
         # a file system that has no locks
-        print_main(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
+        note(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
     _locks[folder] = file
     number = run_id(folder)
     file.truncate(0)

@@ -28,7 +28,7 @@ from shared.data.order import seed_all
 from shared.parallel import zero
 from shared.process import faults, ranks
 from shared.process.errors import ConfigError, NotNow
-from shared.process.printing import print_main
+from shared.process.printing import note
 from shared.process.signals import end_with_the_launcher
 from shared.run import exits
 
@@ -110,12 +110,12 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
             torch.set_float32_matmul_precision("high")
         better = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"  # not on a T4, say
         if accelerator.mixed_precision in {"no", "bf16"} - {better}:
-            print_main(
+            note(
                 f"warning: this GPU computes in {better} several times faster: "
                 f"add `--mixed_precision {better}` after `accelerate launch`"
             )
     if on_cpu and (world_size > 1 or rehearsal):
-        print_main(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
+        note(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
     set_seed(seed)
     return accelerator
 

@@ -25,7 +25,7 @@ from shared.data.records import Source
 from shared.models.hub import from_hub
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main
+from shared.process.printing import note
 from shared.text.encoder import Encoder
 from shared.text.forms import read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig, SamplesConfig
@@ -235,7 +235,7 @@ def _write_samples(source: Source, place: Path, config: SamplesConfig, work: ToS
 
     for what, said in WARNINGS.items():
         if places := counted(f"{what} "):
-            print_main(f"warning: {sum(places.values()):,} {said}; the first is {next(iter(places))}")
+            note(f"warning: {sum(places.values()):,} {said}; the first is {next(iter(places))}")
     ends = {int(end): count for end, count in counted("end ").items()}
     facts: dict[str, Any] = {name: counts[name] for name in ("read", "cut", "dropped")} | {"unused": [*counted("unused ")]}
     facts |= {"form": next(iter(counted("form "))), "end": max(ends, key=ends.__getitem__, default=None)}

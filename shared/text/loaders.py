@@ -14,7 +14,7 @@ from shared.data.order import EvenSubset, Order, Samples
 from shared.models.attention import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
-from shared.process.printing import indented, print_main
+from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.options import ChatConfig, SamplesConfig
 from shared.text.packing import Packed, collate_packed, collate_padded, rows_order
@@ -32,7 +32,7 @@ class ChatData:
 def read_conversations(
     options: ChatConfig, tokenizer: Any, *, demo_samples: int
 ) -> tuple[chat.Conversations, chat.Conversations]:
-    """(conversations to train on, to validate on), tokenised. Prints a line about them and the first. Every rank calls this.
+    """(conversations to train on, to validate on), tokenised. Notes the first. Every rank calls this.
 
     Args:
         demo_samples: how many samples of the demo are read, unless --max_train_samples says.
@@ -40,8 +40,7 @@ def read_conversations(
     if options.is_demo and options.max_train_samples is None:
         options = replace(options, max_train_samples=demo_samples)
     train, held_out = chat.open_samples(options, tokenizer)
-    print_main(chat.describe(train, options))
-    print_main("first sample; the loss counts the tokens between ⟦ and ⟧:", *indented(chat.marked(train, tokenizer)))
+    note("first sample; the loss counts the tokens between ⟦ and ⟧:", *indented(chat.marked(train, tokenizer)))
     return train, held_out
 
 
@@ -70,12 +69,13 @@ def build_loaders(
         ConfigError: there are fewer rows than one global batch.
     """
     samples: Samples = train
+    about = chat.describe(train, options)
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
     collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
     if packed:
         samples = rows = Packed(train, options.seq_length)
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
-        print_main(f"packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty")
+        about += f"; packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty"
     if len(samples) < batch.global_batch_size:
         raise ConfigError(
             f"{len(train):,} samples in {len(samples):,} {'packed ' * packed}rows are fewer than one "
@@ -91,4 +91,4 @@ def build_loaders(
     padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
     validation = Loader(chosen, padded, eval_order, per_device=size, **share)
     fingerprint = held_out.meta["sha256"] + (", packed" if packed else "")
-    return ChatData(loader, validation, held_out, chat.describe(train, options), fingerprint)
+    return ChatData(loader, validation, held_out, about, fingerprint)

@@ -21,7 +21,7 @@ from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source, kind
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
-from shared.process.printing import indented, print_main
+from shared.process.printing import indented, note
 from shared.text import chat
 from shared.text.forms import Messages
 from shared.text.options import PreferenceConfig
@@ -193,7 +193,7 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
 
 
 def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int) -> tuple[Pairs, Pairs]:
-    """(pairs to train on, to validate on), tokenised. Prints a line about them and the first. Every rank calls this.
+    """(pairs to train on, to validate on), tokenised. Notes the first. Every rank calls this.
 
     Args:
         demo_samples: how many pairs of the demo are read, unless --max_train_samples says.
@@ -205,10 +205,9 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
         options = replace(options, max_train_samples=demo_samples)
     folder = chat.prepare(options, tokenizer, _ToPairs)
     train, held_out = (Pairs(chat.Conversations(folder, split), split) for split in ("train", "validation"))
-    print_main(describe(train, held_out, options))
     for number, name in enumerate(("chosen", "rejected")):
-        print_main(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
-        print_main(*indented(chat.marked(train.samples, tokenizer, number)))
+        note(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
+        note(*indented(chat.marked(train.samples, tokenizer, number)))
     return train, held_out
 
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import font_manager, rcParams
 from PIL import Image
 from sklearn import metrics
 
@@ -204,6 +207,34 @@ def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
     written = made(labels, (labels + 1) % 100, names).write(run_dir, pictures(100))
     assert [path.name for path in written] == ["confusion_matrix.png", "mistakes.png"]
     assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")  # matplotlib warns of characters without a font
+def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictures, tmp_path, monkeypatch):
+    classes = ["cat", "кошка", "猫", "犬"]
+    manager = font_manager.fontManager
+    matplotlib = [font for font in manager.ttflist if "mpl-data" in font.fname]
+    monkeypatch.setattr(manager, "ttflist", matplotlib)  # whatever this machine has besides
+    monkeypatch.setitem(rcParams, "font.family", ["sans-serif"])
+    assert report.picture_names(classes) == ["cat", "кошка", "class 2", "class 3"]
+
+    square, font = TTGlyphPen(None), FontBuilder(1000)
+    square.moveTo((0, 0))
+    for corner in ((0, 500), (500, 500), (500, 0)):
+        square.lineTo(corner)
+    square.closePath()
+    font.setupGlyphOrder([".notdef", "neko"])
+    font.setupCharacterMap({ord("猫"): "neko"})
+    font.setupGlyf({".notdef": square.glyph(), "neko": square.glyph()})
+    font.setupHorizontalMetrics({".notdef": (600, 0), "neko": (600, 0)})
+    font.setupHorizontalHeader(ascent=800, descent=-200)
+    font.setupNameTable({"familyName": "Only Cats", "styleName": "Regular"})
+    font.setupOS2()
+    font.setupPost()
+    font.save(tmp_path / "cats.ttf")
+    manager.addfont(tmp_path / "cats.ttf")
+    assert report.picture_names(classes) == ["cat", "кошка", "猫", "class 3"]
+    assert len(made([0, 1, 2, 3], [1, 2, 3, 0], classes).write(run_dir, pictures(4))) == 2
 
 
 def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, capsys):
