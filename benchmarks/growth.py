@@ -1,7 +1,7 @@
-"""What grows with the number of samples: time and memory to tokenise, pack, start, draw a step's samples, and resume.
+"""How the cost of each piece of work grows with its size: at n, 4 n and 16 n, beside a peer.
 
     python benchmarks/growth.py                                      # writes benchmarks/growth.json
-    python benchmarks/growth.py --rounds 5 --sizes 10000 1000000 100000000 --limit 600 --output results.json
+    python benchmarks/growth.py --rounds 3 --works packing --sizes 100000 1000000 10000000 --output results.json
 
 Tokenising and packing go through all samples, once, so they grow with their number; so do the tables of lengths that
 prepared conversations keep in memory. The order of samples is a function of (seed, epoch, step) that holds no table, so
@@ -12,7 +12,7 @@ it lands inside, which takes between one and four tries in the mean.)
 - tokenising text: `corpus.prepare` of documents of 20 words, one process, and two, beside `datasets.map` with two;
   tokenising conversations: `chat.prepare` of 20 words each.
 - tokenising text of a file that was touched: `corpus.prepare`, which finds all of it by its content.
-- finding the answers of one conversation that has a hundredth as many turns.
+- finding the answers of one conversation of n turns.
 - packing: `packing.Packed` of log-normal lengths into rows of 512, the first time, and from its files.
 - opening prepared conversations: `chat.Conversations`, the files mapped, the tables read; 8 tokens a sample.
 - starting: an `Order`, a `Loader`, and the window of step 0, of 16 samples that are computed when they are asked for.
@@ -20,13 +20,14 @@ it lands inside, which takes between one and four tries in the mean.)
 - resuming: the first window of a new `Loader` at a step after the start, in the middle of the first epoch, and in the
   eleventh; its samples have to be those that a run draws there which began 20 steps before.
 - accumulating: 512 micro-batches, n in each optimizer step, beside a plain DataLoader: two workers need 8 ms to read one,
-  and the step 5 ms to compute it, both asleep.
+  and the step 5 ms to compute it, both asleep, so this row's time is the clock's.
 - saving tensors: a checkpoint of n tensors of a model and its AdamW, beside torch.save of the same.
 - opening known images: `images.prepare` of n small pictures in 100 class folders that were checked before, beside
   torchvision's `ImageFolder`, which checks nothing.
 
-Every cell is a process of its own. Time is the wall clock's, and memory how much the process's peak rises. What the
-size before says would take over --limit seconds or over 4 GB more memory is not run.
+Every cell is a process of its own. Time is that of the processor, of child processes, too; memory is how much the
+process's peak rises; disk is what the work left. The shape compares the largest size with the smallest. What the size
+before says would take over --limit seconds or over 4 GB more memory is not run.
 """
 
 import argparse
@@ -128,7 +129,7 @@ def many_turns(options: argparse.Namespace) -> Callable[[], Any]:
     turn = [
         {"role": role, "content": "the model reads a line of text and says what comes"} for role in ("user", "assistant")
     ]
-    example = Example(turn * max(1, options.size // 100))
+    example = Example(turn * (options.size // 2))
     return lambda: encode(example, "here")
 
 
@@ -356,7 +357,17 @@ WORK: dict[str, Callable[[argparse.Namespace], Callable[[], Any]]] = {
     "opening known images": open_images,
     "opening known images, ImageFolder": open_images_plainly,
 }
-SIZES = {"accumulating": [16, 64, 256], "saving": [1000, 5000], "opening known": [10**4, 10**5, 10**6]}  # of these lines
+# The smallest size, by the first words of a line; the others are 4 and 16 times as large.
+SMALLEST = {
+    "tokenising": 20_000,
+    "finding": 16,
+    "packing": 100_000,
+    "accumulating": 16,
+    "saving": 400,
+    "opening known": 20_000,
+    "": 1_000_000,
+}
+CLOCK = "accumulating"  # that sleeps
 
 
 def peak() -> int:
@@ -364,22 +375,66 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def used() -> float:
+    """Processor seconds of this process and of its children that have ended."""
+    times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(time.ru_utime + time.ru_stime for time in times)
+
+
+def written(folder: str) -> int:
+    """Bytes on disk in a folder."""
+    return sum(512 * path.stat().st_blocks for path in Path(folder).rglob("*") if path.is_file())
+
+
 def measured(options: argparse.Namespace) -> Row:
     """Seconds and bytes of one piece of work; what takes no time is repeated, since the first time is cold."""
     work: Any = WORK[options.work](options)
-    before, started = peak(), time.perf_counter()
+    clock = time.perf_counter if options.work.startswith(CLOCK) else used
+    disk, before, started = written(options.folder), peak(), clock()
     result = work()
-    seconds, memory = time.perf_counter() - started, peak() - before
+    seconds, memory = clock() - started, peak() - before
+    disk = written(options.folder) - disk
     if options.work.startswith(REPEATED):
         times = []
         for _ in range(options.steps):
-            started = time.perf_counter()
+            started = time.process_time()
             work()
-            times.append(time.perf_counter() - started)
+            times.append(time.process_time() - started)
         seconds = statistics.median(times)
     if options.work.startswith("resuming") and result != work(20):
         sys.exit(f"{options.work}: drew other samples than a run that began 20 steps before")
-    return {"seconds": seconds, "memory": memory}
+    return {"seconds": seconds, "memory": memory, "disk": disk}
+
+
+def shape(rows: Sequence[Row]) -> str:
+    """How the time grows from the smallest size to the largest, as the power of the size that explains it."""
+    (small, first), (large, last) = ((row["size"], row["milliseconds"]) for row in (rows[0], rows[-1]))
+    if large == small or first <= 0 or last <= 0:
+        return "-"
+    power = math.log(last / first) / math.log(large / small)
+    return "flat" if power < 0.25 or last < 1 else f"n^{power:.1f}"
+
+
+def lines_of(rows: Sequence[Row]) -> str:
+    """A Markdown table with a line for each work: medians at all of its sizes."""
+    lines = ["| what | samples | time, ms | memory, MB | disk, MB | time grows as |", "|---|---|---|---|---|---|"]
+    for work in dict.fromkeys(row["work"] for row in rows):
+        cells: dict[int, list[Row]] = {}
+        for row in (row for row in rows if row["work"] == work):
+            cells.setdefault(row["size"], []).append(row)
+        ran = {size: found for size, found in cells.items() if "absent" not in found[0]}
+        middle = [
+            {key: statistics.median(row[key] for row in found) for key in ("size", "milliseconds", "megabytes", "disk")}
+            for found in ran.values()
+        ]
+        told = [found[0]["absent"] for size, found in cells.items() if size not in ran]
+        figures = [
+            " / ".join([*(f"{row[key]:,.0f}" if row[key] >= 100 else f"{row[key]:.2g}" for row in middle), *more])
+            for key, more in (("milliseconds", told), ("megabytes", []), ("disk", []))
+        ]
+        sizes = " / ".join(f"{size:,}" for size in cells)
+        lines.append(f"| {' | '.join([work, sizes, *figures, shape(middle) if middle else '-'])} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -391,8 +446,8 @@ def main() -> None:
     seen: dict[tuple[str, int], Row] = {}
 
     def sizes(work: str) -> list[int]:
-        own = next((few for name, few in SIZES.items() if work.startswith(name)), [10**4, 10**6, 10**8])
-        return sorted(options.sizes or own)
+        least = next(size for name, size in SMALLEST.items() if work.startswith(name))
+        return sorted(options.sizes or (least, 4 * least, 16 * least))
 
     def too_much(work: str, size: int) -> str:
         smaller = [other for other in sizes(work) if other < size]
@@ -410,17 +465,17 @@ def main() -> None:
         work, size = contender.split(" | ")[0], int(contender.split(" | ")[1].replace(",", ""))
         why = too_much(work, size)
         if why:
-            return {"absent": why}
+            return {"work": work, "size": size, "absent": why}
         with rounds.folder(options) as environment:
             found = rounds.worker(__file__, work, options, environment, size=size)
         seen.setdefault((work, size), found)
-        return {"milliseconds": 1e3 * found["seconds"], "megabytes": found["memory"] / 1e6}
+        figures = {"milliseconds": 1e3 * found["seconds"], "megabytes": found["memory"] / 1e6, "disk": found["disk"] / 1e6}
+        return {"work": work, "size": size, **figures}
 
     names = [f"{work} | {size:,}" for work in options.works for size in sizes(work)]
     rows = rounds.alternate(names, options.rounds, measure)
-    columns = {"time, ms": ("milliseconds", ",.3f"), "memory, MB": ("megabytes", ",.1f")}
-    notes = [f"Medians (and ranges) of {options.rounds} rounds; the peak of the process's memory over that before."]
-    rounds.report(options, rows, rounds.table("what | samples", rows, columns), notes)
+    notes = [f'Medians of {options.rounds} rounds. Time is the processor\'s, but for "{CLOCK}", which sleeps.']
+    rounds.report(options, rows, lines_of(rows), notes)
 
 
 if __name__ == "__main__":

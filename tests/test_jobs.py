@@ -106,12 +106,13 @@ def test_the_exit_code_of_a_command(command, code):
     assert under_run(*command).wait(timeout=60) == code
 
 
-def test_wrong_input_has_its_exit_code(flags, tmp_path):
-    launch = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", free_port()]
+def test_wrong_input_has_its_exit_code_and_no_traceback(flags, tmp_path):
     wrong = ["templates/pretrain.py", *flags, "--output_dir", tmp_path / "run", "--validation_file", "/nowhere"]
-    process = under_run("accelerate", "launch", *launch, *wrong, stderr=subprocess.PIPE)
-    _, said = process.communicate(timeout=200)
-    assert process.returncode == 2 and "/nowhere" in said
+    for config in ("ddp", "cpu"):  # torch's launcher, and Accelerate's own
+        launch = ["--config_file", f"accelerate_configs/{config}.yaml", "--main_process_port", free_port()]
+        process = under_run("accelerate", "launch", *launch, *wrong, stderr=subprocess.PIPE)
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 2 and "error: " in said and "/nowhere" in said and "Traceback" not in said
 
 
 def test_a_stop_before_training_begins_has_its_exit_code(flags, tmp_path):

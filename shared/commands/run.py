@@ -5,9 +5,10 @@ python -m shared run accelerate launch templates/pretrain.py --output_dir runs/f
 The containers and jobs start everything this way. SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes,
 which write a checkpoint and end. The launcher would die before that, so it ignores them. (It may get SIGHUP and
 die; then this command waits for the training.) A training that --max_restarts starts after the signal ends before its
-first step. On a signal, a command without a training process is killed. `accelerate launch` turns every exit code into 1;
-this command returns the original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 143 stopped by
-SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
+first step. On a signal, a command without a training process is killed. The launcher's traceback is left out where the
+training has said why it ended. `accelerate launch` turns every exit code into 1; this command returns the original:
+0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 143 stopped by SIGTERM, 130 by SIGINT,
+138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
 """
 
 import contextlib
@@ -41,6 +42,8 @@ def run(command: list[str]) -> int:
     Raises:
         ConfigError: the command cannot be started.
     """
+    if command[:2] == ["accelerate", "launch"]:
+        command = [sys.executable, "-c", f"from {__name__} import launch; launch()", *command[2:]]
     seen: list[int] = []
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda number, _frame: seen.append(number))
@@ -75,6 +78,18 @@ def run(command: list[str]) -> int:
     if seen and (int(code) == STOPPED or int(code) < 0):
         return 128 + seen[0]
     return int(code) if int(code) >= 0 else 128 - int(code)
+
+
+def launch() -> None:
+    """`accelerate launch`, in a process of its own, without its traceback where the training has said why it ended."""
+    from accelerate.commands import launch as accelerate
+
+    try:
+        accelerate.main()
+    except Exception:
+        if not Path(os.environ["TEMPLATES_RUN"], "code").exists():
+            raise
+        sys.exit(1)
 
 
 def _ignore_stop_signals() -> None:
