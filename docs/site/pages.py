@@ -45,4 +45,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return f"]({PurePosixPath(file).name})"
         return f"]({(config.repo_url or 'https://github.com').rstrip('/')}/blob/main/{file})"
 
+    markdown = re.sub(r'((?:srcset|src)=")docs/', r"\1", markdown)  # pictures for light and dark pages
     return re.sub(r"\]\(([^)\s]+)\)", link, markdown)
