@@ -14,7 +14,7 @@ from shared.process.errors import ConfigError
 class ImageConfig(DataConfig):
     """Images."""
 
-    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir"}
+    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir", "skip_bad_images"}  # which images: data.identity
 
     TARS: ClassVar = True
     SOURCES: ClassVar[tuple[str, ...]] = ("train_dir", *DataConfig.SOURCES)

@@ -550,8 +550,8 @@ def test_a_csv_names_paths_that_count_from_its_folder(tmp_path, header, monkeypa
 def test_columns_of_other_names_are_named_by_flags(tmp_path):
     file = listed(tmp_path, csv_lines("Bild,Art"))
     images, labels = (
-        "image, img, image_path, path, file_name, filename or file",
-        "label, labels, class, fine_label or target",
+        "image, img, image_path, path, file_name, filename, file, jpg, jpeg, png or webp",
+        "label, labels, class, fine_label, target or cls",
     )
     for flag, named, usual in (("image_column", {}, images), ("label_column", {"image_column": "Bild"}, labels)):
         message = refused(train_file=(file,), **named)
