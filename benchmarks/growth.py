@@ -322,7 +322,7 @@ def open_images(options: argparse.Namespace) -> Callable[[], Any]:
     from shared.images.options import ImageConfig
 
     config: Any = ImageConfig(train_dir=(pictures(options),))
-    files._find_bad = lambda *_: []  # type: ignore[assignment]  # the check itself is not measured
+    files._find_bad = lambda *_, **__: []  # type: ignore[assignment]  # the check itself is not measured
     files.prepare(config)
     return lambda: files.prepare(config)
 

@@ -64,11 +64,11 @@ class DataFile(io.RawIOBase):
         return size
 
 
-def find_files(paths: Sequence[str], *, flag: str, quick: bool = False) -> list[Any]:
+def find_files(paths: Sequence[str], *, flag: str, quick: bool = False, tars: bool = False) -> list[Any]:
     """The files that a flag names: files, folders (all files below, hidden ones left out) or globs, sorted; Paths.
 
     A URL becomes a RemoteFile. Whether there is such a file is asked when it is opened. `quick`: of a folder, some files are
-    enough. A folder may hold a million files: its list says what they are.
+    enough. A folder may hold a million files: its list says what they are. `tars`: tar files are no archives to be refused.
 
     Raises:
         ConfigError: a path that names nothing, an empty file, a pipe, an archive, or a folder that cannot be read.
@@ -102,7 +102,7 @@ def find_files(paths: Sequence[str], *, flag: str, quick: bool = False) -> list[
         if not path.is_file():
             raise ConfigError(f"--{flag} {path}: {NOT_REGULAR if path.exists() else 'a link to nothing'}")
     for file in found:
-        if file.suffix.lower() not in ARCHIVES:
+        if file.suffix.lower() not in ARCHIVES or (tars and file.suffix.lower() == ".tar"):
             continue
         if flag == "dataset_name" or file == (inner := name_inside(file)) or inner.suffix.lower() in (*ARCHIVES, ".parquet"):
             refuse_archive(file, flag=flag)
@@ -126,14 +126,21 @@ def walk(root: str | Path) -> Iterator[tuple[str, list[str]]]:
         ConfigError: a folder that cannot be read.
     """
 
-    def refuse(error: OSError) -> None:  # os.walk would skip the folder without a word
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
-
     seen = {str(path) for path in Path(root).resolve().parents}
-    for place, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+    left = [os.fspath(root)]
+    while left:
+        place = left.pop()
         if (real := os.path.realpath(place)) in seen:
-            folders.clear()
             continue
         seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield place, sorted(name for name in files if not name.startswith("."))
+        folders: list[str] = []
+        files: list[str] = []
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if not entry.name.startswith("."):
+                        (folders if entry.is_dir() else files).append(entry.name)
+        except OSError as error:
+            raise ConfigError(f"{place}: {error.strerror}") from None
+        yield place, sorted(files)
+        left += [os.path.join(place, name) for name in sorted(folders, reverse=True)]

@@ -48,8 +48,9 @@ class DataConfig:
         self._check_mixture()
         for flag in ("train_file", "validation_file"):
             if getattr(self, flag):
-                find_files(getattr(self, flag), flag=flag, quick=True)
+                find_files(getattr(self, flag), flag=flag, quick=True, tars=self.TARS)
 
+    TARS: ClassVar = False  # whether files may be tar files
     SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")  # the flags that may name the training data
 
     def _check_mixture(self) -> None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -15,19 +18,87 @@ from shared.process.errors import first_line
 # What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript runs the file itself.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # JPEG with MPO, PPM with PGM and PBM
 
+JPEG, PNG, RIFF = b"\xff\xd8", b"\x89P", b"RI"  # how their files begin
+ENDS = {JPEG: b"\xff\xd9", PNG: b"IEND\xaeB`\x82"}
+HEAD, TAIL = 2**16, 64  # bytes that `check` reads
+
 
 class BadImage(ValueError):
     """An image that cannot be read, and why."""
 
 
-def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a file, in bytes: a member of a tar file."""
+
+    path: Path
+    offset: int
+    size: int
+
+
+Source = Path | bytes | Part  # of one image
+
+
+def _opened(source: Source) -> tuple[BinaryIO, int, int]:
+    """(a file, the first of its bytes that belong to the image, how many do)."""
+    if isinstance(source, bytes):
+        return io.BytesIO(source), 0, len(source)
+    if isinstance(source, Part):
+        return source.path.open("rb"), source.offset, source.size
+    file = source.open("rb")
+    return file, 0, os.fstat(file.fileno()).st_size
+
+
+def _read(source: Source) -> bytes:
+    file, start, size = _opened(source)
+    with file:
+        file.seek(start)
+        return file.read(size)
+
+
+def check(source: Source, *, in_full: bool) -> None:
+    """Look at the header and the end of a JPEG, PNG or WebP, which takes a tenth of the time to decode it.
+
+    What looks whole there can still be damaged in its middle. What does not is decoded, and so are other formats.
+
+    Args:
+        in_full: decode all.
+
+    Raises:
+        BadImage: it cannot be decoded, or is a JPEG of which the end was not written.
+    """
+    with contextlib.suppress(OSError):
+        if not in_full and _looks_whole(source):
+            return
+    decode(source, at_least=1)  # the cheapest way to read the whole file
+    content = _read(source)
+    if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):  # the last scan never ends
+        raise BadImage("the end of the file is missing")
+
+
+def _looks_whole(source: Source) -> bool:
+    file, start, size = _opened(source)
+    with file:
+        file.seek(start)
+        head = file.read(min(size, HEAD))
+        file.seek(start + max(0, size - TAIL))
+        tail = file.read(min(size, TAIL))
+    if head[:2] == RIFF:
+        return head[8:12] == b"WEBP" and int.from_bytes(head[4:8], "little") + 8 == size
+    with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
+        _open(head).close()  # reads the header only
+        return tail.rstrip(b"\0").endswith(ENDS[head[:2]])
+    return False
+
+
+def decode(source: Source, at_least: int | None = None) -> Image.Image:
     """An image in RGB and upright, whatever it was stored as.
 
     EXIF rotation is applied; palettes, greys and CMYK are converted; 16-bit greys are scaled to 8; transparency is
     dropped; of an animation the first frame is taken. `transformers` pipelines do the same, but clip 16-bit greys.
 
     Args:
-        source: a file, or its bytes.
+        source: a file, a part of one, or its bytes.
         at_least: height and width in pixels below which a JPEG is not to be shrunk while it is decoded, which is much
             faster for photographs; None decodes in full.
 
@@ -58,18 +129,18 @@ def decode(source: Path | bytes, at_least: int | None = None) -> Image.Image:
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise BadImage(f"more than {limit:.0f} megapixels") from None
     except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
-        empty = not (source.stat().st_size if isinstance(source, Path) and source.is_file() else len(bytes(source)))
+        empty = (source.is_file() if isinstance(source, Path) else True) and not _read(source)
         unknown = isinstance(error, Image.UnidentifiedImageError)
         known = f"not an image ({', '.join(FORMATS)})"
         reason = "the file is empty" if empty else known if unknown else first_line(error)[:100]
         raise BadImage(reason) from None
 
 
-def _open(source: Path | bytes) -> Image.Image:
-    return Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=FORMATS)
+def _open(source: Source) -> Image.Image:
+    return Image.open(source if isinstance(source, Path) else io.BytesIO(_read(source)), formats=FORMATS)
 
 
-def decode_tensor(source: Path | bytes, at_least: int | None = None) -> torch.Tensor:
+def decode_tensor(source: Source, at_least: int | None = None) -> torch.Tensor:
     """The pixels of `decode` as uint8 [3, height, width]. torchvision reads upright JPEGs: the same bits, but faster.
 
     torchvision prints its own line on stderr for damage that both decoders tolerate.
@@ -78,10 +149,10 @@ def decode_tensor(source: Path | bytes, at_least: int | None = None) -> torch.Te
         BadImage: as `decode` does.
     """
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
+        source = _read(source) if isinstance(source, Part) else source
         with _open(source) as image:  # reads the header only
             shrinks = at_least is not None and min(image.size) >= 2 * at_least
             upright = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         if upright and not shrinks:
-            content = source.read_bytes() if isinstance(source, Path) else source
-            return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB)
+            return decode_jpeg(torch.frombuffer(bytearray(_read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB)
     return pil_to_tensor(decode(source, at_least))

@@ -21,14 +21,16 @@ from shared.config.parse import cache_dir
 from shared.data import prepared
 from shared.data.labels import hold_out, in_order, rarest
 from shared.data.order import Row
-from shared.images import sources
-from shared.images.decoding import BadImage, decode
+from shared.images import shards, sources
+from shared.images.decoding import BadImage, Source, check, decode
 from shared.images.options import ImageConfig
 from shared.images.sources import Files, Found, Joined, Table
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import label, note, print_main
 from shared.process.ranks import cores, is_main_rank
+
+REPAIR = "repair it or add --skip_bad_images, and --allow_changed data if this run has a checkpoint"
 
 
 class Images(Dataset):
@@ -37,7 +39,7 @@ class Images(Dataset):
     With several labels an image, the labels of a row are [classes] fp32, 1 for each class that the image has.
 
     Args:
-        source: returns the path or the bytes of an image, by its number in the data.
+        source: returns where an image is, or its bytes, by its number in the data.
         index: [n, 2] int64, number and class of each image.
         sources: images of each source of a mixture, in this order.
         hot: [n, classes] uint8, which classes each image has; None where it has the one of `index`.
@@ -55,7 +57,7 @@ class Images(Dataset):
         hot: np.ndarray | None = None,
     ) -> None:
         self.source, self.index, self.sources, self.hot = source, index, sources or {}, hot
-        self.decode: Callable[[Path | bytes, int | None], Any] = decode
+        self.decode: Callable[[Source, int | None], Any] = decode
         self.at_least: int | None = None
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class Images(Dataset):
         try:
             return {"image": self.decode(self.source[at], self.at_least), "labels": labels}
         except BadImage as error:
-            raise ConfigError(f"{self.source.where(at)}: {error}") from None
+            raise ConfigError(f"{self.source.where(at)}: {error}; {REPAIR}") from None
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
@@ -153,7 +155,7 @@ def prepare(config: ImageConfig) -> ImageData:
     """Find the images, check those that no earlier run has checked, and split them. Every rank calls this.
 
     Raises:
-        ConfigError: no images, an image that cannot be read (without --skip_bad_images), a class without images.
+        ConfigError: no images, an image that `check` finds bad (without --skip_bad_images), a class without images.
             The error names the path.
         NotNow: the Hub does not answer.
     """
@@ -204,6 +206,7 @@ def _mix(config: ImageConfig) -> ImageData:
 def _prepare(config: ImageConfig) -> ImageData:
     """`prepare` for one source."""
     table = sources.open_table(config) if config.dataset_name else None
+    tars = shards.index(config) if config.train_file else None
     root = next(iter(config.train_dir), None)
     if config.is_demo:
         root = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", sources.write_digits)
@@ -214,6 +217,8 @@ def _prepare(config: ImageConfig) -> ImageData:
             found.append(sources.rows_of(config, table))
         elif root:
             found.append(sources.in_folders(root, config.validation_dir))
+        elif tars:
+            found.append(shards.found(config, tars))
         else:
             found.append(sources.listed(config))
         return found[0].describe()
@@ -224,8 +229,10 @@ def _prepare(config: ImageConfig) -> ImageData:
 
     def read_all(into: Path) -> None:
         number_of = {name: number for number, name in enumerate(meta["classes"])}
-        paths = np.array([os.fsencode(path) for path in found[0].paths])
+        paths, places = np.array(found[0].paths), found[0].places
         np.save(into / "paths.npy", paths)
+        if places is not None:
+            np.save(into / "places.npy", places)
         if config.is_multi_label:
             labels = np.zeros((len(found[0].labels), len(number_of)), dtype=np.uint8)
             for row, names in zip(labels, found[0].labels, strict=True):
@@ -234,21 +241,27 @@ def _prepare(config: ImageConfig) -> ImageData:
             labels = np.array([number_of[label] for label in found[0].labels], dtype=np.int64)
         np.save(into / "labels.npy", labels)
         kind = {"about": meta["about"], "version": found[0].version, "code": prepared.source_of("images")}
-        known = cache_dir() / "images" / f"good-{prepared.fingerprint(name=meta['name'], **kind)}.npy"
+        name = prepared.fingerprint(name=meta["name"], in_full=config.skip_bad_images, **kind)
         assert found[0].stamps is not None
-        bad = _find_bad(table or Files(paths), found[0].stamps, known)
+        bad = _find_bad(
+            table or Files(paths, places),
+            found[0].stamps,
+            cache_dir() / "images" / f"good-{name}.npy",
+            in_full=config.skip_bad_images,
+        )
         (into / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
 
-    folder = prepared.build_once(cache_dir() / "images" / meta["key"], read_all)
-    paths, labels = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("paths", "labels"))
-    bad = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
-    source = table or Files(paths)
+    folder = cache_dir() / "images" / f"{meta['key']}{'-in-full' * config.skip_bad_images}"
+    prepared.build_once(folder, read_all)
+    load = lambda name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))  # noqa: E731
+    labels, bad = load("labels"), json.loads((folder / "bad.json").read_text(encoding="utf-8"))
+    source = table or Files(load("paths"), load("places") if tars else None)
     # Read the damaged ones again: a missing permission or decoder may be there now.
     return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad)))
 
 
-def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path) -> list[int]:
-    """Decode the images that were not good in an earlier run, and return the numbers of those that cannot be read.
+def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path, *, in_full: bool) -> list[int]:
+    """`check` the images that were not good in an earlier run, and return the numbers of those that are bad.
 
     Args:
         stamps: [n], each image's: see `Found`.
@@ -258,17 +271,17 @@ def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path) -> list[in
     with contextlib.suppress(OSError, ValueError, EOFError):
         good = np.isin(stamps, np.load(known))
     left = np.flatnonzero(~good)
-    print_main(f"reading {len(left):,} images once, to find those that are damaged")
+    print_main(f"{'reading' if in_full else 'looking at'} {len(left):,} images once, to find those that are damaged")
     loader: DataLoader = DataLoader(
         left,  # type: ignore[arg-type]
         batch_size=64,
         num_workers=cores() if len(left) > 5000 else 0,
-        collate_fn=partial(_reasons, source),
+        collate_fn=partial(_reasons, source, in_full=in_full),
         generator=torch.Generator(),  # the global one is for the initial weights: this check must not change them
     )
     bad: list[int] = []
     saved = time.monotonic()
-    batches = tqdm(loader, "reading", unit="image", unit_scale=64, disable=None)  # None: a bar on terminals only
+    batches = tqdm(loader, "checking", unit="image", unit_scale=64, disable=None)  # None: a bar on terminals only
     for number, reasons in enumerate(batches, 1):
         bad += reasons
         good[left[64 * (number - 1) : 64 * number]] = True
@@ -281,12 +294,12 @@ def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path) -> list[in
     return bad
 
 
-def _reasons(source: Files | Table, numbers: Iterable[int]) -> dict[int, str]:
-    """For each image that cannot be read: its number, and the reason."""
+def _reasons(source: Files | Table, numbers: Iterable[int], *, in_full: bool = True) -> dict[int, str]:
+    """For each image that `check` finds bad: its number, and the reason."""
     bad = {}
     for number in map(int, numbers):
         try:
-            decode(source[number], at_least=1)  # the cheapest way to read the whole file
+            check(source[number], in_full=in_full)
         except BadImage as error:
             bad[number] = str(error)
     return bad
@@ -311,7 +324,7 @@ def _split(
     good = ~np.isin(numbers, list(bad))
     index = np.stack([numbers, numbers * 0 if config.is_multi_label else labels], axis=1)
     train, validation = index[good & ~held_out], index[good & held_out]
-    if isinstance(source, Files) and is_main_rank():
+    if isinstance(source, Files) and is_main_rank() and (config.train_file or meta["held_out_from"] is not None):
         _warn_of_overlap(source, train[:, 0], validation[:, 0])
     about = f"{name}: {len(train):,} images of {len(classes)} classes; validation: {len(validation):,}, {how}"
     if bad:

@@ -14,24 +14,28 @@ from shared.process.errors import ConfigError
 class ImageConfig(DataConfig):
     """Images."""
 
-    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir"}
+    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir", "skip_bad_images"}  # which images: data.identity
 
+    TARS: ClassVar = True
     SOURCES: ClassVar[tuple[str, ...]] = ("train_dir", *DataConfig.SOURCES)
 
     # Folder of class folders, or one with such folders in train/ and val/ (or validation/); with mix_weights, several
     train_dir: tuple[Path, ...] = ()
     validation_dir: Path | None = None  # Class folders to validate on; if not given, a part of each class is held out
-    # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder
+    # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder. Or tars
+    # of WebDataset's samples, or of class folders
     train_file: tuple[str, ...] = ()
     validation_split_percentage: float = 15.0  # Per cent of each class held out, where no validation data is named
     validation_split_name: str | None = None  # Split to validate on; if not given, validation, val or valid, if present
-    # Column of the image; if not given, image, img, image_path, path, file_name, filename or file
+    # Column of the image; if not given, image, img, image_path, path, file_name, filename, file, jpg, jpeg, png or webp
     image_column: str | None = None
-    label_column: str | None = None  # Column of the label; if not given, label, labels, class, fine_label or target
+    label_column: str | None = None  # Column of the label; if not given, label, labels, class, fine_label, target or cls
     # multi_label: an image has any number of labels, or none: a list in the column of the label, or text such as cat|dog.
     # If not given, single_label; data that look like multi_label are then an error.
     problem_type: Literal["single_label", "multi_label"] | None = None
-    skip_bad_images: bool = False  # Leave out images that cannot be read, and count them; otherwise the first is an error
+    # Decode every image before training, leave out those that cannot be read, and count them. If not given, headers and ends
+    # are looked at before training, and the first bad image is an error
+    skip_bad_images: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +50,8 @@ class ImageConfig(DataConfig):
         for flag, folders in {"train_dir": self.train_dir, "validation_dir": filter(None, [self.validation_dir])}.items():
             for folder in folders:
                 if not folder.is_dir():
+                    if folder.suffix == ".tar":
+                        raise ConfigError(f"--{flag} {folder}: a tar file; give it as --{flag.replace('dir', 'file')}")
                     refuse_archive(folder, flag=flag)
                     raise ConfigError(f"--{flag} {folder}: no such folder")
 

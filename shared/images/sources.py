@@ -1,13 +1,13 @@
-"""Where labelled images come from: class folders, lists, data sets of the Hub. No image is opened here."""
+"""Where labelled images come from: class folders, lists, tar files, data sets of the Hub. No image is opened here."""
 
 import hashlib
 import os
 import stat
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from PIL import Image
 from shared.data import prepared, records
 from shared.data.files import find_files, walk
 from shared.data.labels import in_order, label_of
-from shared.images.decoding import BadImage
+from shared.data.loader import parallel_map
+from shared.images.decoding import BadImage, Part, Source
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
 from shared.process.files import NOT_REGULAR
@@ -26,25 +27,33 @@ from shared.process.files import NOT_REGULAR
 SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split; the first one present is used
 COLUMNS = {
-    "image": ("image", "img", "image_path", "path", "file_name", "filename", "file"),
-    "label": ("label", "labels", "class", "fine_label", "target"),
+    "image": ("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png", "webp"),
+    "label": ("label", "labels", "class", "fine_label", "target", "cls"),
 }
 
 
 class Files:
-    """Images in files. `paths` is [n] bytes in one array: worker processes share it instead of copying a list."""
+    """Images in files, or within tar files. Worker processes share the arrays instead of copying a list.
 
-    def __init__(self, paths: np.ndarray) -> None:
-        self.paths = paths
+    Args:
+        paths: [n] bytes; within tar files `<tar file>/<member>`.
+        places: [n, 3] int64: length of the tar file's own path, and the image's first byte and size; None: no tar files.
+    """
+
+    def __init__(self, paths: np.ndarray, places: np.ndarray | None = None) -> None:
+        self.paths, self.places = paths, places
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> Path:
-        return Path(os.fsdecode(self.paths[index]))
+    def __getitem__(self, index: int) -> Path | Part:
+        if self.places is None:
+            return Path(self.where(index))
+        length, offset, size = self.places[index].tolist()
+        return Part(Path(os.fsdecode(self.paths[index][:length])), offset, size)
 
     def where(self, index: int) -> str:
-        return str(self[index])
+        return os.fsdecode(self.paths[index])
 
 
 class Table:
@@ -86,7 +95,7 @@ class Joined:
         part = bisect_right(self.starts, index) - 1
         return self.parts[part], index - self.starts[part]
 
-    def __getitem__(self, index: int) -> Path | bytes:
+    def __getitem__(self, index: int) -> Source:
         part, within = self._find(index)
         return part[within]
 
@@ -103,8 +112,10 @@ class Found:
     labels: list[Any]  # names of classes; with --problem_type multi_label a tuple of names for each image
     held_out_from: int | None  # images from this number on are for validation; None: not split yet
     about: str  # where the validation images come from, for people
-    paths: list[str] = field(default_factory=list)  # empty for the rows of a table
+    paths: list[bytes] = field(default_factory=list)  # empty for the rows of a table
     version: str = ""  # of a table's contents
+    facts: np.ndarray | None = None  # [n, 2] int64, bytes and nanoseconds of each image; None: `describe` looks
+    places: np.ndarray | None = None  # of `Files`
     stamps: np.ndarray | None = None  # [n] uint64, hashes of each image's path, size and time: set by `describe`
 
     def describe(self) -> dict[str, Any]:
@@ -117,15 +128,17 @@ class Found:
             ConfigError: an image is a pipe, a socket or a device.
         """
         code = prepared.source_of("data", "images")
-        identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode())
         self.stamps = np.arange(len(self.labels), dtype=np.uint64)  # of a table's rows
-        paths, facts = self.paths or [""] * len(self.labels), [(-1, 0)] * len(self.labels)
+        paths, sizes = self.paths or [b""] * len(self.labels), [-1] * len(self.labels)
         if self.paths:
-            facts = _sizes_and_times(paths)
-            files = (f"{path} {size} {time}" for path, (size, time) in zip(paths, facts, strict=True))
-            self.stamps = np.array([xxhash.xxh3_64_intdigest(os.fsencode(file)) for file in files], np.uint64)
-        lines = (f"{a} {p[p.rfind(os.sep) + 1 :]} {s}\n" for a, p, (s, _) in zip(self.labels, paths, facts, strict=True))
-        identity.update("".join(lines).encode(errors="surrogateescape"))
+            facts = _sizes_and_times(paths) if self.facts is None else self.facts
+            sizes, times = facts.T.tolist()
+            files = (b"%b %d %d" % file for file in zip(paths, sizes, times, strict=True))
+            self.stamps = np.fromiter(map(xxhash.xxh3_64_intdigest, files), np.uint64, len(paths))
+        classes = {label: str(label).encode(errors="surrogateescape") for label in set(self.labels)}
+        identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode())
+        images = zip(self.labels, paths, sizes, strict=True)
+        identity.update(b"".join([b"%b %b %d\n" % (classes[a], p[p.rfind(b"/") + 1 :], size) for a, p, size in images]))
         key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
         key.update(self.stamps.tobytes())
         key.update(repr(self.labels).encode(errors="surrogateescape"))
@@ -135,32 +148,37 @@ class Found:
             "name": self.name,
             "about": self.about,
             "held_out_from": self.held_out_from,
-            "classes": in_order({name for label in self.labels for name in ([label] if isinstance(label, str) else label)}),
+            "classes": in_order({name for label in classes for name in ([label] if isinstance(label, str) else label)}),
         }
 
 
-def _sizes_and_times(paths: list[str]) -> list[tuple[int, int]]:
-    """(bytes, nanoseconds) of each file, (-1, 0) of a missing one, which is named later. By threads: networks are slow.
+def _sizes_and_times(paths: list[bytes]) -> np.ndarray:
+    """[n, 2] int64, bytes and nanoseconds of each file, (-1, 0) of a missing one, which is named later.
 
     Raises:
         ConfigError: one is a pipe, a socket or a device.
     """
-
-    def look(some: list[str]) -> list[tuple[int, int]]:
-        return [_size_and_time(path) for path in some]
-
-    with ThreadPoolExecutor(32) as pool:
-        parts = [paths[first : first + 1000] for first in range(0, len(paths), 1000)]
-        return list(chain.from_iterable(pool.map(look, parts)))
+    chunks = [paths[at : at + 10_000] for at in range(0, len(paths), 10_000)]
+    return np.concatenate([*parallel_map(_look, chunks, None if len(chunks) > 4 else 1)])
 
 
-def _size_and_time(path: str) -> tuple[int, int]:
+def _look(paths: list[bytes]) -> np.ndarray:
+    def look(some: list[bytes]) -> np.ndarray:
+        return np.fromiter(map(_size_and_time, some), np.dtype((np.int64, 2)), len(some))
+
+    started, first = time.monotonic(), look(paths[:100])
+    threads = 32 if time.monotonic() - started > 100 * 50e-6 else 1  # networks are slow; elsewhere more would not be faster
+    with ThreadPoolExecutor(threads) as pool:
+        return np.concatenate([first, *pool.map(look, (paths[at : at + 300] for at in range(100, len(paths), 300)))])
+
+
+def _size_and_time(path: bytes) -> tuple[int, int]:
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return -1, 0
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"{path}: {NOT_REGULAR}")
+        raise ConfigError(f"{os.fsdecode(path)}: {NOT_REGULAR}")
     return found.st_size, found.st_mtime_ns
 
 
@@ -193,16 +211,17 @@ def _folders(root: Path) -> list[Path]:
         raise ConfigError(f"{root}: {error.strerror}") from None
 
 
-def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[str]]:
+def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[bytes]]:
     """(labels, paths) of `root/<class>/**/<image>`, sorted; files without an image's suffix are not looked at."""
     classes = _folders(root)
     if not classes:
-        raise ConfigError(f"{root}: no class folders in it; expected {root}/<class>/<image>")
+        tar = "; --train_file takes tar files" * any(root.glob("*.tar"))
+        raise ConfigError(f"{root}: no class folders in it; expected {root}/<class>/<image>{tar}")
     labels, paths = [], []
     for folder in classes:
-        images = []
+        images: list[bytes] = []
         for place, files in walk(folder):
-            images += [f"{place}/{name}" for name in files if name.lower().endswith(SUFFIXES)]
+            images += [os.fsencode(f"{place}/{name}") for name in files if name.lower().endswith(SUFFIXES)]
         if not images and training:
             raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}): fill or remove it")
         labels += [folder.name] * len(images)
@@ -221,18 +240,19 @@ def listed(config: ImageConfig) -> Found:
             found.held_out_from = len(found.paths)
         for file in files:
             for where, record in records.read_records([file]):
-                image = record[_column(record, config, "image", where)]
-                label = label_of(record[_column(record, config, "label", where)], config.problem_type, where)
+                image = record[column_of(record, config, "image", where)]
+                label = label_of(record[column_of(record, config, "label", where)], config.problem_type, where)
                 if not isinstance(image, str) or not image:
-                    raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path")
-                found.paths.append(os.path.join(file.parent, image))
+                    instead = "; images in its rows: give its folder as --dataset_name" * isinstance(image, bytes | dict)
+                    raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path{instead}")
+                found.paths.append(os.fsencode(os.path.join(file.parent, image)))
                 found.labels.append(label)
     if not found.paths:
         raise ConfigError(f"--train_file {found.name}: no records in it")
     return found
 
 
-def _column(record: Any, config: ImageConfig, kind: str, where: str) -> str:
+def column_of(record: Any, config: ImageConfig, kind: str, where: str) -> str:
     """The name of the column that holds the `image` or the `label`."""
     named = getattr(config, f"{kind}_column")
     column = named or next((name for name in COLUMNS[kind] if name in record), "")
@@ -256,17 +276,23 @@ def open_table(config: ImageConfig) -> Table:
     for split in chosen:
         if split not in splits:
             raise ConfigError(f"--dataset_name {name}: no split {split!r} (has: {', '.join(splits)})")
-    column = _column(splits[first].features, config, "image", name)
-    if not isinstance(splits[first].features[column], datasets.Image):
+    column = column_of(splits[first].features, config, "image", name)
+    holds = splits[first].features[column]
+    if not isinstance(holds, datasets.Image) and not _holds_bytes(holds):
         raise ConfigError(f"--dataset_name {name}: the column {column!r} holds no images")
     undecoded = datasets.Image(decode=False)
     return Table(name, {split: splits[split].cast_column(column, undecoded) for split in chosen}, column)
 
 
+def _holds_bytes(feature: Any) -> bool:
+    """Whether a column that no library of images wrote can be one: its cells are bytes, or have a field of them."""
+    return getattr(feature.get("bytes") if isinstance(feature, dict) else feature, "dtype", "") in ("binary", "large_binary")
+
+
 def rows_of(config: ImageConfig, table: Table) -> Found:
     labels: list[Any] = []
     for split, rows in table.splits.items():
-        column = _column(rows.features, config, "label", table.name)
+        column = column_of(rows.features, config, "label", table.name)
         feature = rows.features[column]
         to_name = getattr(getattr(feature, "feature", feature), "int2str", str)  # of a class, or of a list of classes
         for row, value in enumerate(rows[column]):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ from PIL import Image
 
 from shared.data.labels import hold_out
 from shared.images import files as images
-from shared.images.decoding import FORMATS, BadImage, decode, decode_tensor
+from shared.images import shards
+from shared.images.decoding import FORMATS, BadImage, Part, check, decode, decode_tensor
 from shared.images.files import ImageData, prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
@@ -211,6 +213,54 @@ def test_an_image_that_is_cut_off_is_bad(kind, at_least, tmp_path):
         assert not reason(source, at_least=at_least).startswith(("not an image", "the file is empty"))
 
 
+WHOLE = {
+    "JPEG": {"quality": 90},
+    "progressive": {"quality": 90, "progressive": True},
+    "PNG": {},
+    "WEBP": {},
+    "GIF": {},
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_look_finds_what_is_cut_off_empty_or_no_image(kind, tmp_path):
+    """And all that it misses is found when the image is decoded, which training does."""
+    content = encoded(Image.fromarray(pixels(300, 400)), "JPEG" if kind == "progressive" else kind, **WHOLE[kind])
+    size = len(content)
+    assert size > 2 * 2**14
+    damage = {
+        "empty": b"",
+        "no image": b"<html>404 not found</html>" * 100,
+        "a third": content[: size // 3],
+        "its end is missing": content[:-100],
+        "zeros alone": bytes(size),
+        "zeros first": bytes(4096) + content[4096:],
+    }
+    if kind != "WEBP":  # which tells neither
+        damage["zeros last"] = content[: size // 3] + bytes(size - size // 3)
+    tar = tmp_path / "a.tar"
+    for what, damaged in damage.items():
+        tar.write_bytes(content + damaged + content)
+        for source in (*both(damaged, tmp_path), Part(tar, size, len(damaged))):
+            for in_full in (False, True):
+                with pytest.raises(BadImage):
+                    check(source, in_full=in_full)
+                    pytest.fail(f"{what}: in_full {in_full}")
+    padded = content + bytes(40)  # as some writers leave it
+    tar.write_bytes(padded * 2)
+    for source in (*both(padded, tmp_path), Part(tar, len(padded), len(padded))):
+        for in_full in (False, True):
+            check(source, in_full=in_full)
+        assert np.array_equal(np.asarray(decode(source)), np.asarray(decode(content)))
+
+
+def test_what_a_look_takes_for_whole_is_not_decoded(monkeypatch):
+    monkeypatch.setattr("shared.images.decoding.decode", lambda *_, **__: pytest.fail("decoded"))
+    for kind in ("JPEG", "progressive", "PNG", "WEBP"):
+        content = encoded(Image.fromarray(pixels(300, 400)), "JPEG" if kind == "progressive" else kind, **WHOLE[kind])
+        check(content, in_full=False)
+
+
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG"]))
 def test_damage_anywhere_is_an_image_or_a_reason_and_nothing_else(data, kind):
@@ -374,7 +424,7 @@ def test_an_image_that_goes_bad_later_names_its_path(tmp_path):
     Path(data.train.where(1)).unlink()
     with pytest.raises(ConfigError) as error:
         data.train[1]
-    assert str(error.value) == f"{data.train.where(1)}: no such file"
+    assert str(error.value) == f"{data.train.where(1)}: no such file; {images.REPAIR}"
 
 
 # Looked at once ------------------------------------------------------------------------------------------------------
@@ -382,10 +432,9 @@ def test_an_image_that_goes_bad_later_names_its_path(tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The images that are decoded from now on."""
+    """The images that are looked at from now on."""
     seen = []
-    original = decode
-    monkeypatch.setattr(images, "decode", lambda source, *a, **k: seen.append(source) or original(source, *a, **k))
+    monkeypatch.setattr(images, "check", lambda source, **options: seen.append(source) or check(source, **options))
     return seen
 
 
@@ -428,13 +477,13 @@ def test_a_check_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
     read, clock = [], itertools.count(0, 30)  # what is done is kept each 20 seconds
     monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=lambda: next(clock)))
 
-    def killed(source, *arguments, **named):
+    def killed(source, **options):
         read.append(source)
         if len(read) == 100:
             raise KeyboardInterrupt
-        return decode(source, *arguments, **named)
+        check(source, **options)
 
-    monkeypatch.setattr(images, "decode", killed)
+    monkeypatch.setattr(images, "check", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare(ImageConfig(train_dir=(tmp_path,)))
     prepare(ImageConfig(train_dir=(tmp_path,)))
@@ -501,8 +550,8 @@ def test_a_csv_names_paths_that_count_from_its_folder(tmp_path, header, monkeypa
 def test_columns_of_other_names_are_named_by_flags(tmp_path):
     file = listed(tmp_path, csv_lines("Bild,Art"))
     images, labels = (
-        "image, img, image_path, path, file_name, filename or file",
-        "label, labels, class, fine_label or target",
+        "image, img, image_path, path, file_name, filename, file, jpg, jpeg, png or webp",
+        "label, labels, class, fine_label, target or cls",
     )
     for flag, named, usual in (("image_column", {}, images), ("label_column", {"image_column": "Bild"}, labels)):
         message = refused(train_file=(file,), **named)
@@ -582,6 +631,177 @@ def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, r
     assert refused(train_file=(file,)) == f"{file}:2: {problem}"
 
 
+# Tar files -----------------------------------------------------------------------------------------------------------
+
+
+def packed(path: Path, members, **options):
+    """A tar file of (name, content), or (name, "", kind of a member that has none)."""
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content, *kind in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.linkname = len(content), "cat/0.png" * len(kind)
+            info.type = kind[0] if kind else tarfile.REGTYPE
+            tar.addfile(info, io.BytesIO(content) if content else None)
+    return path
+
+
+def picture(seed):
+    return encoded(Image.fromarray(pixels(seed=seed)), "PNG")
+
+
+def samples(numbers, says=lambda label: (".cls", str(label).encode())):
+    """WebDataset's samples, of classes 0 and 1."""
+    return [
+        member for i in numbers for member in ((f"{i:03d}{says(i % 2)[0]}", says(i % 2)[1]), (f"{i:03d}.png", picture(i)))
+    ]
+
+
+def contents(data):
+    rows = [part[i] for part in (data.train, data.validation) for i in range(len(part))]
+    return {(data.classes[int(row["labels"])], np.asarray(row["image"]).tobytes()) for row in rows}
+
+
+@pytest.mark.parametrize("how", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_tar_file_of_class_folders_is_those_folders_and_is_not_unpacked(tmp_path, how, monkeypatch):
+    folder = class_folders(tmp_path / "photos", {"cat": 8, "dog": 5})
+    put(folder / "dog" / f"{'ä' * 50}{'long' * 20}.png")
+    put(folder / "dog" / "._hidden.png")
+    with tarfile.open(tmp_path / "photos.tar", "w", format=how) as tar:
+        for path in sorted(folder.rglob("*")):
+            tar.add(path, f"./photos/{path.relative_to(folder)}", recursive=False)
+    there = sorted(tmp_path.rglob("*"))
+    for name in ("extract", "extractall", "extractfile"):
+        monkeypatch.setattr(tarfile.TarFile, name, lambda *_: pytest.fail("extracted"))
+    data, plain = (
+        prepare(ImageConfig(**{flag: (named,)}))
+        for flag, named in {"train_file": str(tmp_path / "photos.tar"), "train_dir": folder}.items()
+    )
+    assert (data.identity, data.classes) == (plain.identity, plain.classes)  # a run on one goes on with the other
+    assert (names(data), names(data, "validation")) == (names(plain), names(plain, "validation"))
+    for part in ("train", "validation"):
+        ours, theirs = getattr(data, part), getattr(plain, part)
+        for i in range(len(theirs)):
+            assert np.array_equal(np.asarray(ours[i]["image"]), np.asarray(theirs[i]["image"]))
+    assert data.train.where(0) == f"{tmp_path}/photos.tar/./photos/cat/cat00.png".replace("/./", "/")
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+MULTI = {"problem_type": "multi_label"}
+
+
+@pytest.mark.parametrize(
+    ("says", "options", "classes"),
+    [
+        (lambda label: (".cls", b"%d\n" % label), {}, ("0", "1")),
+        (lambda label: (".json", b'{"width": 8, "label": %d}' % label), {}, ("0", "1")),
+        (lambda label: (".json", b'{"kind": "k%d"}' % label), {"label_column": "kind"}, ("k0", "k1")),
+        (lambda label: (".txt", b"t%d" % label), {"label_column": "txt"}, ("t0", "t1")),
+        (
+            lambda label: (".json", b'{"label": ["a", "b"]}' if label else b'{"label": []}'),
+            {"problem_type": "multi_label"},
+            "ab",
+        ),
+    ],
+)
+def test_samples_of_webdataset_have_the_labels_beside_them(tmp_path, says, options, classes):
+    packed(tmp_path / "train-0.tar", samples(range(5), says))
+    packed(tmp_path / "train-1.tar", [*samples(range(5, 12), says)][::-1])  # in any order
+    packed(tmp_path / "test.tar", samples(range(20, 24), says))
+    config = ImageConfig(train_file=(f"{tmp_path}/train-*.tar",), validation_file=(f"{tmp_path}/test.tar",), **options)
+    data = prepare(config)
+    assert (data.classes, len(data.train), len(data.validation)) == (tuple(classes), 12, 4)
+    for part in (data.train, data.validation):
+        for row in range(len(part)):
+            number = int(Path(part.where(row)).stem)
+            assert part[row]["labels"].ravel()[-1] == number % 2
+            assert np.array_equal(np.asarray(part[row]["image"]), pixels(seed=number))
+    assert data.about.startswith(f"{tmp_path}/train-*.tar: 12 images of 2 classes; validation: 4, {tmp_path}/test.tar")
+
+
+def test_a_tar_file_is_listed_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    listed, original = [], shards._samples
+    monkeypatch.setattr(shards, "parallel_map", lambda work, items, _: map(work, items))
+    monkeypatch.setattr(shards, "_samples", lambda file, config: listed.append(file.name) or original(file, config))
+    for number in range(3):
+        packed(tmp_path / f"{number}.tar", samples(range(10 * number, 10 * number + 4)))
+    config = ImageConfig(train_file=(str(tmp_path),))
+    first = prepare(config)
+    again = prepare(config)
+    assert (first.identity, listed) == (again.identity, ["0.tar", "1.tar", "2.tar"])
+    packed(tmp_path / "1.tar", samples(range(40, 46)))
+    assert (len(prepare(config).train), listed[3:]) == (12, ["1.tar"])
+
+
+def test_what_else_is_in_a_tar_file_is_said_or_passed_over(tmp_path, capfd):
+    link, hard, device, pipe = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE
+    odd = [(f"cat/{i}.png", b"", kind) for i, kind in enumerate((link, hard, device, pipe))]
+    more = [("cat", b"", tarfile.DIRTYPE), ("README.md", b"text"), ("cat/notes.txt", b""), ("../cat/up.png", picture(1))]
+    good = [(f"{label}/a{i}.b.png", picture(i)) for label in ("cat", "dog") for i in range(4)]
+    mixed = [("s0.seg.png", picture(0)), ("s0.cls", b"cat"), ("s0.jpg", picture(5)), ("s1.cls", b"dog")]
+    packed(tmp_path / "a.tar", [*odd, *more, *good, *mixed])
+    (tmp_path / "README.md").write_text("text")
+    data = prepare(ImageConfig(train_file=(str(tmp_path),)))
+    found = names(data)["cat"] + names(data, "validation")["cat"]
+    assert sorted(found) == ["a0.b.png", "a1.b.png", "a2.b.png", "a3.b.png", "s0.jpg"]
+    said = capfd.readouterr().err
+    assert f"{tmp_path}/a.tar: 4 links, devices or sparse files in it are not read, cat/0.png for one" in said
+    assert f"{tmp_path}/a.tar: 1 labels have no image, that of {tmp_path}/a.tar/s1 for one" in said
+    assert f"--train_file: of 2 files only the 1 tar files are read, not {tmp_path}/README.md" in said
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("1.png", picture(0))], "/1: an image without a label: neither 1.cls, 1.json nor a class folder"),
+        ([("1.json", b"{"), ("1.png", picture(0))], "/1.json: cannot be read ("),
+        ([("1.json", b'{"a": 1}'), ("1.png", picture(0))], "/1: no column label, labels, "),
+        ([("1.cls", b""), ("1.png", picture(0))], "/1: the label is empty, expected a name or a number"),
+        ([("1.cls", b"\xff"), ("1.png", picture(0))], "/1.cls: cannot be read ("),
+        ([("1.cls", b"1"), ("1.png", picture(0)), ("1.jpg", picture(0))], "/1: several images (png, jpg): name one"),
+        ([("a/1.png", picture(0)), ("a/1.png", picture(1))], "/a/1.png: is there twice"),
+        ([("a/1.txt", b"")], ": no images in it (.avif, "),
+        ([("p/train/a/1.png", picture(0)), ("p/val/a/2.png", picture(1))], ": holds train/ and val/; pack them apart"),
+    ],
+)
+def test_a_tar_file_that_cannot_serve_says_why(tmp_path, members, message):
+    file = packed(tmp_path / "a.tar", members)
+    assert refused(train_file=(str(file),)).startswith(f"{file}{message}")
+
+
+def test_tar_files_are_named_as_files(tmp_path):
+    train, val = (packed(tmp_path / f"{name}.tar", samples(range(4))) for name in ("in-train-0", "in-val-0"))
+    assert refused(train_file=(str(tmp_path),)).endswith(f"{val} for one: give these as --validation_file")
+    assert refused(train_dir=(train,)) == f"--train_dir {train}: a tar file; give it as --train_file"
+    assert refused(train_dir=(tmp_path,)).endswith("; --train_file takes tar files")
+    list_ = listed(tmp_path, csv_lines())
+    expected = f"--validation_file {list_}: no tar file, but --train_file names some"
+    assert refused(train_file=(str(train),), validation_file=(list_,)) == expected
+
+
+def test_a_damaged_tar_file_is_named_wherever_the_damage_is(tmp_path):
+    file = packed(tmp_path / "a.tar", samples(range(6)))
+    whole = file.read_bytes()
+    prepare(ImageConfig(train_file=(str(file),)))
+    with tarfile.open(file) as tar:
+        starts = [member.offset for member in tar][1:]
+    cuts = [whole[:at] for start in starts for at in (start, start + 100, start + 520)]
+    holes = [whole[:start] + b"x" * 512 + whole[start + 512 :] for start in starts]
+    for content in (b"", b"no tar file" * 100, *cuts, *holes):
+        file.write_bytes(content)
+        assert refused(train_file=(str(file),)).startswith(
+            (f"{file}: no tar file, or damaged (", f"{file}: the file is empty")
+        )
+    damaged = bytearray(whole)
+    at = whole.index(b"IDAT", starts[4])
+    damaged[at + 10 : at + 40] = bytes(30)
+    file.write_bytes(damaged)
+    data = prepare(ImageConfig(train_file=(str(file),)))  # its header and its end are there
+    with pytest.raises(ConfigError, match=rf"^{file}/002\.png: .*; repair it or add --skip_bad_images"):
+        contents(data)
+    data = prepare(ImageConfig(train_file=(str(file),), skip_bad_images=True))
+    assert len(contents(data)) == 5
+
+
 # Data sets -----------------------------------------------------------------------------------------------------------
 
 
@@ -616,6 +836,22 @@ def test_a_data_set_with_its_own_validation_split(tmp_path, table):
     assert data.train.where(3) == f"{name}:train: row 3"
     assert data.validation.where(2) == f"{name}:validation: row 2"
     assert data.about == f"{name}: 4 images of 2 classes; validation: 3, split validation"
+
+
+def test_columns_of_bytes_and_samples_of_webdataset_are_images(tmp_path, table):
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    pictures = [picture(i) for i in range(8)]
+    columns = {"binary": pictures, "struct": [{"bytes": content, "path": None} for content in pictures]}
+    for kind, column in columns.items():  # as pandas or Spark write them
+        (tmp_path / kind).mkdir()
+        pq.write_table(pa.table({"image": column, "label": [i % 2 for i in range(8)]}), tmp_path / kind / "train.parquet")
+    (tmp_path / "tars").mkdir()
+    packed(tmp_path / "tars" / "train-0.tar", samples(range(8)))
+    for kind in (*columns, "tars"):
+        data = prepare(ImageConfig(dataset_name=(str(tmp_path / kind),)))
+        assert len(data.train) + len(data.validation) == len(contents(data)) == 8, kind
+    message = refused(train_file=(str(tmp_path / "binary" / "train.parquet"),))
+    assert message.endswith("expected a path; images in its rows: give its folder as --dataset_name")
 
 
 def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):

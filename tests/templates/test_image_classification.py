@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,6 +85,19 @@ def test_learns_the_same_however_launched(one_process, base, tmp_path, processes
     assert evaluation(other.folder)["images"] == 17  # on any number of processes, of which it is no multiple
     ours, theirs = evaluation(other.folder), evaluation(one_process.folder)
     assert ours["classes"] == theirs["classes"] and ours["accuracy"] == theirs["accuracy"]
+
+
+def test_learns_the_same_from_tar_files(one_process, base, image_folder, tmp_path):
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            for path in sorted(image_folder.glob(f"{split}/*/*"), key=str):
+                tar.add(path, f"{path.parent.name}/{path.name}")
+    data = ("--train_file", tmp_path / "train.tar", "--validation_file", tmp_path / "val.tar")
+    assert base[0] == "--train_dir"
+    flags = (*data, *base[2:], "--per_device_train_batch_size", 4, "--dataloader_num_workers", 1)
+    other = run("image_classification", tmp_path / "run", *flags, processes=2)
+    assert_same_learning(one_process, other)
+    assert evaluation(other.folder)["accuracy"] == evaluation(one_process.folder)["accuracy"]
 
 
 def test_crops_of_tensors_are_those_of_pictures(image_folder):
