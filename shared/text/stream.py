@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from shared.data import prepared
+from shared.data.chunks import chunked
 from shared.data.loader import ToDevice, Window, parallel_map
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
-from shared.text.corpus import Piece, Tokenise, chunked, pieces, serialise
+from shared.text.corpus import Piece, Tokenise, pieces, serialise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,7 +139,7 @@ class Stream:
                 yield each
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
-        """Pieces from a mark on, as `corpus.chunked` gives them, and a mark if a record begins a document there."""
+        """Pieces from a mark on, as `chunked` gives them, and a mark if a record begins a document there."""
         source, cursor = self.source, Cursor(mark.file, mark.number, mark.offset)
         if (read_from := source.read_from) is not None:
             source = replace(source, read=lambda: read_from(cursor))
@@ -150,7 +151,7 @@ class Stream:
                 begins.append(Mark(cursor.file, cursor.number, cursor.offset, piece.document) if can_begin else None)
                 yield piece
 
-        for chunk in chunked(noted()):
+        for chunk in chunked(noted(), Piece.content):
             yield begins[0], chunk
             begins.clear()
 

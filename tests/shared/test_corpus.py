@@ -2,10 +2,7 @@
 
 import gzip
 import json
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +11,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from shared.data import files, records
+from shared.data import chunks, files, records
 from shared.data.order import is_validation, permute
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from shared.text.stream import Stream
-from tests.conftest import ROOT, put_a_token_before_texts, sentence
-from tests.security.conftest import flip
+from tests.conftest import put_a_token_before_texts, sentence
 
 
 @pytest.fixture
@@ -42,10 +38,8 @@ def prepared(text_file, tokenizer, folder, monkeypatch, **options):
 def stored(folder, source="train"):
     """All tokens of a source, where its documents end, and facts."""
     meta = json.loads((folder / "meta.json").read_text())
-    parts = [np.fromfile(path, meta["dtype"]) for path in sorted(folder.glob(f"{source}-*-tokens.bin"))]
-    begins = np.cumsum([0, *map(len, parts)])
-    ends = [np.load(path)[:, 0] for path in sorted(folder.glob(f"{source}-*-documents.npy"))]
-    return np.concatenate(parts), [int(e + b) for some, b in zip(ends, begins, strict=False) for e in some], meta[source]
+    parts = [np.load(path) for path in sorted(folder.glob(f"{source}-*-tokens.npy"))]
+    return np.concatenate(parts), corpus.documents(folder, source)[:, 0].tolist(), meta[source]
 
 
 def read(tokens):
@@ -54,7 +48,7 @@ def read(tokens):
 
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc):
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    monkeypatch.setattr(chunks, "SIZE", 500)
     folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     assert 0 < held_out.sum() < 15
@@ -86,7 +80,7 @@ def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tm
 def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
     start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
     monkeypatch.setattr(records, "PIECE", 40)
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 150)  # documents reach over what is tokenised at a time
+    monkeypatch.setattr(chunks, "SIZE", 150)  # documents reach over what is tokenised at a time
     path = text_file
     if plain:
         path = tmp_path / "texts"
@@ -268,7 +262,7 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tok
         assert sorted(one) == sorted(rows(first) + rows(second))
     later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
     assert later == whole[30:]
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    monkeypatch.setattr(chunks, "SIZE", 500)
     assert [rows(w) for w in make_stream(text_file, tokenizer, 0, 1, processes=2).windows(0, 40)] == whole
     kept = make_stream(text_file, tokenizer, 0, 1).held_out(5)
     assert len(kept) == 5
@@ -305,47 +299,6 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
     with pytest.raises(ConfigError, match=message):
         prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     assert not list((tmp_path / "cache/corpus").iterdir())
-
-
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_a_preparation_that_was_killed_goes_on_with_the_chunks_that_are_left(
-    text_file, tiny_model, tokenizer, tmp_path, monkeypatch, num_proc
-):
-    """With the same bits as one that was not; and a source that has been touched or extended takes the chunks it shares."""
-    path, cache = tmp_path / "text.jsonl", tmp_path / "cache"
-    path.write_text(text_file.read_text())
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
-    whole = prepared(path, tokenizer, tmp_path / "whole", monkeypatch)
-    code = (
-        f"from transformers import AutoTokenizer; from shared.text import corpus, options; corpus.CHUNK_CHARACTERS = 500;"
-        f"config = options.CorpusConfig(train_file=({str(path)!r},), preprocessing_num_workers={num_proc});"
-        f"corpus.prepare(config, AutoTokenizer.from_pretrained({str(tiny_model)!r}))"
-    )
-    fault = {"TEMPLATES_FAULT": "prepare:kill@6", "TEMPLATES_CACHE": str(cache)}
-    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | fault, capture_output=True, text=True)
-    assert killed.returncode != 0
-    done = {path: path.stat().st_mtime_ns for path in cache.glob("pieces/*/[!.]*/tokens.bin")}
-    number = len(list(whole.glob("train-*-tokens.bin")))
-    assert 4 <= len(done) < number - 4 and (num_proc == 2 or len(list(cache.glob("pieces/*/.*"))) == 1)
-    new = []
-    tokenise = corpus.Tokenise.__call__
-    monkeypatch.setattr(corpus.Tokenise, "__call__", lambda self, chunk: new.append(1) or tokenise(self, chunk))
-    again = prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1)
-    assert len(new) == number - len(done) and again.name == whole.name
-    assert not list(cache.glob("*/.*")) + list(cache.glob("pieces/*/.*"))
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-    for file in whole.glob("train-*"):
-        assert (again / file.name).read_bytes() == file.read_bytes()
-    assert (again / "meta.json").read_bytes() == (whole / "meta.json").read_bytes()
-    new.clear()
-    with path.open("a") as file:
-        file.write('{"text": "one more"}\n')
-    extended = prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1)
-    assert len(new) == 1 and stored(extended)[0][: len(stored(whole)[0])].tolist() == stored(whole)[0].tolist()
-    flip(next(extended.glob("train-00003-tokens.bin")), 40)  # the file is also the chunk's
-    new.clear()
-    assert prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1) == extended and len(new) == 1
-    assert stored(extended)[0][: len(stored(whole)[0])].tolist() == stored(whole)[0].tolist()
 
 
 def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypatch):
@@ -393,7 +346,7 @@ def plain(windows):
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt"])
 def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypatch, capsys, form, window):
     """Killed after any step, with the place through JSON as checkpoints do: the same samples, and little is read again."""
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2000)
+    monkeypatch.setattr(chunks, "SIZE", 2000)
     rng = random.Random(0)
     texts = [("é " if n % 5 == 0 else "") + sentence(rng, rng.randint(1, 90)) for n in range(140)]
     texts[3] = texts[75] = ""
@@ -432,7 +385,7 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=250, use_dictionary=False)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2**14)
+    monkeypatch.setattr(chunks, "SIZE", 2**14)
     size, read = len(rows) if form == "parquet" else path.stat().st_size, []
 
     class Counted(files.DataFile):
