@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -239,8 +240,11 @@ def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monke
     assert tokenizer.decode(row["input_ids"]) == "<0><65535>" * 8
 
 
-def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1):
-    source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
+def make_stream(
+    path, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1, hub=False
+):
+    named = {"dataset_name" if hub else "train_file": (str(path),)}
+    source, _ = records.open_sources(CorpusConfig(**named), demo=corpus.DEMO, streaming=True)
     loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
     batch = {"global_batch_size": 4, "validation_percent": percent, "shuffle_window": window, "seed": seed}
     return Stream(source, tokenizer, length, column=column, processes=processes, **batch, **loading)
@@ -312,6 +316,16 @@ def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypat
     fewer, most = (corpus.open_splits(folder, 16, 5, rows)[0] for rows in (None, 128))
     assert most.num_tokens + sizes[128] == total and most.fingerprint != fewer.fingerprint
     assert {*map(tuple, corpus.held_out(folder, 5, 0.1)[0])} < {*map(tuple, corpus.held_out(folder, 5, 1)[0])}
+    stream = make_stream(path, tokenizer, 0, 1)
+    first = np.concatenate([row["input_ids"] for row in stream.held_out(20)])
+    numbers, ends = np.flatnonzero(is_validation(np.arange(20_000), 5)), corpus.documents(folder, "train")[:, 0]
+    tokens, number = stored(folder)[0], np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1)
+    each = np.split(tokens.astype(np.int64), ends[:-1])
+    assert stream.held_out_before == numbers[number] + 1 < 1000
+    assert np.concatenate([each[n] for n in numbers])[: 20 * 16].tolist() == first.tolist()
+    trained = np.concatenate([row[:-1] for row in stream.sequences(validation=False)])
+    left = np.concatenate([some for n, some in enumerate(each) if n not in numbers[: number + 1]])
+    assert trained.tolist() == left[: len(trained)].tolist() and len(left) - len(trained) <= 16
 
 
 # A stream that continues -----------------------------------------------------------------------------------------------
@@ -343,22 +357,25 @@ def plain(windows):
 
 
 @pytest.mark.parametrize("window", [0, 8, 30])
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt", "hub parquet", "hub json"])
 def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypatch, capsys, form, window):
     """Killed after any step, with the place through JSON as checkpoints do: the same samples, and little is read again."""
     monkeypatch.setattr(chunks, "SIZE", 2000)
     rng = random.Random(0)
     texts = [("é " if n % 5 == 0 else "") + sentence(rng, rng.randint(1, 90)) for n in range(140)]
     texts[3] = texts[75] = ""
+    monkeypatch.setattr(records, "STATES", 16)
+    *hub, form = form.split()
     folder = write_documents(tmp_path / "data", form, texts)
-    whole = list(make_stream(folder, tokenizer, 0, 1, window=window).windows(0, 150))
+    make = partial(make_stream, folder, tokenizer, 0, 1, window=window, hub=bool(hub))
+    whole = list(make().windows(0, 150))
     assert [w.epoch for w in whole][-1] == 1
     read = []
     monkeypatch.setattr(
         corpus.records, "split_text", lambda blocks, split=records.split_text: read.append(1) or split(blocks)
     )
     for step in (1, 7, 50, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 120, 149):
-        stream = make_stream(folder, tokenizer, 0, 1, window=window)
+        stream = make()
         stream.place = json.loads(json.dumps(whole[step - 1].place))
         capsys.readouterr()
         read.clear()
@@ -367,10 +384,10 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
         said = capsys.readouterr().err
         assert f"on to step {step}, where the run continues\n" in said
         assert ("has no index, so it is read from its start to record" in said) == (
-            form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
+            not hub and form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
         )
         assert len(read) < (40, 80)[form == "txt"]  # documents
-    later = make_stream(folder, tokenizer, 0, 1, window=window)
+    later = make()
     later.place = whole[99].place
     again = list(later.windows(100, 150))
     assert plain(again) == plain(whole[100:]) and [w.place for w in again] == [w.place for w in whole[100:]]
