@@ -162,10 +162,10 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
     from shared.text.chat import Conversations
 
     folder = Path(options.folder)
-    (folder / "meta.json").write_text("{}")
+    (folder / "meta.json").write_text(json.dumps({"chunks": {"all": [8 * options.size]}}))
     for name, kind in (("ids", np.int32), ("learned", np.bool_)):  # empty files, which take no room on most disks
-        np.lib.format.open_memmap(folder / f"train-{name}.npy", "w+", kind, (8 * options.size,))
-    np.save(folder / "train-ends.npy", np.arange(8, 8 * options.size + 1, 8))
+        np.lib.format.open_memmap(folder / f"all-00000-{name}.npy", "w+", kind, (8 * options.size,))
+    np.save(folder / "train-spans.npy", 8 * np.arange(options.size)[:, None] + np.array([0, 8]))
     np.save(folder / "train-targets.npy", np.full(options.size, 7))
     return lambda: Conversations(folder, "train")
 

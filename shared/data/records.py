@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Records = Iterator[tuple[str, dict[str, Any]]]  # (place, record); the place is `file:line` or `file: row N`, for messages
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+STATES = 256  # rows of a stream of the Hub between places where reading can begin
 PIECE = 2**18  # characters of plain text in one record, at most
 CONTINUES = "(the text continues in the next record)"  # key of each record of a plain-text file except the last
 
@@ -33,9 +34,10 @@ CONTINUES = "(the text continues in the next record)"  # key of each record of a
 class Cursor:
     """Where reading stands: at a record. A new reader that is given one begins there, and moves it."""
 
-    file: int = 0  # its file, by number
-    number: int = 0  # lines (JSON lines), rows or records before it in the file
+    file: int = 0  # its file, by number; of a data set of the Hub, the row that `state` is at
+    number: int = 0  # lines (JSON lines), rows or records before it in the file, or in the data set of the Hub
     offset: int = 0  # bytes before it in the file, for JSON lines that are not compressed
+    state: Any = None  # of a data set of the Hub: `IterableDataset.state_dict`, JSON-like
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def _list_files(config: DataConfig, streaming: bool) -> list[list[File]]:
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
     (name,), part = config.dataset_name, config.dataset_config_name
     identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
-    return Source(label(name), identity, lambda: load_hub(name, part, split, streaming=streaming))
+    read = partial(load_hub, name, part, split, streaming=streaming)
+    return Source(label(name), identity, read, read if streaming else None)
 
 
 def _hub_identity(name: str) -> list[Any]:
@@ -357,8 +360,12 @@ def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
         datasets.data_files.resolve_pattern = resolve
 
 
-def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool = False) -> Records:
+def load_hub(
+    name: str, config_name: str | None, split: str, cursor: Cursor | None = None, *, streaming: bool = False
+) -> Records:
     """Yield (place, record) of a data set from the Hub, or from a folder that `datasets` can load. Classes have their names.
+
+    Of a stream, the `cursor` says where to begin, and then where reading stands. `datasets` opens the file of that place.
 
     Raises:
         ConfigError: the data set or the split does not exist or cannot be read.
@@ -376,10 +383,18 @@ def load_hub(name: str, config_name: str | None, split: str, *, streaming: bool 
                 dataset = dataset.cast_column(key, type(of)(image))
         classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}  # of lists, too
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
-        for number, record in enumerate(dataset):  # a stream sees damaged files only here
+        cursor = cursor or Cursor()
+        first = cursor.number
+        if cursor.state:
+            dataset.load_state_dict(cursor.state)
+        for number, record in enumerate(dataset, cursor.file):  # a stream sees damaged files only here
             for key, of in classes.items():  # -1: there is no label
                 record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
-            yield f"{name}:{split}: row {number}", without_nulls(record)  # type: ignore[arg-type]
+            if number >= first:
+                cursor.number = number
+                yield f"{name}:{split}: row {number}", without_nulls(record)  # type: ignore[arg-type]
+            if streaming and (number + 1) % STATES == 0:
+                cursor.file, cursor.state = number + 1, dataset.state_dict()
     except Exception as error:  # datasets raises many types for a mistyped name
         kind_of = NotNow if is_of_the_network(error) else ConfigError
         raise kind_of(f"--dataset_name {name} (split {split}): {first_line(error)}") from None

@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
-from shared.data.loader import parallel_map
+from shared.data.chunks import Joined, keep_all
 from shared.data.mixture import Mixed
 from shared.data.order import IGNORED, Row, near_share, permute
 from shared.data.records import Source
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-CHUNK_RECORDS = 128  # records that a process gets at a time
 DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
 WARNINGS = {  # what is counted: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
@@ -43,7 +42,6 @@ WARNINGS = {  # what is counted: what is said about it, with the first place
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
 }
-Chunk = tuple[str, list[tuple[str, dict[str, Any]]]]  # (form, records with their places)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -77,42 +75,50 @@ def prepare(config: SamplesConfig, tokenizer: PreTrainedTokenizerBase, kind: typ
     work = (kind or ToSamples)(Encoder(tokenizer, loss_on), config)
     train, validation = records.open_sources(config, demo=work.demo)
     serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    how = {
+        "kind": work.folder,
+        "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
+        "template": str(tokenizer.chat_template),
+        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
+        "samples": [config.seq_length, loss_on, config.allow_unused_columns],
+    }
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
             code=prepared.source_of("data", "text"),
             train=train.identity(),
             validation=validation and validation.identity(),
-            tokenizer=hashlib.sha256(serialised.encode()).hexdigest(),
-            template=str(tokenizer.chat_template),
-            special=[tokenizer.bos_token_id, tokenizer.eos_token_id],
-            settings=[config.seq_length, loss_on, config.max_train_samples, config.validation_split_percentage],
-            allowed=config.allow_unused_columns,
+            settings=[config.max_train_samples, config.validation_split_percentage],
+            **how,
         )
     )
 
     def build(folder: Path) -> None:
-        sizes, facts = _write_samples(train, folder / "all", config, work)
+        sizes, facts = _write_samples(train, folder / "all", config, work, how)
         facts |= {"source": train.name, "own_template": work.encoder.has_own_template}
+        held_out, others = np.zeros(len(sizes), bool), sizes[:0]
         if validation is None:
             held_out, facts["validation"] = _hold_out(sizes[:, 2], config.validation_split_percentage)
-            splits = {"train": ("all", sizes, ~held_out), "validation": ("all", sizes, held_out)}
         else:
-            others, _ = _write_samples(validation, folder / "others", replace(config, max_train_samples=None), work)
-            facts["validation"] = f"{len(others):,} of {validation.name}"
-            splits = {
-                "train": ("all", sizes, np.ones(len(sizes), bool)),
-                "validation": ("others", others, np.ones(len(others), bool)),
-            }
-        kept = splits["train"][2]
-        if not kept.any():
+            given = replace(config, max_train_samples=None)
+            others, of_others = _write_samples(validation, folder / "others", given, work, how)
+            facts |= {"validation": f"{len(others):,} of {validation.name}", "chunks": facts["chunks"] | of_others["chunks"]}
+        if held_out.all():
             raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
-        lengths = sizes[kept, 0] - 1.0
+        lengths = sizes[~held_out, 0] - 1.0
         facts["context"] = float((lengths**2).sum() / lengths.sum())  # length of a token's sample, in the mean over tokens
+        splits = {"train": ("all", sizes, ~held_out), "validation": ("all", sizes, held_out)}
+        if validation is not None:
+            splits["validation"] = "others", others, np.ones(len(others), bool)
         digest = hashlib.sha256()
-        for split, (name, sizes_of, chosen) in splits.items():
-            _copy_samples(folder / name, sizes_of, chosen, folder / split, digest)
-        for file in folder.glob("*.bin"):
-            file.unlink()
+        for split, (name, of, chosen) in splits.items():
+            bounds = np.append(0, np.cumsum(of[:, 0]))
+            np.save(folder / f"{split}-spans.npy", np.stack([bounds[:-1], bounds[1:]], axis=1)[chosen])
+            np.save(folder / f"{split}-targets.npy", of[chosen, 1])
+            runs = bounds[np.flatnonzero(np.diff(chosen, prepend=False, append=False))].reshape(-1, 2)  # of neighbours
+            for values in (Joined(folder / name, array, facts["chunks"][name]) for array in ("ids", "learned")):
+                for part in (part for run in runs.tolist() for part in values.parts(*run)):
+                    digest.update(part.data)
+            digest.update(np.cumsum(of[chosen, 0]).tobytes())
         (folder / "meta.json").write_text(json.dumps(facts | {"sha256": digest.hexdigest()}, indent=1))
 
     return prepared.build_once(cache_dir() / work.folder / key, build)
@@ -142,10 +148,11 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
 
 
 class ToSamples:
-    """A chunk of records to samples. Plain text makes as many samples as it takes, any other record one.
+    """Items (form, place, record) to samples. Plain text makes as many samples as it takes, any other record one.
 
-    Gives the tokens of all samples, which of them the loss counts, [samples, 3] (tokens, targets, whether it is the first
-    of its record), and counts.
+    Gives the arrays `ids` and `learned`, the tokens of all samples and which of them the loss counts; `sizes`, [samples, 3]
+    (tokens, targets, whether it is the first of its record); counts, and what is warned of (see WARNINGS): how often, the
+    number of the first item, and what is said after its place.
     """
 
     demo, folder = DEMO, "chat"  # the embedded data; the name in the cache
@@ -156,23 +163,26 @@ class ToSamples:
         self.counts = Counter[str]()
         self.found: dict[str, list[str]] = {}  # places by keys of WARNINGS
 
-    def __call__(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, Counter[str]]:
-        form, rows = chunk
-        self.counts = counts = Counter({"read": len(rows), f"form {form}": len(rows)})
-        self.found = {what: [] for what in WARNINGS}
+    def __call__(self, chunk: list[tuple[str, str, dict[str, Any]]]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        self.counts = counts = Counter(read=len(chunk))
+        self.found = {what: [] for what in WARNINGS} | {"lost": self.encoder.lost, "unlike": self.encoder.unlike}
         tokens, marks, sizes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
-        for where, record in rows:
+        firsts: dict[str, tuple[int, str]] = {}
+        for item, (form, where, record) in enumerate(chunk):
             samples = self.samples(record, form, where)
             for number, (ids, learned) in enumerate(samples):
                 tokens.append(np.array(ids, np.int32))
                 marks.append(learned)
                 sizes.append((len(ids), int(learned[1:].sum()), number == 0))  # nothing predicts the first token
-            counts["dropped"] += not samples
-        found = self.found | {"lost": self.encoder.lost, "unlike": self.encoder.unlike}
-        counts.update({f"{what} {places[0]}": len(places) for what, places in found.items() if places})
+            counts.update({"dropped": not samples, f"form {form}": 1})
+            for what, places in self.found.items():
+                if places and what not in firsts:
+                    firsts[what] = item, places[0].removeprefix(where)
+        warned = {what: [len(self.found[what]), *first] for what, first in firsts.items()}
         self.encoder.lost.clear()
         self.encoder.unlike.clear()
-        return np.concatenate(tokens), np.concatenate(marks), np.array(sizes, np.int64).reshape(-1, 3), counts
+        arrays = {"ids": np.concatenate(tokens), "learned": np.concatenate(marks)}
+        return arrays | {"sizes": np.array(sizes, np.int64).reshape(-1, 3)}, {"counts": counts, "warned": warned}
 
     def encode(self, record: dict[str, Any], form: str, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
@@ -198,30 +208,39 @@ class ToSamples:
         return [(some, part) for some, part in parts if part[1:].any()]
 
 
-def _chunks(source: Source, limit: int | None, recognise: Callable[..., str]) -> Iterator[Chunk]:
-    """Chunks of records. All are expected to have the form of the first record."""
-    rows, form = islice(source.read(), limit), ""
-    while chunk := list(islice(rows, CHUNK_RECORDS)):
-        where, first = chunk[0]
-        form = form or recognise(first, where)
-        yield form, chunk
+def _content(item: tuple[str, str, dict[str, Any]]) -> bytes:
+    """All of an item of `ToSamples` but its place."""
+    form, _, record = item
+    return json.dumps([form, record], default=repr).encode()
 
 
-def _write_samples(source: Source, place: Path, config: SamplesConfig, work: ToSamples) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write all samples of a source to `<place>-ids.bin` and `<place>-learned.bin`: (sizes as of `ToSamples`, facts)."""
+def _write_samples(
+    source: Source, place: Path, config: SamplesConfig, work: ToSamples, how: dict[str, Any]
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Put `ids` and `learned` of a source's samples at `place`, as `keep_all` does: (sizes as of `ToSamples`, facts)."""
     from tqdm import tqdm
 
+    places: deque[str] = deque()  # of the records that were read, and of no chunk yet that is done
+
+    def items() -> Iterator[tuple[str, str, dict[str, Any]]]:
+        form = ""  # all records are expected to have that of the first
+        for where, record in islice(source.read(), config.max_train_samples):
+            form = form or work.recognise(record, where)
+            places.append(where)
+            yield form, where, record
+
     sizes, counts = [], Counter[str]()
-    chunks = _chunks(source, config.max_train_samples, work.recognise)
-    results = parallel_map(work, chunks, config.preprocessing_num_workers)
-    bar = tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None)
-    with open(f"{place}-ids.bin", "wb") as ids, open(f"{place}-learned.bin", "wb") as learned, bar:
-        for some_ids, some_learned, some_sizes, seen in results:
-            ids.write(some_ids.data)
-            learned.write(some_learned.data)
-            sizes.append(some_sizes)
-            counts += seen
-            bar.update(seen["read"])
+    warned: dict[str, tuple[int, str]] = {}  # how many, and the first
+    arrays, processes = ("ids", "learned"), config.preprocessing_num_workers
+    with tqdm(desc=f"tokenising {source.name}", unit=" rows", leave=False, disable=None) as bar:
+        for kept, facts in keep_all(items(), _content, work, place, arrays, processes=processes, **how):
+            sizes.append(np.load(kept / "sizes.npy"))
+            counts.update(facts["counts"])
+            read = [places.popleft() for _ in range(facts["counts"]["read"])]
+            for what, (number, record, rest) in facts["warned"].items():
+                before, first = warned.get(what, (0, read[record] + rest))
+                warned[what] = before + number, first
+            bar.update(len(read))
     if not counts["read"]:
         raise ConfigError(f"{source.name}: no records in it")
     if counts["dropped"] == counts["read"]:
@@ -231,32 +250,15 @@ def _write_samples(source: Source, place: Path, config: SamplesConfig, work: ToS
         )
 
     def counted(what: str) -> dict[str, int]:
-        return {name.removeprefix(what): count for name, count in counts.items() if name.startswith(what)}
+        return {name.removeprefix(what): count for name, count in counts.items() if name.startswith(what) and count}
 
     for what, said in WARNINGS.items():
-        if places := counted(f"{what} "):
-            note(f"warning: {sum(places.values()):,} {said}; the first is {next(iter(places))}")
+        if what in warned:
+            note(f"warning: {warned[what][0]:,} {said}; the first is {warned[what][1]}")
     ends = {int(end): count for end, count in counted("end ").items()}
-    facts: dict[str, Any] = {name: counts[name] for name in ("read", "cut", "dropped")} | {"unused": [*counted("unused ")]}
+    facts = {name: counts[name] for name in ("read", "cut", "dropped")} | {"unused": [*counted("unused ")]}
     facts |= {"form": next(iter(counted("form "))), "end": max(ends, key=ends.__getitem__, default=None)}
-    return np.concatenate(sizes), facts
-
-
-def _copy_samples(source: Path, sizes: np.ndarray, chosen: np.ndarray, place: Path, digest: Any) -> None:
-    """Copy the `chosen` samples, [samples] bool, of what `_write_samples` left at `source` to the files of a split."""
-    ends = np.cumsum(sizes[chosen, 0])
-    bounds = np.concatenate([[0], np.cumsum(sizes[:, 0])])[np.flatnonzero(np.diff(chosen, prepend=False, append=False))]
-    for name, dtype in (("ids", np.dtype(np.int32)), ("learned", np.dtype(np.bool_))):
-        values = np.memmap(f"{source}-{name}.bin", dtype, "r")
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (int(ends[-1]),)}
-        with open(f"{place}-{name}.npy", "wb") as into:
-            np.lib.format.write_array_header_1_0(into, header)
-            for first, last in bounds.reshape(-1, 2).tolist():  # of neighbouring samples
-                into.write(values[first:last].data)
-                digest.update(values[first:last].data)
-    np.save(f"{place}-ends.npy", ends)
-    digest.update(ends.tobytes())
-    np.save(f"{place}-targets.npy", sizes[chosen, 1])
+    return np.concatenate(sizes), facts | {"chunks": {place.name: [int(some[:, 0].sum()) for some in sizes]}}
 
 
 class Conversations:
@@ -264,17 +266,20 @@ class Conversations:
 
     def __init__(self, folder: Path, split: str) -> None:
         self.meta = json.loads((folder / "meta.json").read_text())
-        self.ids = np.load(folder / f"{split}-ids.npy", mmap_mode="r")
-        self.learned = np.load(folder / f"{split}-learned.npy", mmap_mode="r")
-        self.ends, self.targets = (np.load(folder / f"{split}-{name}.npy", mmap_mode="r") for name in ("ends", "targets"))
-        self.lengths = np.diff(self.ends, prepend=0) - 1  # positions of a row: each token predicts the next one
+        chunks = self.meta["chunks"]
+        name = "others" if split == "validation" and "others" in chunks else "all"
+        self.ids, self.learned = (
+            Joined(folder / name, array, chunks[name]) for array in ("ids", "learned")
+        )  # of all splits
+        self.spans, self.targets = (np.load(folder / f"{split}-{name}.npy", mmap_mode="r") for name in ("spans", "targets"))
+        self.lengths = np.diff(self.spans)[:, 0] - 1  # positions of a row: each token predicts the next one
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.spans)
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids, [tokens] int32; which of them the loss counts, [tokens] bool) of a sample."""
-        part = slice(self.ends[index - 1] if index else 0, self.ends[index])
+        part = slice(*self.spans[index].tolist())
         return np.asarray(self.ids[part]), np.array(self.learned[part])
 
     def __getitem__(self, index: int) -> Row:
@@ -344,8 +349,9 @@ def describe(samples: Conversations | MixedConversations, config: ChatConfig) ->
     return (
         f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
         f"tokens, {meta['dropped']:,} dropped with nothing to learn; {len(samples):,} to train on, "
-        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), the loss counts {samples.learned.mean():.0%} "
-        f"of them; to validate on: {meta['validation']}{records.not_used(meta['unused'])}"
+        f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), the loss counts "
+        f"{samples.targets.sum() / lengths.sum():.0%} of them; to validate on: {meta['validation']}"
+        f"{records.not_used(meta['unused'])}"
     )
 
 

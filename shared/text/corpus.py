@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import zip_longest
@@ -20,7 +19,7 @@ import torch
 from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
-from shared.data.loader import parallel_map
+from shared.data.chunks import Joined, chunked, keep_all
 from shared.data.mixture import Mixed
 from shared.data.order import Batch, Row, is_validation, near_share
 from shared.data.records import Source
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
 
 END_OF_TEXT = "<|endoftext|>"
-CHUNK_CHARACTERS = 2**20  # text that a process gets at a time, at first
-LARGEST_CHUNK = 16  # times as much, after many chunks: few files for much text, many processes for little
+DOCUMENTS = 2**20  # that are looked at at a time
 DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
 
 
@@ -46,6 +44,9 @@ class Piece(NamedTuple):
     document: int  # its number in the source
     is_first: bool  # of its document
     is_last: bool
+
+    def content(self) -> bytes:
+        return f"{self.is_first:d}{self.is_last:d}{self.text}".encode()
 
 
 def pieces(source: Source, column: str, unused: set[str] | None = None, document: int = 0) -> Iterator[Piece]:
@@ -139,8 +140,8 @@ def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Pat
 def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Tokenise the corpus once. With the same files, tokenizer and settings it is there already.
 
-    Each chunk of text is kept under a hash of its content as soon as it is tokenised: a killed preparation goes on there,
-    and one of a changed source takes what it shares. Every rank calls this; the main one works, the others wait.
+    Each chunk of text is kept as soon as it is tokenised: see `chunks`. Every rank calls this; the main one works, the
+    others wait.
 
     Returns:
         The folder with the tokens, `meta.json` and `tokenizer/`.
@@ -149,22 +150,23 @@ def prepare(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase) -> Path:
         ConfigError: no text, unreadable text, or a tokenizer that is slow or without an end-of-text token.
     """
     how = {
-        "code": prepared.source_of("data", "text"),
         "tokenizer": hashlib.sha256(serialise(tokenizer).encode()).hexdigest(),
         "ends": [prepared.leading_bos(tokenizer), tokenizer.eos_token_id],
     }
     train, validation = records.open_sources(config, demo=DEMO)
     key = on_main(  # machines may see other file times, and the Hub may answer one of them only
         lambda: prepared.fingerprint(
-            train=train.identity(), validation=validation and validation.identity(), column=config.text_column, **how
+            code=prepared.source_of("data", "text"),
+            train=train.identity(),
+            validation=validation and validation.identity(),
+            column=config.text_column,
+            **how,
         )
     )
-    kept = cache_dir() / "pieces" / prepared.fingerprint(**how)
 
     def build(folder: Path) -> None:
         tokenizer.save_pretrained(folder / "tokenizer")
-        prepared.remove_abandoned(kept / "*")
-        write_tokens(folder, train, validation, Keep(Tokenise(tokenizer), kept), config)
+        write_tokens(folder, train, validation, Tokenise(tokenizer), config, how)
 
     return prepared.build_once(cache_dir() / "corpus" / key, build)
 
@@ -249,48 +251,28 @@ class Tokenise:
         return np.concatenate(ids), lengths, sizes, np.array(documents), np.array(last)
 
 
-class Keep:
-    """A chunk of text to a folder in `kept`, named by a hash of its content: `tokens.bin`, `documents.npy`, `facts.json`.
+class KeptTokens:
+    """A chunk of pieces to `tokens`, and `documents` that end in it, [documents, 2] int64: tokens and bytes up to an end."""
 
-    `documents` is [documents that end in the chunk, 2] int64: tokens, and bytes of text, up to its end. Gives its path.
-    """
+    def __init__(self, tokenise: Tokenise) -> None:
+        self.tokenise = tokenise
 
-    def __init__(self, tokenise: Tokenise, kept: Path) -> None:
-        self.tokenise, self.kept = tokenise, kept
-
-    def __call__(self, chunk: list[Piece]) -> Path:
-        content = hashlib.sha256()
-        for piece in chunk:
-            text = piece.text.encode()
-            content.update(b"%d %d %d " % (piece.is_first, piece.is_last, len(text)) + text)
-
-        def build(folder: Path) -> None:
-            parts = [self.tokenise(some) for some in chunked(chunk)]  # a part's encodings fill memory
-            tokens, lengths, sizes, _, last = (np.concatenate(some) for some in zip(*parts, strict=True))
-            tokens.tofile(folder / "tokens.bin")
-            np.save(folder / "documents.npy", np.stack([np.cumsum(lengths)[last], np.cumsum(sizes)[last]], axis=1))
-            facts = {"tokens": len(tokens), "bytes": int(sizes.sum()), "documents": int(last.sum())}
-            digest = hashlib.sha256(tokens.data).hexdigest()
-            (folder / "facts.json").write_text(json.dumps(facts | {"sha256": digest}))
-
-        return prepared.keep(self.kept / content.hexdigest()[:32], build)
+    def __call__(self, chunk: list[Piece]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        parts = [self.tokenise(some) for some in chunked(chunk, Piece.content)]  # a part's encodings fill memory
+        tokens, lengths, sizes, _, last = (np.concatenate(some) for some in zip(*parts, strict=True))
+        documents = np.stack([np.cumsum(lengths)[last], np.cumsum(sizes)[last]], axis=1)
+        facts = {"tokens": len(tokens), "bytes": int(sizes.sum()), "documents": int(last.sum())}
+        return {"tokens": tokens, "documents": documents}, facts
 
 
-def chunked(pieces: Iterable[Piece], largest: int = 1) -> Iterator[list[Piece]]:
-    """Lists of pieces, of CHUNK_CHARACTERS each and, after every 64 of one size, twice as many, up to `largest` times."""
-    chunk: list[Piece] = []
-    size = number = 0
-    for piece in pieces:
-        chunk.append(piece)
-        size += len(piece.text)
-        if size >= CHUNK_CHARACTERS * min(2 ** (number // 64), largest):
-            yield chunk
-            chunk, size, number = [], 0, number + 1
-    if chunk:
-        yield chunk
-
-
-def write_tokens(folder: Path, train: Source, validation: Source | None, keep: Keep, config: CorpusConfig) -> None:
+def write_tokens(
+    folder: Path,
+    train: Source,
+    validation: Source | None,
+    tokenise: Tokenise,
+    config: CorpusConfig,
+    how: dict[str, Any],
+) -> None:
     """Tokenise everything into `folder`: chunk after chunk of each source, and `meta.json`. Call on one rank.
 
     Raises:
@@ -299,32 +281,34 @@ def write_tokens(folder: Path, train: Source, validation: Source | None, keep: K
     from tqdm import tqdm
 
     unused: set[str] = set()
-    meta: dict[str, Any] = {"dtype": keep.tokenise.dtype.name, "source": train.name}
+    meta: dict[str, Any] = {"dtype": tokenise.dtype.name, "source": train.name}
     meta |= {"validation_source": validation and validation.name}  # None: a part of the training source
     progress = tqdm(desc=f"tokenising {train.name}", unit="B", unit_scale=True, leave=False, disable=None)
     for split, source in (("train", train), ("validation", validation)):
-        chunks = chunked(pieces(source, config.text_column, unused), LARGEST_CHUNK) if source else iter(())
-        parts = []
-        for number, kept in enumerate(parallel_map(keep, chunks, config.preprocessing_num_workers)):
-            for name in ("tokens.bin", "documents.npy"):
-                _link(kept / name, folder / f"{split}-{number:05d}-{name}")
-            parts.append(json.loads((kept / "facts.json").read_text()))
-            progress.update(parts[-1]["bytes"])
-        facts = {name: sum(part[name] for part in parts) for name in ("tokens", "bytes", "documents")}
-        digest = hashlib.sha256("".join(part["sha256"] for part in parts).encode()).hexdigest()
-        meta[split] = {**facts, "sha256": digest, "chunks": [[part["tokens"], part["bytes"]] for part in parts]}
+        items = pieces(source, config.text_column, unused) if source else iter(())
+        found = keep_all(
+            items,
+            Piece.content,
+            KeptTokens(tokenise),
+            folder / split,
+            ["tokens"],
+            processes=config.preprocessing_num_workers,
+            **how,
+        )
+        done, digest, sizes = Counter[str](tokens=0, bytes=0, documents=0), hashlib.sha256(), []
+        with open(folder / f"{split}-documents.bin", "wb") as documents:
+            for kept, facts in found:
+                ends = np.load(kept / "documents.npy") + np.array([done["tokens"], done["bytes"]])
+                documents.write(ends.data)
+                digest.update(np.load(kept / "tokens.npy").data)
+                sizes.append(facts["tokens"])
+                done.update(facts)
+                progress.update(facts["bytes"])
+        meta[split] = {**done, "sha256": digest.hexdigest(), "chunks": sizes}
     progress.close()
     if not meta["train"]["tokens"]:
         raise ConfigError(f"{train.name}: no text in it")
     (folder / "meta.json").write_text(json.dumps(meta | {"unused": sorted(unused)}, indent=1))
-
-
-def _link(file: Path, name: Path) -> None:
-    """A second name of a file, or a copy where the file system has one name a file."""
-    try:
-        os.link(file, name)
-    except OSError:
-        shutil.copyfile(file, name)
 
 
 class Tokens:
@@ -352,28 +336,10 @@ class Tokens:
         self.folder, self.split, self.seq_length, self.isolate = folder, split, seq_length, isolate
         self.meta = json.loads((folder / "meta.json").read_text())
         facts = self.meta[split]
-        whole = np.array([[0, facts["tokens"]]])
-        self.spans = whole if spans is None else spans
+        self.spans = np.array([[0, facts["tokens"]]]) if spans is None else spans
         self.num_bytes: int | None = facts["bytes"] if spans is None else num_bytes
-        chunks = np.cumsum([0, *(tokens for tokens, _ in facts["chunks"])])  # where each begins
-        bounds = np.unique(np.concatenate([self.spans.ravel(), chunks]))
-        span = np.searchsorted(self.spans[:, 0], bounds[:-1], side="right") - 1
-        used = (span >= 0) & (bounds[:-1] < self.spans[span, 1])  # of what lies between two bounds
-        first, last = bounds[:-1][used], bounds[1:][used]
-        self._chunk = np.searchsorted(chunks, first, side="right") - 1
-        self._first = first - chunks[self._chunk]  # in the chunk, of each stretch
-        self._starts = np.cumsum([0, *(last - first)])  # of each stretch, here
-        self._maps: dict[str, np.ndarray] = {}
-
-    def _map(self, chunk: int, name: str) -> np.ndarray:
-        path = f"{self.folder}/{self.split}-{chunk:05d}-{name}"
-        if path not in self._maps:
-            is_tokens = name == "tokens.bin"
-            self._maps[path] = np.memmap(path, self.meta["dtype"], "r") if is_tokens else np.load(path, mmap_mode="r")
-        return self._maps[path]
-
-    def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files itself
-        return self.__dict__ | {"_maps": {}}
+        self._tokens = Joined(folder / split, "tokens", facts["chunks"])
+        self._starts = np.cumsum([0, *np.diff(self.spans)[:, 0]])  # of each span, here
 
     @property
     def num_tokens(self) -> int:
@@ -391,25 +357,22 @@ class Tokens:
             row["position_ids"] = np.arange(self.seq_length) - np.repeat(bounds[:-1], np.diff(bounds))
         return row
 
-    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(chunk, first and last + 1 token in it, tokens before it) of what lies in [start, stop)."""
-        number = int(np.searchsorted(self._starts, start, side="right")) - 1
-        done = 0
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first and last + 1 token in the source, tokens before it) of what lies in [start, stop)."""
+        number, done = int(np.searchsorted(self._starts, start, side="right")) - 1, 0
         while start + done < stop:
-            skipped = start + done - int(self._starts[number])
-            first, size = int(self._first[number]) + skipped, int(self._starts[number + 1] - self._starts[number]) - skipped
-            size = min(size, stop - start - done)
-            yield int(self._chunk[number]), first, first + size, done
-            done, number = done + size, number + 1
+            first = int(self.spans[number, 0] + start + done - self._starts[number])
+            last = min(int(self.spans[number, 1]), first + stop - start - done)
+            yield first, last, done
+            done, number = done + last - first, number + 1
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        parts = [self._map(chunk, "tokens.bin")[first:last] for chunk, first, last, _ in self._stretches(start, stop)]
-        return np.concatenate(parts).astype(np.int64)
+        return np.concatenate([self._tokens[first:last] for first, last, _ in self._stretches(start, stop)]).astype(np.int64)
 
     def _ends(self, start: int, stop: int) -> Iterator[int]:
         """Where documents end within (start, stop), from `start` on."""
-        for chunk, first, last, done in self._stretches(start, stop):
-            ends = self._map(chunk, "documents.npy")[:, 0]
+        ends = documents(self.folder, self.split)[:, 0]
+        for first, last, done in self._stretches(start, stop):
             inside = ends[slice(*np.searchsorted(ends, [first + 1, last + 1]))] - first + done
             yield from (int(end) for end in inside if end < stop - start)
 
@@ -434,16 +397,19 @@ class Tokens:
         return sum(len(text.encode()) for text in texts) / (size * len(starts))
 
 
+def documents(folder: Path, split: str) -> np.ndarray:
+    """[documents, 2] int64, memory-mapped: tokens, and bytes of text, of the source up to the end of each."""
+    return np.memmap(folder / f"{split}-documents.bin", np.int64, "r").reshape(-1, 2)
+
+
 def held_out(folder: Path, percent: float, part: float) -> tuple[np.ndarray, int]:
     """([documents, 2] first and last + 1 token of each document that `order.is_validation` names, their bytes in all)."""
-    begin, end = np.zeros((2, 2), np.int64)  # (tokens, bytes) before a chunk, and up to the last document that ended
-    found, documents = [np.zeros((0, 2, 2), np.int64)], 0
-    for number, size in enumerate(json.loads((folder / "meta.json").read_text())["train"]["chunks"]):
-        ends = np.load(folder / f"train-{number:05d}-documents.npy") + begin
-        bounds = np.concatenate([[end], ends])
-        chosen = is_validation(np.arange(documents, documents + len(ends)), percent, part)
-        found.append(np.stack([bounds[:-1][chosen], ends[chosen]], axis=1))
-        begin, end, documents = begin + size, bounds[-1], documents + len(ends)
+    ends, before, found = documents(folder, "train"), np.zeros((1, 2), np.int64), [np.zeros((0, 2, 2), np.int64)]
+    for first in range(0, len(ends), DOCUMENTS):
+        some = ends[first : first + DOCUMENTS]
+        chosen = is_validation(np.arange(first, first + len(some)), percent, part)
+        found.append(np.stack([np.concatenate([before, some[:-1]])[chosen], some[chosen]], axis=1))
+        before = some[-1:]
     spans = np.concatenate(found)
     return spans[:, :, 0], int((spans[:, 1, 1] - spans[:, 0, 1]).sum())
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ import torch
 from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
+from shared.data.chunks import Joined, chunked, keep_all
 from shared.data.labels import hold_out, in_order, label_of, rarest
-from shared.data.loader import parallel_map
 from shared.data.order import IGNORED, Batch, Row
 from shared.data.records import Source
 from shared.models.hub import from_hub
@@ -32,7 +31,7 @@ from shared.text.options import LabelledTextConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK_TEXTS = 256  # texts that a process gets at a time
+TOKENS = {"input_ids": np.int32, "token_type_ids": np.uint8}  # what a tokenizer makes: as what it is kept
 COLUMNS = {"text": ("text", "sentence"), "text_pair": (), "label": ("label", "labels")}
 DEMO = Source("functions of the standard library", lambda: [sys.version, demo.python_files()], demo.functions_of_packages)
 
@@ -72,8 +71,7 @@ class Texts:
     ) -> None:
         self.folder, self.index, self.labels, self.tokenizer, self.sources = folder, index, labels, tokenizer, sources or {}
         self.meta = json.loads((folder / "meta.json").read_text())
-        self.ids = np.memmap(folder / "ids.bin", np.int32, "r")
-        self.types = np.memmap(folder / "types.bin", np.uint8, "r") if self.meta["has_types"] else None
+        self.arrays = _arrays(folder, self.meta["chunks"])
         self.ends = np.load(folder / "ends.npy")
         self.starts = np.concatenate([[0], self.ends[:-1]])
         self.lengths = (self.ends - self.starts)[index]
@@ -86,8 +84,8 @@ class Texts:
 
     def __getitem__(self, number: int) -> Row:
         part = self._part(number)
-        row = {"input_ids": self.ids[part].astype(np.int64), "labels": np.array(self.labels[number])}
-        return row if self.types is None else row | {"token_type_ids": self.types[part].astype(np.int64)}
+        tokens = {name: array[part].astype(np.int64) for name, array in self.arrays.items()}
+        return tokens | {"labels": np.array(self.labels[number])}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
@@ -99,7 +97,7 @@ class Texts:
 
     def shown(self, number: int) -> dict[str, Any]:
         """Where a text is from, and its tokens as text; of a pair with the tokens that part them."""
-        ids = self.ids[self._part(number)].tolist()
+        ids = self.arrays["input_ids"][self._part(number)].tolist()
         return {
             "where": self.places[str(self.index[number])],
             "text": self.tokenizer.decode(ids, skip_special_tokens=not self.meta["pairs"]),
@@ -107,6 +105,12 @@ class Texts:
 
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Texts are read in evaluation.json."""
+
+
+def _arrays(folder: Path, chunks: list[int]) -> dict[str, Joined]:
+    """What the tokenizer made of all texts, by its names; `chunks`: tokens of each."""
+    names = [name for name in TOKENS if (folder / f"texts-00000-{name}.npy").exists()]
+    return {name: Joined(folder / "texts", name, chunks) for name in names}
 
 
 @dataclass(frozen=True)
@@ -164,18 +168,23 @@ def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> T
     trained = {name: train for name, (train, _) in sources.items()}
     validation = next(iter(sources.values()))[1]  # the same for all
     serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+    how = {
+        "kind": "labelled",
+        "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
+        "texts": [tokenizer.model_input_names, config.seq_length],
+    }
     key = on_main(
         lambda: prepared.fingerprint(
             code=prepared.source_of("data", "text"),
             train={name: source.identity() for name, source in trained.items()},
             validation=validation and validation.identity(),
-            tokenizer=hashlib.sha256(serialised.encode()).hexdigest(),
             columns=[config.text_column, config.text_pair_column, config.label_column],
-            settings=[config.problem_type, config.seq_length, config.validation_split_percentage],
+            settings=[config.problem_type, config.validation_split_percentage],
+            **how,
         )
     )
     folder = prepared.build_once(
-        cache_dir() / "labelled" / key, lambda into: _Building(config, tokenizer, into).build(trained, validation)
+        cache_dir() / "labelled" / key, lambda into: _Building(config, tokenizer, into, how).build(trained, validation)
     )
     meta = json.loads((folder / "meta.json").read_text())
     labels, parts = np.load(folder / "labels.npy"), [np.load(folder / f"{name}.npy") for name in ("train", "validation")]
@@ -187,33 +196,42 @@ def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> T
     return TextData(train, held_out, tuple(meta["classes"]), meta["problem_type"], meta["sha256"], about)
 
 
+Item = tuple[str, str, str | None]  # (place, text, second text)
+
+
+def _content(item: Item) -> bytes:
+    return json.dumps(item[1:]).encode()
+
+
 class _Encode:
-    """(place, text, second text or None) of several -> (ids, token types or None, length of each, how many were cut)."""
+    """Items to `input_ids`, perhaps `token_type_ids`, and `lengths`, the tokens of each item. Counts how many were cut."""
 
     def __init__(self, tokenizer: Any, seq_length: int) -> None:
         self.tokenizer, self.seq_length = tokenizer, seq_length
 
-    def __call__(self, chunk: list[tuple[str, str, str | None]]) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, int]:
-        places, texts, others = zip(*chunk, strict=True)
-        pairs = None if others[0] is None else list(others)
-        encoded = self.tokenizer(list(texts), pairs, truncation=True, max_length=self.seq_length)
-        lengths = np.array([len(ids) for ids in encoded["input_ids"]])
-        if not lengths.all():
-            raise ConfigError(f"{places[int(lengths.argmin())]}: the tokenizer makes no token of this text")
-        types = np.concatenate(encoded["token_type_ids"]).astype(np.uint8) if "token_type_ids" in encoded else None
-        cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        return np.concatenate(encoded["input_ids"]).astype(np.int32), types, lengths, cut
+    def __call__(self, chunk: list[Item]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        parts, cut = [], 0
+        for some in chunked(chunk, _content):  # a part's encodings fill memory
+            places, texts, others = zip(*some, strict=True)
+            pairs = None if others[0] is None else list(others)
+            encoded = self.tokenizer(list(texts), pairs, truncation=True, max_length=self.seq_length)
+            lengths = np.array([len(ids) for ids in encoded["input_ids"]])
+            if not lengths.all():
+                raise ConfigError(f"{places[int(lengths.argmin())]}: the tokenizer makes no token of this text")
+            found = {name: np.concatenate(encoded[name]).astype(kind) for name, kind in TOKENS.items() if name in encoded}
+            parts.append(found | {"lengths": lengths})
+            cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, {"cut": cut}
 
 
 class _Building:
     """Fills the folder of prepared data."""
 
-    def __init__(self, config: LabelledTextConfig, tokenizer: Any, folder: Path) -> None:
-        self.config, self.tokenizer, self.folder = config, tokenizer, folder
+    def __init__(self, config: LabelledTextConfig, tokenizer: Any, folder: Path, how: dict[str, Any]) -> None:
+        self.config, self.tokenizer, self.folder, self.how = config, tokenizer, folder, how
         self.places: list[str] = []
         self.labels: list[Any] = []
         self.lengths: list[np.ndarray] = []
-        self.has_types = False
         self.unused: Counter[str] = Counter()
         self.cut = 0
 
@@ -263,7 +281,8 @@ class _Building:
             "about": about,
             "unused": sorted(self.unused),
         }
-        meta |= {"sha256": self._digest(labels, index, classes), "has_types": self.has_types}
+        meta |= {"chunks": [int(some.sum()) for some in self.lengths]}
+        meta |= {"sha256": self._digest(labels, index, classes, _arrays(self.folder, meta["chunks"]))}
         meta |= {"pairs": self.config.text_pair_column is not None}
         meta |= {"sources": dict(zip(sizes, np.bincount(of, minlength=len(sizes)).tolist(), strict=True))}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -273,20 +292,13 @@ class _Building:
         from tqdm import tqdm
 
         before = len(self.labels)
-        work = _Encode(self.tokenizer, self.config.seq_length)
-        rows = self._read(source)
-        chunks = iter(lambda: list(islice(rows, CHUNK_TEXTS)), [])
-        results = parallel_map(work, chunks, self.config.preprocessing_num_workers)
-        bar = tqdm(desc=f"tokenising {source.name}", unit=" texts", leave=False, disable=None)
-        with open(self.folder / "ids.bin", "ab") as into, open(self.folder / "types.bin", "ab") as types_into, bar:
-            for ids, types, lengths, cut in results:
-                into.write(ids.data)
-                if types is not None:
-                    types_into.write(types.data)
-                    self.has_types = True
-                self.lengths.append(lengths)
-                self.cut += cut
-                bar.update(len(lengths))
+        work, processes = _Encode(self.tokenizer, self.config.seq_length), self.config.preprocessing_num_workers
+        with tqdm(desc=f"tokenising {source.name}", unit=" texts", leave=False, disable=None) as bar:
+            place, options = self.folder / "texts", {"processes": processes, "first": len(self.lengths), **self.how}
+            for kept, facts in keep_all(self._read(source), _content, work, place, [*TOKENS], **options):
+                self.lengths.append(np.load(kept / "lengths.npy"))
+                self.cut += facts["cut"]
+                bar.update(len(self.lengths[-1]))
         if len(self.labels) == before:
             raise ConfigError(f"{source.name}: no records in it")
         return len(self.labels) - before
@@ -366,14 +378,13 @@ class _Building:
         places = {number: self.places[number] for number in index[1].tolist()}
         (self.folder / "places.json").write_text(json.dumps(places))
 
-    def _digest(self, labels: np.ndarray, index: list[np.ndarray], classes: list[str]) -> str:
+    def _digest(self, labels: np.ndarray, index: list[np.ndarray], classes: list[str], arrays: dict[str, Joined]) -> str:
         digest = hashlib.sha256(json.dumps(classes).encode())
         for array in (labels, *index):
             digest.update(array.tobytes())
-        for name in ("ids.bin", "types.bin", "ends.npy"):
-            with open(self.folder / name, "rb") as file:
-                while block := file.read(2**24):
-                    digest.update(block)
+        for part in (part for joined in arrays.values() for part in joined.parts(0, len(joined))):
+            digest.update(part.data)
+        digest.update((self.folder / "ends.npy").read_bytes())
         return digest.hexdigest()
 
 

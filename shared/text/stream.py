@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from shared.data import prepared
+from shared.data.chunks import chunked
 from shared.data.loader import ToDevice, Window, parallel_map
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
-from shared.text.corpus import Piece, Tokenise, chunked, pieces, serialise
+from shared.text.corpus import Piece, Tokenise, pieces, serialise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ class Mark(NamedTuple):
     offset: int = 0
     document: int = 0  # documents before it
     tokens: int = 0  # tokens to train on before it
+    state: Any = None  # see `records.Cursor`
 
 
 BEGIN = Mark()
@@ -52,6 +54,7 @@ class Stream:
 
     Attributes:
         place: of the checkpoint that the run continues from, as `Window.place` gave it.
+        held_out_before: number of the first document after which none is held out. `held_out` finds it.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Stream:
             self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
         self.unused: set[str] = set()  # columns of the records read so far
         self.place: dict[str, Any] | None = None
+        self.held_out_before: int | None = None
 
     steps_per_epoch: int | None = None
 
@@ -103,7 +107,7 @@ class Stream:
         for begins, (tokens, lengths, _, documents, _) in self._tokenised(mark):
             if marks is not None and begins is not None:
                 marks.append(begins._replace(tokens=place))
-            chosen = is_validation(documents, self.validation_percent) == validation
+            chosen = self._is_held_out(documents) == validation
             kept = tokens[np.repeat(chosen, lengths)].astype(np.int64)
             place += len(kept)
             held = np.concatenate([held, kept[skip:]])
@@ -112,6 +116,10 @@ class Stream:
             for i in range(count):
                 yield held[i * self.seq_length : (i + 1) * self.seq_length + 1]
             held = held[max(0, count) * self.seq_length :]
+
+    def _is_held_out(self, documents: np.ndarray) -> np.ndarray:
+        chosen = is_validation(documents, self.validation_percent)
+        return chosen if self.held_out_before is None else chosen & (documents < self.held_out_before)
 
     def _tokenised(self, mark: Mark) -> Iterator[tuple[Mark | None, tuple[np.ndarray, ...]]]:
         """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and gives it to the others.
@@ -138,8 +146,8 @@ class Stream:
                 yield each
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
-        """Pieces from a mark on, as `corpus.chunked` gives them, and a mark if a record begins a document there."""
-        source, cursor = self.source, Cursor(mark.file, mark.number, mark.offset)
+        """Pieces from a mark on, as `chunked` gives them, and a mark if a record begins a document there."""
+        source, cursor = self.source, Cursor(mark.file, mark.number, mark.offset, mark.state)
         if (read_from := source.read_from) is not None:
             source = replace(source, read=lambda: read_from(cursor))
         begins: list[Mark | None] = []
@@ -147,10 +155,11 @@ class Stream:
         def noted() -> Iterator[Piece]:
             for piece in pieces(source, self.column, self.unused, mark.document):
                 can_begin = piece.is_first and read_from is not None
-                begins.append(Mark(cursor.file, cursor.number, cursor.offset, piece.document) if can_begin else None)
+                place = Mark(cursor.file, cursor.number, cursor.offset, piece.document, state=cursor.state)
+                begins.append(place if can_begin else None)
                 yield piece
 
-        for chunk in chunked(noted()):
+        for chunk in chunked(noted(), Piece.content):
             yield begins[0], chunk
             begins.clear()
 
@@ -166,21 +175,32 @@ class Stream:
         """Changes when the samples do."""
         tokens = hashlib.sha256(serialise(self.tokenizer).encode()).hexdigest()
         how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length}
+        how |= {"before": self.held_out_before}
         return prepared.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
 
     def held_out(self, count: int) -> list[Row]:
-        """The first `count` validation sequences. Raises ConfigError when there is not one."""
-        rows: list[Row] = []
-        for tokens in self.sequences(validation=True):
-            rows.append({"input_ids": tokens[:-1], "labels": tokens[1:]})
-            if len(rows) == count:
+        """The first `count` validation sequences. No document after the last one that they need is held out.
+
+        Raises:
+            ConfigError: there is not one sequence.
+        """
+        self.held_out_before, wanted = None, count * self.seq_length + 1
+        tokens = np.zeros(0, np.int64)
+        for _, (some, lengths, _, documents, _) in self._tokenised(BEGIN):
+            chosen = self._is_held_out(documents)
+            ends = len(tokens) + np.cumsum(lengths * chosen)
+            tokens = np.concatenate([tokens, some[np.repeat(chosen, lengths)].astype(np.int64)])
+            if len(tokens) >= wanted:
+                self.held_out_before = int(documents[np.searchsorted(ends, wanted)]) + 1
                 break
+        starts = range(0, min(len(tokens), wanted) - self.seq_length, self.seq_length)
+        rows = [tokens[start : start + self.seq_length + 1] for start in starts]
         if not rows:
             raise ConfigError(
                 f"{self.source.name}: a stream is validated on whole documents, and {self.validation_percent:g} % of them "
                 "make no sequence: raise --validation_split_percentage, or drop --streaming"
             )
-        return rows
+        return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
 
     def longest(self, rows: int) -> Batch:
         """A micro-batch of `rows` copies of the first sequence, on the device: all are equally long."""

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from shared.data import chunks
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.encoder import Encoder
@@ -119,7 +120,7 @@ def test_words_that_the_template_does_not_write_are_counted(learns, template, an
 def test_lost_words_are_said_once_with_their_number_and_first_place(tiny_model, tmp_path, monkeypatch, capsys):
     """trl#6361 (2026), as above, in a whole file: several chunks, by several processes."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    monkeypatch.setattr(chat, "CHUNK_RECORDS", 2)
+    monkeypatch.setattr(chunks, "SIZE", 200)
     rows = [{"messages": [USER, {**ANSWER, "thinking": "since"} if number in (3, 4, 7) else ANSWER]} for number in range(9)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = ChatConfig(train_file=(str(tmp_path / "data.jsonl"),), seq_length=96, preprocessing_num_workers=2)
@@ -171,7 +172,7 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
 
     def about(rows, **options):
         monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(chat, "CHUNK_RECORDS", 2)
+        monkeypatch.setattr(chunks, "SIZE", 200)
         (tmp_path / "data").mkdir(exist_ok=True)
         if request.param == "table":
             columns = {key: None for row in rows for key in row}

@@ -120,9 +120,9 @@ def test_no_rank_reads_what_the_main_one_finds_damaged(tiny_model, text_file, tm
     first, second = (
         run("pretrain", tmp_path / name, *flags, processes=2, env={"TEMPLATES_CACHE": str(cache), "TEMPLATES_FAULT": fault})
         for name, fault in (("first", ""), ("second", "prepare:pause#0"))  # rank 1 is there long before the data are
-        if name == "first" or not flip(next(cache.glob("corpus/*/train-00000-tokens.bin")), 0)
+        if name == "first" or not flip(next(cache.glob("corpus/*/train-00000-tokens.npy")), 0)
     )
-    assert second.output.count("prepared data is damaged (train-00000-tokens.bin), so it is prepared again") == 1
+    assert second.output.count("prepared data is damaged (train-00000-tokens.npy), so it is prepared again") == 1
     assert second.losses == first.losses
     assert len([*cache.glob("corpus/*")]) == 2  # one of them put aside
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
-from shared.data import files
+from shared.data import chunks, files
 from shared.data.files import find_files
 from shared.data.records import open_sources, read_records
 from shared.process.errors import ConfigError
@@ -163,7 +163,7 @@ def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_its_tokens_are_those_of_the_plain_file(text_file, tiny_model, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    monkeypatch.setattr(chunks, "SIZE", 500)
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     packed = tmp_path / "text.jsonl.zst"
     packed.write_bytes(PACK[".zst"](text_file.read_bytes()))
@@ -173,5 +173,5 @@ def test_its_tokens_are_those_of_the_plain_file(text_file, tiny_model, tmp_path,
         for path in (text_file, packed)
     ]
     assert folders[0] != folders[1]
-    contents = [[path.read_bytes() for path in sorted(folder.glob("*-tokens.bin"))] for folder in folders]
+    contents = [[path.read_bytes() for path in sorted(folder.glob("*-tokens.npy"))] for folder in folders]
     assert contents[0] == contents[1] and len(contents[0]) > 9

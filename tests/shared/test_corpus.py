@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import os
 import random
-import subprocess
-import sys
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +12,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from shared.data import files, records
+from shared.data import chunks, files, records
 from shared.data.order import is_validation, permute
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from shared.text.stream import Stream
-from tests.conftest import ROOT, put_a_token_before_texts, sentence
-from tests.security.conftest import flip
+from tests.conftest import put_a_token_before_texts, sentence
 
 
 @pytest.fixture
@@ -42,10 +39,8 @@ def prepared(text_file, tokenizer, folder, monkeypatch, **options):
 def stored(folder, source="train"):
     """All tokens of a source, where its documents end, and facts."""
     meta = json.loads((folder / "meta.json").read_text())
-    parts = [np.fromfile(path, meta["dtype"]) for path in sorted(folder.glob(f"{source}-*-tokens.bin"))]
-    begins = np.cumsum([0, *map(len, parts)])
-    ends = [np.load(path)[:, 0] for path in sorted(folder.glob(f"{source}-*-documents.npy"))]
-    return np.concatenate(parts), [int(e + b) for some, b in zip(ends, begins, strict=False) for e in some], meta[source]
+    parts = [np.load(path) for path in sorted(folder.glob(f"{source}-*-tokens.npy"))]
+    return np.concatenate(parts), corpus.documents(folder, source)[:, 0].tolist(), meta[source]
 
 
 def read(tokens):
@@ -54,7 +49,7 @@ def read(tokens):
 
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc):
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    monkeypatch.setattr(chunks, "SIZE", 500)
     folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     assert 0 < held_out.sum() < 15
@@ -86,7 +81,7 @@ def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tm
 def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
     start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
     monkeypatch.setattr(records, "PIECE", 40)
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 150)  # documents reach over what is tokenised at a time
+    monkeypatch.setattr(chunks, "SIZE", 150)  # documents reach over what is tokenised at a time
     path = text_file
     if plain:
         path = tmp_path / "texts"
@@ -245,8 +240,11 @@ def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monke
     assert tokenizer.decode(row["input_ids"]) == "<0><65535>" * 8
 
 
-def make_stream(text_file, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1):
-    source, _ = records.open_sources(CorpusConfig(train_file=(str(text_file),)), demo=corpus.DEMO, streaming=True)
+def make_stream(
+    path, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1, hub=False
+):
+    named = {"dataset_name" if hub else "train_file": (str(path),)}
+    source, _ = records.open_sources(CorpusConfig(**named), demo=corpus.DEMO, streaming=True)
     loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
     batch = {"global_batch_size": 4, "validation_percent": percent, "shuffle_window": window, "seed": seed}
     return Stream(source, tokenizer, length, column=column, processes=processes, **batch, **loading)
@@ -268,7 +266,7 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tok
         assert sorted(one) == sorted(rows(first) + rows(second))
     later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
     assert later == whole[30:]
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    monkeypatch.setattr(chunks, "SIZE", 500)
     assert [rows(w) for w in make_stream(text_file, tokenizer, 0, 1, processes=2).windows(0, 40)] == whole
     kept = make_stream(text_file, tokenizer, 0, 1).held_out(5)
     assert len(kept) == 5
@@ -307,47 +305,6 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
     assert not list((tmp_path / "cache/corpus").iterdir())
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_a_preparation_that_was_killed_goes_on_with_the_chunks_that_are_left(
-    text_file, tiny_model, tokenizer, tmp_path, monkeypatch, num_proc
-):
-    """With the same bits as one that was not; and a source that has been touched or extended takes the chunks it shares."""
-    path, cache = tmp_path / "text.jsonl", tmp_path / "cache"
-    path.write_text(text_file.read_text())
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
-    whole = prepared(path, tokenizer, tmp_path / "whole", monkeypatch)
-    code = (
-        f"from transformers import AutoTokenizer; from shared.text import corpus, options; corpus.CHUNK_CHARACTERS = 500;"
-        f"config = options.CorpusConfig(train_file=({str(path)!r},), preprocessing_num_workers={num_proc});"
-        f"corpus.prepare(config, AutoTokenizer.from_pretrained({str(tiny_model)!r}))"
-    )
-    fault = {"TEMPLATES_FAULT": "prepare:kill@6", "TEMPLATES_CACHE": str(cache)}
-    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | fault, capture_output=True, text=True)
-    assert killed.returncode != 0
-    done = {path: path.stat().st_mtime_ns for path in cache.glob("pieces/*/[!.]*/tokens.bin")}
-    number = len(list(whole.glob("train-*-tokens.bin")))
-    assert 4 <= len(done) < number - 4 and (num_proc == 2 or len(list(cache.glob("pieces/*/.*"))) == 1)
-    new = []
-    tokenise = corpus.Tokenise.__call__
-    monkeypatch.setattr(corpus.Tokenise, "__call__", lambda self, chunk: new.append(1) or tokenise(self, chunk))
-    again = prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1)
-    assert len(new) == number - len(done) and again.name == whole.name
-    assert not list(cache.glob("*/.*")) + list(cache.glob("pieces/*/.*"))
-    assert {path: path.stat().st_mtime_ns for path in done} == done
-    for file in whole.glob("train-*"):
-        assert (again / file.name).read_bytes() == file.read_bytes()
-    assert (again / "meta.json").read_bytes() == (whole / "meta.json").read_bytes()
-    new.clear()
-    with path.open("a") as file:
-        file.write('{"text": "one more"}\n')
-    extended = prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1)
-    assert len(new) == 1 and stored(extended)[0][: len(stored(whole)[0])].tolist() == stored(whole)[0].tolist()
-    flip(next(extended.glob("train-00003-tokens.bin")), 40)  # the file is also the chunk's
-    new.clear()
-    assert prepared(path, tokenizer, cache, monkeypatch, preprocessing_num_workers=1) == extended and len(new) == 1
-    assert stored(extended)[0][: len(stored(whole)[0])].tolist() == stored(whole)[0].tolist()
-
-
 def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"the model reads line {number} "}) + "\n" for number in range(20_000)))
@@ -359,6 +316,16 @@ def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypat
     fewer, most = (corpus.open_splits(folder, 16, 5, rows)[0] for rows in (None, 128))
     assert most.num_tokens + sizes[128] == total and most.fingerprint != fewer.fingerprint
     assert {*map(tuple, corpus.held_out(folder, 5, 0.1)[0])} < {*map(tuple, corpus.held_out(folder, 5, 1)[0])}
+    stream = make_stream(path, tokenizer, 0, 1)
+    first = np.concatenate([row["input_ids"] for row in stream.held_out(20)])
+    numbers, ends = np.flatnonzero(is_validation(np.arange(20_000), 5)), corpus.documents(folder, "train")[:, 0]
+    tokens, number = stored(folder)[0], np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1)
+    each = np.split(tokens.astype(np.int64), ends[:-1])
+    assert stream.held_out_before == numbers[number] + 1 < 1000
+    assert np.concatenate([each[n] for n in numbers])[: 20 * 16].tolist() == first.tolist()
+    trained = np.concatenate([row[:-1] for row in stream.sequences(validation=False)])
+    left = np.concatenate([some for n, some in enumerate(each) if n not in numbers[: number + 1]])
+    assert trained.tolist() == left[: len(trained)].tolist() and len(left) - len(trained) <= 16
 
 
 # A stream that continues -----------------------------------------------------------------------------------------------
@@ -390,22 +357,25 @@ def plain(windows):
 
 
 @pytest.mark.parametrize("window", [0, 8, 30])
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt", "hub parquet", "hub json"])
 def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypatch, capsys, form, window):
     """Killed after any step, with the place through JSON as checkpoints do: the same samples, and little is read again."""
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2000)
+    monkeypatch.setattr(chunks, "SIZE", 2000)
     rng = random.Random(0)
     texts = [("é " if n % 5 == 0 else "") + sentence(rng, rng.randint(1, 90)) for n in range(140)]
     texts[3] = texts[75] = ""
+    monkeypatch.setattr(records, "STATES", 16)
+    *hub, form = form.split()
     folder = write_documents(tmp_path / "data", form, texts)
-    whole = list(make_stream(folder, tokenizer, 0, 1, window=window).windows(0, 150))
+    make = partial(make_stream, folder, tokenizer, 0, 1, window=window, hub=bool(hub))
+    whole = list(make().windows(0, 150))
     assert [w.epoch for w in whole][-1] == 1
     read = []
     monkeypatch.setattr(
         corpus.records, "split_text", lambda blocks, split=records.split_text: read.append(1) or split(blocks)
     )
     for step in (1, 7, 50, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 120, 149):
-        stream = make_stream(folder, tokenizer, 0, 1, window=window)
+        stream = make()
         stream.place = json.loads(json.dumps(whole[step - 1].place))
         capsys.readouterr()
         read.clear()
@@ -414,10 +384,10 @@ def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypat
         said = capsys.readouterr().err
         assert f"on to step {step}, where the run continues\n" in said
         assert ("has no index, so it is read from its start to record" in said) == (
-            form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
+            not hub and form in ("jsonl.gz", "csv", "json") and stream.place["mark"][1] > 0
         )
         assert len(read) < (40, 80)[form == "txt"]  # documents
-    later = make_stream(folder, tokenizer, 0, 1, window=window)
+    later = make()
     later.place = whole[99].place
     again = list(later.windows(100, 150))
     assert plain(again) == plain(whole[100:]) and [w.place for w in again] == [w.place for w in whole[100:]]
@@ -432,7 +402,7 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=250, use_dictionary=False)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2**14)
+    monkeypatch.setattr(chunks, "SIZE", 2**14)
     size, read = len(rows) if form == "parquet" else path.stat().st_size, []
 
     class Counted(files.DataFile):

@@ -182,7 +182,7 @@ def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_pa
     local = tmp_path / "a.jsonl"
     local.write_bytes(server.files["/b/a.jsonl"])
     plain = corpus.prepare(CorpusConfig(train_file=(str(local),), preprocessing_num_workers=1), tokenizer)
-    name = "train-00000-tokens.bin"
+    name = "train-00000-tokens.npy"
     assert (plain / name).read_bytes() == (changed / name).read_bytes()
 
 
