@@ -379,7 +379,7 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
     run_here("lora_finetune", *flags, "--output_dir", tmp_path / "runs/chat")
     monkeypatch.chdir(tmp_path)
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGES["docs/after_training.md"], re.DOTALL)
-    made: dict = {}
+    made = {}
     exec(snippet, made)
     tokens = made["model"].generate(**made["chat"], max_new_tokens=20)[0, made["chat"]["input_ids"].shape[1] :]
     (command,) = [part for part in PARTS if part.startswith("transformers serve ")]
