@@ -1,5 +1,6 @@
 """README.md and docs/: every command is given here on tiny data, every flag, file, link and message is looked up."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -8,6 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +19,11 @@ import yaml
 
 from shared.config import parse as configs
 from shared.process import ranks
-from tests.conftest import LAUNCHER, ROOT, free_port, load_template
+from tests.conftest import LAUNCHER, ROOT, free_port, load_template, run_here
 
 README = (ROOT / "README.md").read_text()
 PAGES = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+COMING_FROM = PAGES["docs/coming_from.md"]
 PAGES["docs/coming_from.md"] = re.sub(
     r"^\|.*? \| ", "| ", PAGES["docs/coming_from.md"], flags=re.MULTILINE
 )  # other trainers' flags
@@ -39,7 +43,7 @@ KINDS = {
     r"pip install -r (tests/)?requirements\.txt$|pytest -n 2$|python3 -m venv \.venv$|\. \.venv/bin/activate$": "setup",
     r"jobs/rehearse/": "rehearsal",
     r"transformers (serve|chat) |lm_eval |hf upload |vllm serve |pip install \"": "other tool",
-    r"git clone |pip install -r llama\.cpp|python llama\.cpp/|echo \"FROM|ollama ": "other tool",
+    r"git clone |python llama\.cpp/|echo \"FROM|ollama ": "other tool",
     r"mkdir -p runs$|cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
 # What a user's values become here; flags that are not shown stay away.
@@ -132,6 +136,38 @@ def test_every_flag_exists():
     text = "\n".join(row for row in ALL.splitlines() if kind(row) != "other tool")
     given = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
     assert given - known - docker - slurm == set()
+
+
+# Where a page's flags are, if the row names no template.
+TABLES = {
+    "transformers.Trainer": ("lora_finetune", "image_classification"),
+    "TRL": ("lora_finetune", "dpo"),
+    "axolotl": ("lora_finetune",),
+    "LLaMA-Factory": ("lora_finetune",),
+    "torchtune": ("lora_finetune",),
+    "timm's train.py": ("image_classification",),
+}
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_what_a_flag_is_called_here_is_an_option_of_its_template(title):
+    """Also where a row gives it as a key of YAML, or as `the same names`."""
+    (table,) = re.findall(rf"\n## {re.escape(title)}\n(.*?)(?=\n## |\Z)", COMING_FROM, re.DOTALL)
+    looked_up = set()
+    for row in re.findall(r"^\| (?!-)(.*) \|$", table, re.MULTILINE)[1:]:
+        theirs, _, ours = row.partition(" | ")
+        templates = re.findall(r"(\w+)\.py", ours) or TABLES[title]
+        known = {name for template in templates for name, _, _ in configs.fields(load_template(template).Config)}
+        same = "the same name" in ours and "--" not in ours
+        flags = set()
+        for span in re.findall(r"`([^`]+)`", theirs if same else ours):
+            flags |= set(re.findall(r"--(\w+)", span))
+            if same or title in ("axolotl", "LLaMA-Factory"):
+                flags |= set(re.findall(r"^\w+", span))
+        flags.discard("mixed_precision")  # of `accelerate launch`
+        assert flags <= known, (row, flags - known)
+        looked_up |= flags
+    assert len(looked_up) >= 5
 
 
 def test_the_messages_and_exit_codes_are_those_of_the_source():
@@ -333,6 +369,36 @@ def test_the_first_command(world, tmp_path):
 @pytest.mark.parametrize("part", [part for part in parts("launch") if part not in FIRST])
 def test_a_launch(part, world, tmp_path):
     launch(part, world, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, monkeypatch):
+    """The adapter in the page's Python, and merged/ behind the page's server, give the same answer."""
+    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--merge_adapter", "--seq_length", 64)
+    flags += ("--max_steps", 8, "--learning_rate", 1e-2, "--eval_samples", 4, "--num_generations", 0, "--report_to", "none")
+    run_here("lora_finetune", *flags, "--output_dir", tmp_path / "runs/chat")
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = re.findall(r"```python\n(.*?)```", PAGES["docs/after_training.md"], re.DOTALL)
+    made = {}
+    exec(snippet, made)
+    tokens = made["model"].generate(**made["chat"], max_new_tokens=20)[0, made["chat"]["input_ids"].shape[1] :]
+    (command,) = [part for part in PARTS if part.startswith("transformers serve ")]
+    _, *arguments = shlex.split(command.removesuffix(" &"))
+    url = f"http://localhost:{(port := free_port())}"
+    serve = [sys.executable, "-m", "transformers.cli.transformers", *arguments, "--port", str(port)]
+    message = {"model": arguments[-1], "max_tokens": 20, "messages": [{"role": "user", "content": "Hello"}]}
+    post = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(message).encode())
+    post.add_header("Content-Type", "application/json")
+    with subprocess.Popen(serve) as server:
+        try:
+            while server.poll() is None:  # pytest's timeout ends it
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
+                    break
+                time.sleep(0.5)
+            answer = json.load(urllib.request.urlopen(post))["choices"][0]["message"]["content"]
+        finally:
+            server.terminate()
+    assert answer.strip() == made["tokenizer"].decode(tokens, skip_special_tokens=True).strip() != ""
 
 
 @pytest.mark.slow

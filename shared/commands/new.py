@@ -16,9 +16,9 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shared import __version__
 from shared.commands.upgrade import BASE, ORIGIN, put
 from shared.process.errors import ConfigError
+from shared.process.version import version
 
 SOURCE = Path(__file__).resolve().parents[2]
 COMMANDS = ("run", "verify_resume", "audit", "upgrade")  # of `python -m shared` in a project
@@ -129,12 +129,6 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
     own = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
     own |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE, "AGENTS.md": _agents(names)}
     return files | {name: text.encode() for name, text in own.items()}
-
-
-def version() -> str:
-    """The version of this package, with the commit if it is a git checkout."""
-    done = subprocess.run(["git", "-C", str(SOURCE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return f"{__version__}+{done.stdout.strip()}" if done.returncode == 0 else __version__
 
 
 def first_run(names: tuple[str, ...]) -> str:

@@ -34,6 +34,7 @@ from shared.parallel import sharding, zero
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import print_main, summary
+from shared.process.version import version
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
 from shared.run.folder import open_run
@@ -63,8 +64,7 @@ class Run:
 
     def __init__(self, config: Any, name: str, *, unit: str = "tokens") -> None:
         self.config, self.name, self.unit = config, name, unit
-        tracker = metrics.tracker_name(config.log.report_to)
-        speed = config.speed
+        tracker, speed = metrics.tracker_name(config.log.report_to), config.speed
         self.accelerator = launch.start(
             config.batch.seed, log_with=tracker, timeout=speed.ddp_timeout, deterministic=speed.deterministic
         )
@@ -79,8 +79,7 @@ class Run:
         self.replicas: Replicas | None = None
         self._kept: dict[str, torch.Tensor] = {}
         self._step: Step | None = None  # the present step, until it is logged
-        self.is_last = False
-        self._is_settled = False
+        self.is_last = self._is_settled = False
 
     # Before training -----------------------------------------------------------------------------------------------
 
@@ -186,6 +185,7 @@ class Run:
         config = configs.replace(self.config, output_dir=self.dir)
         if self.is_main:
             configs.save(config, self.dir / "config.yaml")
+            self.made_by = f"version {version()}, {launch.strategy(self.accelerator)}"
         epochs = f", {self.total_steps / epoch:.2f} epochs" if (epoch := self.train.steps_per_epoch) else ""
         if isinstance(order := getattr(self.train, "order", None), Mixture):
             rows["mixture"] = order.describe(self.total_steps)
@@ -377,10 +377,10 @@ class Run:
         return self.dir / f"checkpoint-{self.state.best_step or self.state.step:06d}"
 
     def card(self, title: str, data: str, *, load: str, **front: str) -> str:
-        """The model card: data, results before training and of the best evaluation, settings."""
+        """The model card: data, code, launch, results before training and of the best evaluation, settings. Main rank."""
         before = {f"{name}_before": value for name, value in self.state.before.items()}
         results = before | self.state.results | {"step": self.state.best_step or self.state.step}
-        return model_card(title, data, results, configs.flatten(self.config), load=load, **front)
+        return model_card(title, data, results, configs.flatten(self.config), made_by=self.made_by, load=load, **front)
 
     def close(self, *messages: str) -> None:
         """Wait for the main rank, end the logs and print the last lines."""

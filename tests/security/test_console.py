@@ -70,7 +70,7 @@ def test_a_model_card_is_not_forged():
     name = "x\n---\nlicense: mit\n# [link](http://x) <img src=x> `code`"
     settings = {"run_name": "a\n```\n\n# forged\n````\n", "seed": 1, "unset": None}
     results, load = {f"eval_loss/a|b\n{name}": 0.5}, f"load({name!r})"
-    card = model_card(f"LoRA adapter of {name}", name, results, settings, load=load, base_model=name)
+    card = model_card(f"LoRA adapter of {name}", name, results, settings, made_by=name, load=load, base_model=name)
     front, body = card.removeprefix("---\n").split("\n---\n", 1)
     assert yaml.safe_load(front) == {"library_name": "transformers", "base_model": shown(name)}
     lines = body.splitlines()
@@ -80,7 +80,7 @@ def test_a_model_card_is_not_forged():
     assert "forged" not in outside and not re.search(r"(?<!\\)[\[\]<>`]", outside)
     kept = re.search(r"(?ms)^(`{3,})yaml\n(.*?)^\1$", body)
     assert kept and yaml.safe_load(kept[2]) == {"run_name": settings["run_name"], "seed": 1}
-    assert yaml.safe_load(model_card("t", "d", {}, {}, load="", base_model="https://a:b@c").split("---\n")[1])
+    assert yaml.safe_load(model_card("t", "d", {}, {}, made_by="", load="", base_model="https://a:b@c").split("---\n")[1])
 
 
 ASKED = """

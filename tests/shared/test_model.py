@@ -427,12 +427,13 @@ def test_a_card_names_base_results_and_settings():
             {"eval_loss": 1.25},
             {"seed": 3, "run_name": None, "packing": False, "train_file": ["é: “hf_" + "a" * 34]},
         ),
+        made_by="version 0.1.0+abc, DDP x 8 on cuda, bf16",
         load='load("final")',
         library_name="peft",
         base_model="org/base",
     )
     assert text.startswith("---\nlibrary_name: peft\nbase_model: org/base\n---\n\n# T\n")
-    assert "| eval_loss | 1.2500 |" in text
+    assert "| eval_loss | 1.2500 |" in text and "\nMade by version 0.1.0+abc, DDP x 8 on cuda, bf16\n" in text
     assert '```python\nload("final")\n```' in text
     assert "é" in text
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.process.errors import ConfigError
+from shared.process.version import version
 from tests.conftest import Run, run, run_here, slow
 from tests.plain_loop import padded_chats
 
@@ -182,6 +183,8 @@ def test_what_is_saved_evaluates_the_same_when_reloaded(base, tiny_model, chat_f
     assert evaluation_loss(merged, tmp_path / "merged", chat_file) == pytest.approx(said.last("eval_loss"), rel=tolerance)
     card = (tmp_path / "final" / "README.md").read_text()
     assert str(tiny_model) in card and "eval_loss" in card and "lora_r: 4" in card
+    assert "base_model" not in card.split("---")[1]  # a folder, which the Hub refuses there
+    assert f"\nMade by version {version()}, 1 process on cpu, fp32\n" in card
     assert merged.generation_config.eos_token_id == merged.config.eos_token_id  # which ends the turns here, too
 
 
