@@ -45,7 +45,7 @@ def run(template: str, folder: Path) -> None:
     """Run a template as its demo, with its output in output.txt, unless that was done."""
     if (folder / "exit.json").exists():
         return
-    often = {"image_classification": ("4", "23"), "text_classification": ("10", "45")}.get(template, ("2", "5"))
+    often = {"image_classification": ("4", "23"), "text_classification": ("10", "45")}.get(template, ("2", "10"))
     command = ["accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml"]
     command += ["--num_processes", "2"] * (template == "pretrain_pipeline") + [f"templates/{template}.py"]
     command += ["--output_dir", str(folder), "--report_to", "none", "--logging_steps", often[0], "--eval_steps", often[1]]
