@@ -6,7 +6,7 @@
     accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/image_classification.py --train_dir photos/
     docker run --gpus all IMAGE accelerate launch templates/image_classification.py
 
-The recipes are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of torchvision's references.
+The augmentations are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of torchvision's references.
 """
 
 import importlib.util

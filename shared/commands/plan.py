@@ -22,6 +22,8 @@ class PlanConfig:
 
     model_name_or_path: str = str(demo.MODEL)
     """Model, or architecture only, on the Hub or in a folder; its weights are not read."""
+    model_preset: str | None = None
+    """Plan pretrain.py's --model_preset instead."""
     config_overrides: str | None = None
     """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
     seq_length: int = 2048
@@ -57,6 +59,8 @@ class PlanConfig:
         )
         if self.gpu_memory <= 0:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
+        if self.config_overrides and not self.model_preset and self.model_name_or_path == PlanConfig.model_name_or_path:
+            raise ConfigError("--config_overrides changes a model: name it by --model_name_or_path or --model_preset")
         if self.load_in_4bit and not self.lora_r:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
         if self.weights_dtype == "bf16" and (self.lora_r or self.optim != "adamw" or self.preferences):
@@ -137,10 +141,11 @@ def main() -> None:
 
     from shared.models import memory
     from shared.models.hub import from_hub, override
+    from shared.models.pretraining import preset
     from shared.run import launch
 
     launch.quieten_libraries()
-    architecture = from_hub(AutoConfig, config.model_name_or_path)
+    architecture = preset(config.model_preset) if config.model_preset else from_hub(AutoConfig, config.model_name_or_path)
     override(architecture, config.config_overrides)
     job = memory.Job(
         architecture,

@@ -121,7 +121,7 @@ class OptimConfig(SyncConfig):
     # Nesterov momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
     learning_rate: float = 3e-4  # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's
-    weight_decay: float = 0.1  # Decoupled decay of weight matrices; norms, biases and embeddings are never decayed
+    weight_decay: float = 0.1  # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
     adam_beta1: float = 0.9  # Decay of the first moment
     adam_beta2: float = 0.95  # Decay of the second moment
     adam_epsilon: float = 1e-8  # Added to the root of the second moment

@@ -116,7 +116,6 @@ def parse_or_exit(config_class: type[T]) -> T:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # On newer CPUs, the import of bitsandbytes asks for a package that is not needed.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of how torchao registers its types
     about = (sys.modules["__main__"].__doc__ or "").strip()
     names = {name for name, _, _ in fields(config_class)}
     about += "\n\nMost runs need no more than these; all are explained below:\n\n    "
@@ -157,6 +156,7 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
             that its type or a group's `__post_init__` refuses.
         SystemExit: with code 0 after `--help`.
     """
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of how torchao registers its types
     tokens = list(sys.argv[1:] if argv is None else argv)
     kinds = {name: kind for name, kind, _ in fields(config_class)}
     if {"-h", "--help"} & set(tokens):
@@ -319,5 +319,5 @@ ELSEWHERE = {
 def _suggest(key: str, kinds: dict[str, Any], prefix: str = "") -> str:
     if key in ELSEWHERE:
         return f": {ELSEWHERE[key]}"
-    near = difflib.get_close_matches(RENAMED.get(key, key), kinds, n=1)
+    near = difflib.get_close_matches(RENAMED.get(key, key), kinds, n=1, cutoff=0.71)
     return f": did you mean {prefix}{near[0]}?" if near else ""

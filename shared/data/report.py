@@ -1,9 +1,9 @@
 """Evaluation of a classifier: figures by class, a confusion matrix, a page of its most confident mistakes."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -203,8 +203,11 @@ class Predictions:
         axes = figure.add_subplot(title=title)
         matrix = confusion_matrix(self.labels, self.predicted, labels=shown)
         names = picture_names(self.classes)
-        display = ConfusionMatrixDisplay(matrix, display_labels=[names[i] for i in shown])
+        share = matrix / matrix.sum(1, keepdims=True).clip(1)  # of its class, which may be rare, gives a cell its colour
+        display = ConfusionMatrixDisplay(share, display_labels=[names[i] for i in shown])
         display.plot(ax=axes, cmap="Blues", xticks_rotation="vertical", colorbar=False, text_kw={"fontsize": 8})
+        for count, text in zip(matrix.flat, display.text_.flat, strict=True):
+            text.set_text(str(count))
         figure.savefig(file, dpi=110)
 
     def _draw_mistakes(self, file: Path, samples: Validated) -> None:
@@ -215,7 +218,8 @@ class Predictions:
         samples.draw(file, f"the most confident of {len(self.mistakes()):,} mistakes", tiles)
 
 
-def picture_names(classes: Sequence[str]) -> list[str]:
+@cache
+def picture_names(classes: tuple[str, ...]) -> list[str]:
     """Names of classes for a picture, and the fonts to draw them; "class 3" where no font here has the characters."""
     from matplotlib import font_manager, rcParams
 
@@ -230,6 +234,8 @@ def picture_names(classes: Sequence[str]) -> list[str]:
         fonts += [font.name] * bool(has)
         missing -= has
     rcParams["font.family"] = fonts
+    if missing:
+        print_main(f"pictures number some classes: no font here has {''.join(sorted(missing)[:20])} (fonts-noto-cjk may)")
     return [f"class {number}" if missing & set(name) else name for number, name in enumerate(names)]
 
 

@@ -13,6 +13,22 @@ from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
 
 
+def preset(name: str, *, seq_length: int = 2048, tie_word_embeddings: bool = True) -> LlamaConfig:
+    """The architecture of a --model_preset, for a vocabulary of 32,000. Raises ConfigError if there is none of this name."""
+    if name not in PRESETS:
+        raise ConfigError(f"--model_preset {name}: expected one of {', '.join(PRESETS)}")
+    hidden, blocks, heads, kv_heads, feed_forward = PRESETS[name]
+    return LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=feed_forward,
+        max_position_embeddings=max(2048, seq_length),
+        tie_word_embeddings=tie_word_embeddings,
+    )
+
+
 def build_causal_lm(
     config: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -34,16 +50,7 @@ def build_causal_lm(
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
         model = load_causal_lm(config.model_name_or_path, attn_implementation=attn_implementation, dtype=torch.float32)
     else:
-        hidden, blocks, heads, kv_heads, feed_forward = PRESETS[config.model_preset]
-        architecture = LlamaConfig(
-            hidden_size=hidden,
-            num_hidden_layers=blocks,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            intermediate_size=feed_forward,
-            max_position_embeddings=max(2048, seq_length),
-            tie_word_embeddings=tie_word_embeddings,
-        )
+        architecture = preset(config.model_preset, seq_length=seq_length, tie_word_embeddings=tie_word_embeddings)
         if config.config_name:
             architecture = from_hub(AutoConfig, config.config_name)
         text = architecture.get_text_config()  # of a multimodal model: its own part of the config

@@ -112,7 +112,7 @@ class Logger:
                 share = readers / data_parallel_size() / len(each)
                 own = {name: share * sum(sums[name] for sums in each) for name in own}
             self.sums.update(own)
-        self.mark = self.drawn = time.perf_counter()
+        self.mark = self.drawn = self.printed = time.perf_counter()
         self.drawing = 0.5  # seconds that the curves take, the first time by a guess
 
     def _reset(self) -> None:
@@ -160,8 +160,12 @@ class Logger:
         if self.profiler is not None:
             self.profiler.step()
         if not due and self.state.step != self.total_steps:
-            if self.bar.disable and self.state.step == self.first + 1:  # the next line may be minutes away
+            now = time.perf_counter()
+            if self.bar.disable and (
+                self.state.step == self.first + 1 or now - self.printed > 60
+            ):  # the next line may be far
                 print_main(f"step {self.state.step}/{self.total_steps}")
+                self.printed = now
             if len(self.unread) == UNREAD:
                 self._read()
             return
@@ -199,6 +203,7 @@ class Logger:
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
             print_main(f"step {self.state.step}/{self.total_steps}: {progress}")
+            self.printed = now
         self.log(values)
         self._reset()
         self.mark = now  # what logging takes belongs to the next interval

@@ -343,7 +343,9 @@ def describe(samples: Conversations | MixedConversations, config: ChatConfig) ->
     if isinstance(samples, MixedConversations):
         return "; ".join(describe(part, config) for part in samples.parts)
     meta, lengths, template = samples.meta, samples.lengths, ""
-    if meta["form"] not in ("plain text", "prompt and completion"):
+    if meta["form"] == "prompt and completion":
+        template = ", texts are joined as they are, without a chat template"
+    elif meta["form"] != "plain text":
         default = "the default chat template (### User / ### Assistant)"
         template = ", the model's chat template" if meta["own_template"] else f", {default}"
     return (

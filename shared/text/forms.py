@@ -49,7 +49,9 @@ def recognise(record: dict[str, Any], where: str) -> str:
             return form
     refuse_other_meanings(record, "", where)
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
-    raise ConfigError(f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})")
+    raise ConfigError(
+        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known}): rename them"
+    )
 
 
 def refuse_other_meanings(record: dict[str, Any], form: str, where: str, allowed: Collection[str] = ()) -> None:

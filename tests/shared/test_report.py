@@ -211,12 +211,14 @@ def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of characters without a font
 def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictures, tmp_path, monkeypatch):
-    classes = ["cat", "кошка", "猫", "犬"]
+    classes = ("cat", "кошка", "猫", "犬")
     manager = font_manager.fontManager
     matplotlib = [font for font in manager.ttflist if "mpl-data" in font.fname]
     monkeypatch.setattr(manager, "ttflist", matplotlib)  # whatever this machine has besides
     monkeypatch.setitem(rcParams, "font.family", ["sans-serif"])
+    report.picture_names.cache_clear()
     assert report.picture_names(classes) == ["cat", "кошка", "class 2", "class 3"]
+    report.picture_names.cache_clear()
 
     square, font = TTGlyphPen(None), FontBuilder(1000)
     square.moveTo((0, 0))
