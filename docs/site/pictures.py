@@ -83,7 +83,7 @@ def loss(panel: Any, folder: Path, theme: Theme) -> None:
 def written(panel: Any, parts: list[tuple[str, str, str]], limit: int = 62) -> None:
     """Texts under each other: (heading, text, colour)."""
     panel.axis("off")
-    y = 1.04
+    y = 1.06
     for heading, text, colour in parts:
         panel.text(0, y, heading, transform=panel.transAxes, va="top", fontsize=8, alpha=0.7)
         lines = [line if len(line) <= limit else line[: limit - 1] + "…" for line in text.splitlines()]
@@ -123,6 +123,7 @@ def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
         right,
         [
             ("a validation prompt: write the docstring of", "\n".join(prompt.splitlines()[:5]), theme.text),
+            ("answer in the data", "\n".join(said["reference"].splitlines()[:2]), theme.text),
             ("answer before training", first, theme.second),
             (f"answer after {after.split()[-1]} steps", "\n".join(said[after].splitlines()[:3]), theme.right),
         ],
@@ -232,8 +233,9 @@ def draw(template: str, folder: Path, theme: Theme) -> None:
         "axes.titlesize": 9,
     }
     with rc_context(style):
-        figure = Figure(figsize=(8.8, 2.5), layout="constrained")
+        figure = Figure(figsize=(8.8, 2.7), layout="constrained")
         DRAWN[template](figure, folder, theme)
+        figure.suptitle(template, fontsize=10, fontweight="bold", x=0.005, ha="left")
         figure.savefig(OUT / f"{template}-{theme.name}.png", dpi=180, pil_kwargs={"optimize": True})
 
 

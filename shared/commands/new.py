@@ -209,7 +209,8 @@ def _agents(names: tuple[str, ...]) -> str:
     first = script(names[0], names)
     for old, new in {"templates/lora_finetune.py": first, "lora_finetune": names[0]}.items():
         text = text.replace(old, new)
-    return re.sub(r"`templates/\*\.py` \(.*?\)", f"`{first}`", text)
+    scripts = ", ".join(f"`{script(name, names)}`" for name in names)
+    return re.sub(r"`templates/\*\.py` \(.*?\)", scripts, text)
 
 
 def _smoke_test(names: tuple[str, ...]) -> str:
