@@ -143,15 +143,11 @@ def matrix(panel: Any, folder: Path, theme: Theme, counts: np.ndarray, names: li
     panel.imshow(share, cmap=colours, vmin=0, vmax=1)
     for true, predicted in np.argwhere(counts):
         panel.text(predicted, true, counts[true, predicted], ha="center", va="center", fontsize=7)
-    panel.set_xticks(
-        range(len(names)),
-        names,
-        rotation=60 if max(map(len, names)) > 2 else 0,
-        ha="right" * (len(names[0]) > 2) or "center",
-    )
+    short = max(map(len, names)) < 3
+    panel.set_xticks(range(len(names)) if short else [], names if short else None)
     panel.set_yticks(range(len(names)), names)
     panel.tick_params(length=0, labelsize=7.5)
-    panel.set_xlabel("predicted")
+    panel.set_xlabel("predicted" if short else "predicted, in the same order")
     panel.set_ylabel("true")
     panel.spines[:].set_visible(False)
 
