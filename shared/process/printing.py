@@ -56,9 +56,5 @@ def summary(title: str, rows: dict[str, Any]) -> None:
     """Print the settings in force, aligned, on the main rank; then the notes. Rows that are None are left out."""
     rows = {k: v for k, v in rows.items() if v is not None}
     width = max(map(len, rows))
-    lines = [title]
-    for name, value in rows.items():
-        first, *more = str(value).split("; ") if len(str(value)) > 100 else [str(value)]
-        lines += [f"  {name:<{width}}  {first}", *(f"  {'':<{width}}  {part}" for part in more)]
-    print_main(*lines)
+    print_main(title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()))
     release_notes()

@@ -119,9 +119,11 @@ def test_an_answer_that_is_cut_is_counted_and_does_not_end(tiny_model):
     whole, learned = encoder(Example(**record), "here")
     end = encoder.tokenizer.eos_token_id
     for length, cut in ((len(whole) - 1, 0), (8, 1)):
-        found = chat.ToSamples(encoder, ChatConfig(seq_length=length))(("prompt and completion", [("here", record)]))
-        assert found[0].tolist() == whole[: length + 1] and found[1].tolist() == learned[: length + 1].tolist()
-        assert (found[0][-1] == end) == (not cut) and found[3]["cut"] == cut
+        work = chat.ToSamples(encoder, ChatConfig(seq_length=length))
+        found, facts = work([("prompt and completion", "here", record)])
+        ids = found["ids"].tolist()
+        assert ids == whole[: length + 1] and found["learned"].tolist() == learned[: length + 1].tolist()
+        assert (ids[-1] == end) == (not cut) and facts["counts"]["cut"] == cut
 
 
 # Weights ---------------------------------------------------------------------------------------------------------------
