@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from shared import demo
 from shared.config import parse as configs
+from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError, first_line
 
 
@@ -59,6 +60,8 @@ class PlanConfig:
         )
         if self.gpu_memory <= 0:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
+        if self.model_preset:
+            ModelConfig(self.model_preset)  # refuses an unknown one
         if self.config_overrides and not self.model_preset and self.model_name_or_path == PlanConfig.model_name_or_path:
             raise ConfigError("--config_overrides changes a model: name it by --model_name_or_path or --model_preset")
         if self.load_in_4bit and not self.lora_r:

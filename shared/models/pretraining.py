@@ -14,9 +14,7 @@ from shared.process.errors import ConfigError
 
 
 def preset(name: str, *, seq_length: int = 2048, tie_word_embeddings: bool = True) -> LlamaConfig:
-    """The architecture of a --model_preset, for a vocabulary of 32,000. Raises ConfigError if there is none of this name."""
-    if name not in PRESETS:
-        raise ConfigError(f"--model_preset {name}: expected one of {', '.join(PRESETS)}")
+    """The architecture of a --model_preset, a key of PRESETS, for a vocabulary of 32,000."""
     hidden, blocks, heads, kv_heads, feed_forward = PRESETS[name]
     return LlamaConfig(
         hidden_size=hidden,
