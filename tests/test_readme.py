@@ -358,7 +358,10 @@ def launch(part: str, world: dict, folder: Path) -> None:
     tokens = shlex.split(part.removeprefix("ACCELERATE_USE_CPU=true "))[2:]
     code, output = LAUNCHER.run(small(tokens, world, folder), dict(os.environ), cwd=ROOT)
     assert code == 0, output
-    assert (folder / "run/final").is_dir() and (folder / "run/curves.png").exists()
+    if "--preprocess_only" in tokens:
+        assert "prepared" in output and not (folder / "run/final").exists(), output
+    else:
+        assert (folder / "run/final").is_dir() and (folder / "run/curves.png").exists()
 
 
 def test_the_first_command(world, tmp_path):

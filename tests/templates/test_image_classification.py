@@ -132,7 +132,7 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
 def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
     """Under FSDP2 as under DDP: moving average and best weights, too. Few steps: BatchNorm of 4 magnifies rounding."""
     flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
-    flags = (*flags, "--max_steps", 4, "--eval_steps", 2, "--learning_rate", 1e-3)
+    flags = (*flags, "--max_steps", 4, "--eval_steps", 2, "--learning_rate", 1e-4)
     flags = (*flags, "--config_overrides", "hidden_dropout_prob=0.0") if architecture == "vit" else flags
     sharded = run("image_classification", tmp_path / "fsdp2", *flags, processes=2, config="fsdp2")
     ddp = run("image_classification", tmp_path / "ddp", *flags, processes=2)
