@@ -152,9 +152,8 @@ def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
 @pytest.mark.parametrize(
     ("processes", "number", "restarts"),
     [
-        (2, signal.SIGTERM, 0),
-        *(pytest.param(1, number, 0, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)),
-        *(pytest.param(2, number, 0, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),
+        (1, signal.SIGTERM, 0),
+        *(pytest.param(2, number, 0, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
         pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )

@@ -11,11 +11,11 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, slow
 
 
 @pytest.mark.parametrize(
-    "arguments", [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)], ids=lambda a: "-".join(a[:2])
+    "arguments", [("ruff", "check", "."), ("ruff", "format", "--check", "."), slow(("mypy",))], ids=lambda a: "-".join(a[:2])
 )
 def test_clean(arguments):
     done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)

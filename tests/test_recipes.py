@@ -19,7 +19,6 @@ from tests.conftest import ROOT, load_template, run, save_classifier, slow
 from tests.model_families import make
 
 RECIPES = sorted(FOLDER.glob("*.yaml"))
-NAMES = [path.stem for path in RECIPES]
 LLAMA8 = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA8 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN8 = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
@@ -82,7 +81,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+@pytest.mark.parametrize("path", [p if "0.6b" in p.stem else slow(p) for p in RECIPES], ids=lambda path: path.stem)
 def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
     said = head(path)
     assert tuple(said) == HEAD

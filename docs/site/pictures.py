@@ -9,6 +9,7 @@ picture is written twice, for light pages and for dark ones: docs/pictures/<temp
 import argparse
 import ast
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,11 +47,12 @@ def run(template: str, folder: Path) -> None:
     if (folder / "exit.json").exists():
         return
     often = {"image_classification": ("4", "23"), "text_classification": ("10", "45")}.get(template, ("2", "10"))
-    command = ["accelerate", "launch", "--config_file", "accelerate_configs/cpu.yaml"]
-    command += ["--num_processes", "2"] * (template == "pretrain_pipeline") + [f"templates/{template}.py"]
+    how = "ddp.yaml --num_processes 2 --mixed_precision no" if template == "pretrain_pipeline" else "cpu.yaml"
+    command = f"accelerate launch --config_file accelerate_configs/{how} templates/{template}.py".split()
     command += ["--output_dir", str(folder), "--report_to", "none", "--logging_steps", often[0], "--eval_steps", often[1]]
     print(" ".join(command), flush=True)
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
+    done = subprocess.run(command, cwd=ROOT, text=True, check=False, **pipes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "output.txt").write_text(done.stdout)
     if done.returncode:
@@ -142,7 +144,8 @@ def matrix(panel: Any, folder: Path, theme: Theme, counts: np.ndarray, names: li
     share = counts / counts.sum(1, keepdims=True)
     panel.imshow(share, cmap=colours, vmin=0, vmax=1)
     for true, predicted in np.argwhere(counts):
-        panel.text(predicted, true, counts[true, predicted], ha="center", va="center", fontsize=7)
+        colour = theme.page if share[true, predicted] > 0.5 else theme.text
+        panel.text(predicted, true, counts[true, predicted], ha="center", va="center", fontsize=7, color=colour)
     short = max(map(len, names)) < 3
     panel.set_xticks(range(len(names)) if short else [], names if short else None)
     panel.set_yticks(range(len(names)), names)

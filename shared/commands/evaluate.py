@@ -23,6 +23,7 @@ from shared.process.files import read_json_lines
 # What says how a new model or adapter is made, how long it trains, and where it is put.
 DROPPED = {"config_name", "config_overrides", "num_train_epochs", "max_tokens", "output_dir", "resume_from_checkpoint"}
 DROPPED |= {"validation_file", "validation_dir", "validation_split_name", "allow_changed"}
+SOURCES = ("train_file", "train_dir", "dataset_name")
 KEPT = {"load_in_4bit", "load_in_8bit", "text_only", "lora_experts"}  # of AdapterConfig
 ONLY = {"max_steps": 0, "report_to": "none", "num_generations": 0, "eval_samples": 10**9, "merge_adapter": False}
 
@@ -34,6 +35,8 @@ class Failed(CleanExit):
 def settings(run: Path, weights: Path) -> dict[str, Any]:
     """Flags for the template to evaluate `weights`: final/ of an adapter or a model, or merged/."""
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    if not any(given.get(source) for source in SOURCES):
+        raise ConfigError(f"{run} trained on the demo's data: evaluate a run on data of your own")
     of_adapters = set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     kept = {key: value for key, value in given.items() if key not in DROPPED | of_adapters}
     kept |= {key: value for key, value in ONLY.items() if key in given}

@@ -193,6 +193,7 @@ def _build(config_class: type[T], args: list[str], description: str | None) -> T
 def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, list[str]]:
     """The given values of each field, as text. A switch without a value is on."""
     given: dict[str, list[str]] = {}
+    unknown: list[str] = []
     texts: list[str] | None = None
     for token in tokens:
         if not token.startswith("--"):
@@ -206,10 +207,12 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
         if key.startswith("no_") and _is_switch(kinds.get(key[3:])):
             key, texts = key[3:], ["false", *texts]
         if key not in kinds and key != "config":
-            raise ConfigError(f"unknown flag {flag}{_suggest(key, kinds, '--')}; --help lists all")
-        if key in given and (key == "config" or get_origin(kinds[key]) is tuple):
+            unknown.append(f"{flag}{_suggest(key, kinds, '--')}")
+        elif key in given and (key == "config" or get_origin(kinds[key]) is tuple):
             raise ConfigError(f"{flag} is given twice: give all of its values after one")
         given[key] = texts
+    if unknown:
+        raise ConfigError(f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all")
     for key, texts in given.items():
         if _is_switch(kinds.get(key)):
             texts[:] = texts or ["true"]

@@ -87,6 +87,7 @@ class Logger:
         self.passed = "tokens" if unit == "pairs" else unit
         self.unit, self.flops, self.first, self.total_steps = unit, flops, state.step, total_steps
         self.tracker = tracker_name(config.report_to)
+        self.best_metric = settings.get("metric_for_best_model", "loss")
         self.main = accelerator.is_main_process
         self.file = run_dir / "metrics.jsonl"
         if self.main:
@@ -312,7 +313,7 @@ class Logger:
         """Draw curves.png from metrics.jsonl, unless `now` at most for 2 % of the time: all wait. The main rank acts."""
         start = time.perf_counter()
         if self.main and (now or start - self.drawn > 50 * self.drawing):
-            draw_curves(self.file, self.run_dir / "curves.png")
+            draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
             self.drawn = time.perf_counter()
             self.drawing = self.drawn - start
 

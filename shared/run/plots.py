@@ -6,8 +6,12 @@ from pathlib import Path
 from shared.process.files import open_regular
 
 
-def draw_curves(metrics: Path, picture: Path) -> None:
-    """Loss, a score of the validation if there is one, learning rate and throughput over steps, from a metrics.jsonl."""
+def draw_curves(metrics: Path, picture: Path, chosen: str = "loss") -> None:
+    """Loss, scores of the validation, learning rate and throughput over steps, from a metrics.jsonl.
+
+    Args:
+        chosen: the metric by which the best weights are chosen.
+    """
     from matplotlib.figure import Figure
 
     if not metrics.exists():
@@ -20,6 +24,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
         "eval_accuracy": "accuracy",
         "eval_map": "mean average precision",
         "eval_spearman": "rank correlation",
+        **({} if chosen in ("loss", "accuracy", "map", "spearman") else {f"eval_{chosen}": chosen}),
     }.items():
         if name in keys:
             titles[f"validation {title}"] = {name: None}

@@ -353,7 +353,7 @@ class Run:
         waited = self.state.step - self.state.improved_step
         if options.early_stopping_patience and waited >= options.early_stopping_patience * self.eval_steps:
             self.state.stopped_early = [self.total_steps, options.early_stopping_patience]
-            print_main(f"stopped early: no better {options.metric_for_best_model} for {waited} steps")
+            print_main(f"stopped early: {waited} steps, each evaluation no better by {options.metric_for_best_model}")
             self.stop()
 
     # The end -------------------------------------------------------------------------------------------------------

@@ -265,13 +265,13 @@ class _Building:
         if not counts.all():
             raise ConfigError(f"{name}: the class {classes[int(counts.argmin())]!r} has no text to train on")
         lengths = np.concatenate(self.lengths)
+        read = lengths[index[0]]
         index[1] = index[1][np.argsort(-lengths[index[1]], kind="stable")]  # batches of similar lengths
         self._save(classes, labels, lengths, index)
         of = np.searchsorted(np.cumsum([*sizes.values()]), index[0], side="right")
-        about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on, {lengths.min()}-{lengths.max()} tokens (mean "
-        about += (
-            f"{lengths.mean():.0f}), {self.cut:,} cut to {self.config.seq_length}; {len(index[1]):,} to validate on, {how}"
-        )
+        about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on, {read.min()}-{read.max()} tokens (mean "
+        about += f"{read.mean():.0f}), {self.cut:,} of all cut to {self.config.seq_length}; "
+        about += f"{len(index[1]):,} to validate on, {how}"
         most = np.argsort(-counts, kind="stable")[:10]
         about += "".join(f"{', ' if i else '; '}{classes[c]} {counts[c]:,}" for i, c in enumerate(most))
         about += f" and {len(counts) - 10:,} more classes" if len(counts) > 10 else ""

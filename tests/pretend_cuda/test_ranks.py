@@ -32,8 +32,9 @@ SENDS = {
 @pytest.mark.parametrize(
     ("config", "processes", "kind"),
     [
-        *[("ddp", 2, "DDP x 2"), ("fsdp2", 2, "FSDP2 x 2"), ("tensor_parallel", 2, "TP 2")],
+        *[("ddp", 2, "DDP x 2"), ("fsdp2", 2, "FSDP2 x 2")],
         *[
+            slow("tensor_parallel", 2, "TP 2"),
             slow("hsdp", 4, "HSDP 2 x 2"),
             slow("fsdp2_offload", 2, "FSDP2 x 2"),
             slow("fsdp2_tensor_parallel", 4, "FSDP2 2 x TP 2"),

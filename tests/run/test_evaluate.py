@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from shared.commands.evaluate import settings
+from shared.process.errors import ConfigError
 from tests.conftest import ACCELERATE, ROOT, run
 
 
@@ -20,17 +22,20 @@ def evaluated(folder, flag, data, template):
 
 def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path):
     """Adapter and merged model; on the run's own validation data the loss is the one that it logged."""
-    lines = chat_file.read_text().splitlines(keepends=True)
-    held_out, other = tmp_path / "held_out.jsonl", tmp_path / "other.jsonl"
-    held_out.write_text("".join(lines[:6]))
-    other.write_text("".join(lines[6:9]))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(chat_file.read_text().splitlines(keepends=True)[:6]))
     flags = ("--train_file", chat_file, "--validation_file", held_out, "--model_name_or_path", tiny_model, "--max_steps", 4)
     flags = (*flags, "--seq_length", 64, "--global_batch_size", 4, "--lora_r", 4, "--num_generations", 0, "--merge_adapter")
     ended = run("lora_finetune", tmp_path / "run", *flags)
     again = evaluated(ended.folder, "--test_file", held_out, "lora_finetune")
     assert again["loss"] == pytest.approx([ended.last("eval_loss")] * 2, abs=2e-4)
-    assert evaluated(ended.folder, "--test_file", other, "lora_finetune")["loss"] != again["loss"]
     assert not list(ended.folder.glob("evaluations/*/final"))
+
+
+def test_a_demo_has_no_settings_for_other_data(tmp_path):
+    (tmp_path / "config.yaml").write_text("train_file: []\nlearning_rate: 1e-4\n")
+    with pytest.raises(ConfigError, match="trained on the demo's data"):
+        settings(tmp_path, tmp_path / "final")
 
 
 @pytest.mark.slow

@@ -154,6 +154,10 @@ def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
     [
         ("--lable x", "unknown flag --lable: did you mean --label?; --help lists all"),
         ("--zzzzqqq", "unknown flag --zzzzqqq; --help lists all"),
+        (
+            "--lable x --rats 1",
+            "unknown flags --lable: did you mean --label?; --rats: did you mean --rate?; --help lists all",
+        ),
         ("--no_label", "unknown flag --no_label: did you mean --label?; --help lists all"),
         ("--bf16", "unknown flag --bf16: precision is the launcher's: accelerate launch --mixed_precision"),
         ("stray", "'stray' belongs to no flag"),

@@ -99,7 +99,7 @@ def deepseek(blocks, dense, **changes):
 @pytest.mark.parametrize(
     ("name", "length", "lora_r", "checkpointing"),
     [
-        ("qwen3_next", 256, 0, "none"),
+        pytest.param("qwen3_next", 256, 0, "none", marks=pytest.mark.slow),
         pytest.param("gpt_oss", 256, 4, "none", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 256, 4, "none", marks=pytest.mark.slow),
         pytest.param("qwen3_next", 256, 4, "full", marks=pytest.mark.slow),
@@ -127,12 +127,14 @@ def test_counts_follow_kinds_of_blocks():
     assert numbers.trained > 4 * 8 * 4 * (128 + 128 + 64 + 128)
 
 
+@pytest.mark.slow
 def test_a_model_that_has_no_sdpa_attention_is_planned():
     config = GptOssConfig(**SMALL, head_dim=8, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2)
     ((_, _, peak),) = memory.plan(memory.Job(config, 1, 8), 1)
     assert peak.weights > 0 and peak.activations["none"] > 0
 
 
+@pytest.mark.slow
 def test_what_sees_pictures_is_counted_but_not_measured():
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
     text = SMALL | {"head_dim": 8, "num_hidden_layers": 12}
@@ -163,6 +165,7 @@ def test_bf16_weights_and_8_bit_moments_need_less():
     assert bf16.activations["none"] < whole.activations["none"] == eight.activations["none"]
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_cuts_experts():
     plans = {name: peak for name, _, peak in memory.plan(memory.Job(deepseek(4, 0), 1, 8), 4)}
     assert plans["tensor_parallel"].weights < 0.5 * plans["ddp"].weights
