@@ -82,7 +82,7 @@ def sentences(file: Path, count: int, record: Callable[[str], Any]) -> None:
     texts = [" ".join(rng.choice(words, 20)) for _ in range(1000)]
     with file.open("w") as lines:
         for number in range(count):
-            lines.write(json.dumps(record(texts[number % 1000])) + "\n")
+            lines.write(json.dumps(record(f"{texts[number % 1000]} {number}")) + "\n")  # none twice: chunks are kept
 
 
 def tokenise_text(options: argparse.Namespace, processes: int = 1, touched: bool = False) -> Callable[[], Any]:
