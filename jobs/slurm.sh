@@ -53,9 +53,10 @@ tasks=(--nodes "$SLURM_NNODES" --ntasks "$SLURM_NNODES" --ntasks-per-node 1)
 # When one node ends, the others may go on for two minutes: to end by themselves, with a code of their own.
 tasks+=(--kill-on-bad-exit=0 --wait=120)
 container=()
+export TEMPLATES_CACHE=${TEMPLATES_CACHE:-$PWD/cache/templates}  # all nodes must see what one of them prepares
 if [ -n "${IMAGE:-}" ]; then
     # Use the code in this folder and caches that all nodes share, not those of the image.
-    export PYTHONPATH=$PWD TEMPLATES_CACHE=${TEMPLATES_CACHE:-$PWD/cache/templates} HF_HOME=${HF_HOME:-$PWD/cache/huggingface}
+    export PYTHONPATH=$PWD HF_HOME=${HF_HOME:-$PWD/cache/huggingface}
     mounts=$PWD${MOUNTS:+,$MOUNTS}
     case $IMAGE in
         *.sif) container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$IMAGE") ;;
@@ -82,10 +83,15 @@ if [ "$code" -ne 0 ] && [ -f "$run/exit.json" ]; then
     if grep -q '"cause": "stopped by SIGUSR1' "$run/exit.json"; then code=138; fi
 fi
 # A cancelled job must not come back. A preempted one that ends in its grace time counts as failed, if nobody queues it again.
+# What ended without a word (NCCL's watchdog, a kill for memory) is tried again, at most RETRIES times.
 if [ "$code" -eq 138 ]; then
     again="time limit"
-elif [ "$code" -eq 143 ] && [[ $(scontrol show --oneliner job "$SLURM_JOB_ID") =~ JobState=RUNNING.*PreemptTime=[0-9] ]]; then
-    again=preempted
+elif [ "$code" -ne 0 ] && state=$(scontrol show --oneliner job "$SLURM_JOB_ID") && [[ $state =~ JobState=RUNNING ]]; then
+    if [ "$code" -eq 143 ] && [[ $state =~ PreemptTime=[0-9] ]]; then
+        again=preempted
+    elif [ ! -f "$run/exit.json" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RETRIES:-3}" ]; then
+        again="ended without a word"
+    fi
 fi
 if [ -n "${again:-}" ]; then
     echo "$again: queued again, continues from the last checkpoint in $run"

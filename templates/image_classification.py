@@ -226,7 +226,7 @@ def main(config: Config) -> None:
     run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch, default=demo_steps))
     run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
     about_model = f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
-    about = {"data": data.about, "images": f"{size} x {size} pixels, {to_model.order}", "BatchNorm": advice}
+    about = {"data": data.about, "images": config.recipe.describe(size, to_model.order), "BatchNorm": advice}
     run.start(samples="images", flops=flops, model=about_model, **about)
 
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:

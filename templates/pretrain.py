@@ -180,7 +180,7 @@ def main(config: Config) -> None:
     run = Run(config, "pretrain")
     data = build_datasets(run)
     if config.data.preprocess_only:
-        print_main(f"prepared {data.about}")
+        print_main(f"prepared {data.about}; in {configs.cache_dir()}")
         return
     model = build_model(config, data.tokenizer)
     flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)

@@ -12,7 +12,7 @@ Fine-tuning of encoders: Devlin et al., arXiv 1810.04805. LoRA: Hu et al., arXiv
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from shared import demo
 from shared.config import parse as configs
@@ -34,6 +34,10 @@ class Config:
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
     lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
     lora_alpha: int = 32  # Scale of the adapters: updates are multiplied by alpha / r
+    label_smoothing: float = 0.0  # Share of each target spread over all classes
+    # balanced: weigh each text inversely to how often its class occurs; multi_label: weigh each yes of a class by its number
+    # of texts without it for one with it
+    class_weights: Literal["none", "balanced"] = "none"
     data: LabelledTextConfig = LabelledTextConfig()
     batch: BatchConfig = BatchConfig(
         global_batch_size=16, per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
@@ -50,6 +54,7 @@ class Config:
         self.batch.micro_batch()  # refuses what does not divide
         configs.require(self, "at least 0", "lora_r")
         configs.require(self, "above 0", "lora_alpha")
+        configs.require(self, "at least 0 and at most 1", "label_smoothing")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
@@ -134,19 +139,20 @@ def build_loaders(run: Run, data: labelled.TextData) -> tuple[Loader, Loader, Ba
     )
 
 
-def text_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     """The loss summed over this micro-batch's texts. Rows that only fill it up have the label IGNORED.
 
     Cross-entropy for class numbers, [rows] int64; a yes or no for each class, [rows, classes]; squared error for numbers.
+    `options` are `weight`, [classes], and `label_smoothing`.
     """
     labels = batch["labels"]
     logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits.float()
     if labels.ndim == 2:
-        losses = binary_cross_entropy(logits, labels)
+        losses = binary_cross_entropy(logits, labels, **options)
     elif labels.is_floating_point():
         losses = (logits[:, 0] - labels) ** 2
     else:
-        losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+        losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED, **options)
     return (losses * (labels != IGNORED)).sum()
 
 
@@ -198,6 +204,8 @@ def main(config: Config) -> None:
     data = labelled.prepare(config.data, labelled.load_tokenizer(config.model_name_or_path))
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
+    if data.problem_type == "regression" and (config.label_smoothing or config.class_weights != "none"):
+        raise ConfigError("--label_smoothing and --class_weights are for classes, not for numbers")
     train, validation, sample = build_loaders(run, data)
     model, flops = prepare_model(run, model, data, sample)
     trained, parameters = count_parameters(model)
@@ -205,7 +213,9 @@ def main(config: Config) -> None:
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     demo_steps = DEMO_EPOCHS * train.order.steps_per_epoch if config.data.is_demo else None
     run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch, default=demo_steps))
-    run.rehearse(partial(text_loss, model))  # --find_batch_size, --dress_rehearsal
+    weights = data.class_weights(config.data.mix_weights).to(run.device) if config.class_weights == "balanced" else None
+    loss_of = partial(text_loss, model, weight=weights, label_smoothing=config.label_smoothing)
+    run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
     about = f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained"
     run.start(samples="texts", flops=flops, data=data.about, model=about)
 
@@ -213,7 +223,7 @@ def main(config: Config) -> None:
         evaluate(run, model, validation, data)
     for step in run.steps():
         for batch in step.micro_batches():
-            step.backward(text_loss(model, batch))  # summed over the micro-batch, scaled to the mean of the global batch
+            step.backward(loss_of(batch))  # summed over the micro-batch, scaled to the mean of the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():

@@ -1,10 +1,10 @@
-"""Evaluate a finished run on other data, with the metrics of its template. Of LoRA, adapter and merged model are compared.
+"""Evaluate a finished run on other data, with the metrics of its template. An adapter is compared with its base and merged.
 
 python -m shared evaluate runs/chat --test_file test.jsonl -- accelerate launch templates/lora_finetune.py
 python -m shared evaluate runs/photos --test_dir test/ -- accelerate launch templates/image_classification.py
 
 Gives the template the settings of RUN/config.yaml, the weights in RUN/final, your data to validate on, and no step to train.
-What it writes is in RUN/evaluations/.
+What it writes is in RUN/evaluations/<name of your data>/.
 """
 
 import argparse
@@ -33,20 +33,22 @@ class Failed(CleanExit):
 
 
 def settings(run: Path, weights: Path) -> dict[str, Any]:
-    """Flags for the template to evaluate `weights`: final/ of an adapter or a model, or merged/."""
+    """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or base (no folder)."""
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     if not any(given.get(source) for source in SOURCES):
         raise ConfigError(f"{run} trained on the demo's data: evaluate a run on data of your own")
     of_adapters = set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     kept = {key: value for key, value in given.items() if key not in DROPPED | of_adapters}
     kept |= {key: value for key, value in ONLY.items() if key in given}
+    if weights.name == "base":  # a new adapter changes nothing yet
+        return kept
     name = "adapter_name_or_path" if (weights / "adapter_config.json").exists() else "model_name_or_path"
     return kept | {name: str(weights)}
 
 
 def evaluate(run: Path, weights: Path, data: dict[str, str], command: list[str]) -> dict[str, float]:
     """What the template measures of these weights."""
-    folder = run / "evaluations" / weights.name
+    folder = run / "evaluations" / Path(*data.values()).stem / weights.name
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier evaluation: a run that is finished would not start again
     folder.mkdir(parents=True)
     flags = settings(run, weights) | data | {"output_dir": str(folder)}
@@ -58,6 +60,7 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], command: list[str])
         raise Failed("the template ended with an error: see above")
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
+    (folder / "curves.png").unlink(missing_ok=True)  # of one point
     rows = [row for row in read_json_lines(folder / "metrics.jsonl") if any(key.startswith("eval_") for key in row)]
     return {key.removeprefix("eval_"): value for key, value in rows[-1].items() if key.startswith("eval_")}
 
@@ -75,11 +78,13 @@ def main() -> None:
     chosen = {"validation_file": options.test_file, "validation_dir": options.test_dir}
     given: dict[str, Any] = {key: str(Path(value).resolve()) for key, value in chosen.items() if value}
     places = [options.run / name for name in ("final", "merged") if (options.run / name).is_dir()]
+    places = [options.run / "base"] * (options.run / "final/adapter_config.json").exists() + places
     found = {place.name: evaluate(options.run.resolve(), place.resolve(), given, options.command) for place in places}
     names = list(dict.fromkeys(name for values in found.values() for name in values))
     print("\n".join(["".join(f"{cell:>16}" for cell in ("", *found))]))
     for name in names:
         print(f"{name:>16}" + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values()))
+    print(f"more in {options.run / 'evaluations' / Path(*given.values()).stem}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -168,8 +168,10 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the whole command that starts the training")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command or options.steps < 3:
-        raise ConfigError("give `--` and the command that starts the training; --steps is at least 3")
+    if options.steps < 3:
+        raise ConfigError(f"--steps must be at least 3, not {options.steps}")
+    if not command:
+        raise ConfigError("give `--` and the command that starts the training")
     with tempfile.TemporaryDirectory(prefix="verify-resume-", ignore_cleanup_errors=True) as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from shared.config.parse import require
 from shared.process import ranks
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ class BatchConfig:
             return default
         if steps_per_epoch is None:
             raise ConfigError("a stream has no known length: give the budget as --max_steps")
-        return math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
+        steps = math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
+        if steps < 20:
+            note(f"only {steps} optimizer steps: more --num_train_epochs, or a smaller --global_batch_size, train more")
+        return steps
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,11 @@ class OptimConfig(SyncConfig):
         require(self, "above 0 and below 1", "sgd_momentum")
         require(self, "above 0 and at most 1", "layer_decay")
 
+    def describe(self) -> str:
+        """A line of the summary."""
+        warmup = f"after a warm-up of {self.warmup_ratio:.0%} of the run" if self.warmup_ratio else "without warm-up"
+        return f"{self.optim}, {self.lr_scheduler_type} from {self.learning_rate:g} {warmup}"
+
 
 @dataclass(frozen=True)
 class SpeedConfig:
@@ -193,7 +202,7 @@ class EvaluationConfig:
     FREE: ClassVar = frozenset({"eval_steps"})
 
     # Optimizer steps between evaluations; below 1: share of the run, but at least 1 / share steps (0.02: 50 steps, or a
-    # fiftieth of a run of more than 2,500); None: an epoch. One more is made before training and one at its end.
+    # fiftieth of a run of more than 2,500); None: an epoch. One more is made before training (not of images) and at its end.
     eval_steps: int | float | None = 0.02
     # final/ holds the weights of the evaluation that was best by this metric; none: the last weights
     metric_for_best_model: Literal["loss", "accuracy", "macro_f1", "map", "matthews", "pearson", "spearman", "none"] = "loss"

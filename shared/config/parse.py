@@ -311,9 +311,13 @@ RENAMED = {
     "batch_size": "global_batch_size",
     "model": "model_name_or_path",
     "workers": "dataloader_num_workers",
+    "label_smoothing_factor": "label_smoothing",
 }
 ELSEWHERE = {
     "overwrite_output_dir": "a run continues in its --output_dir; a new run takes another",
+    "load_best_model_at_end": "final/ is the best by --metric_for_best_model, or the last weights with none",
+    "push_to_hub": "after training, `hf upload`",
+    "warmup_steps": "give --warmup_ratio, a share of the run",
     "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "precision is the launcher's: accelerate launch --mixed_precision"),
 }

@@ -15,6 +15,28 @@ def in_order(classes: Iterable[str]) -> list[str]:
     return sorted(classes, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
+def balanced_weights(
+    labels: np.ndarray, classes: int, sources: dict[str, int], mix_weights: tuple[float, ...]
+) -> np.ndarray:
+    """[classes] fp32, inversely proportional to the class frequency; their mean over the samples is 1.
+
+    With several labels a sample, they are those of the samples that have the class: as if as many had it as had not. In a
+    mixture, a sample counts as often as it is drawn.
+
+    Args:
+        labels: [n] class numbers, or [n, classes] with 1 for each class that a sample has.
+        sources: samples of each source of a mixture, in this order; `mix_weights`: their shares, or none.
+    """
+    often = np.ones(len(labels))
+    if mix_weights:
+        sizes = np.array([*sources.values()])
+        often = np.repeat(np.array(mix_weights) / sum(mix_weights) * len(labels) / sizes, sizes)
+    if labels.ndim == 2:
+        counts = often @ labels
+        return (np.maximum(len(labels) - counts, 1) / counts).astype(np.float32)
+    return (len(labels) / (classes * np.bincount(labels, often, classes))).astype(np.float32)
+
+
 def label_of(value: Any, problem_type: str | None, where: str, name_of: Callable[[Any], str] = str) -> str | tuple[str, ...]:
     """The name of a sample's class; of multi_label data the names of its classes, sorted, perhaps none.
 

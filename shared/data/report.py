@@ -148,7 +148,9 @@ class Predictions:
         return {name: float(value) for name, value in values.items()}
 
     def headline(self) -> str:
-        return f"{self.summary()['eval_accuracy']:.2%} of {len(self.labels):,} validation {self.noun} are right"
+        right = f"{self.summary()['eval_accuracy']:.2%} of {len(self.labels):,} validation {self.noun} are right"
+        said = np.unique(self.predicted)
+        return right if len(said) > 1 else f"{right}; the model calls all of them {self.classes[said[0]]!r}"
 
     def for_config(self) -> dict[str, Any]:
         """What final/config.json says besides the names of the classes."""
@@ -235,7 +237,9 @@ def picture_names(classes: tuple[str, ...]) -> list[str]:
         missing -= has
     rcParams["font.family"] = fonts
     if missing:
-        print_main(f"pictures number some classes: no font here has {''.join(sorted(missing)[:20])} (fonts-noto-cjk may)")
+        hidden = [f"{number} = {name}" for number, name in enumerate(names) if missing & set(name)]
+        shown = ", ".join(hidden[:20]) + ", ..." * (len(hidden) > 20)
+        print_main(f"no font here can write some classes (fonts-noto-cjk may); pictures number them: {shown}")
     return [f"class {number}" if missing & set(name) else name for number, name in enumerate(names)]
 
 

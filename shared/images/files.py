@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.data.labels import hold_out, in_order, rarest
+from shared.data.labels import balanced_weights, hold_out, in_order, rarest
 from shared.data.order import Row
 from shared.images import shards, sources
 from shared.images.decoding import BadImage, Source, check, decode
@@ -102,11 +102,9 @@ class Images(Dataset):
             axes.imshow(image)
         figure.savefig(file, dpi=110)
 
-    def counts(self, classes: int, often: np.ndarray | None = None) -> np.ndarray:
-        """How many images each class has, [classes]; an image counts as `often` as [n] says."""
-        if self.hot is not None:
-            return np.ones(len(self)) @ self.hot if often is None else often @ self.hot
-        return np.bincount(self.index[:, 1], often, minlength=classes)
+    def counts(self, classes: int) -> np.ndarray:
+        """How many images each class has, [classes]."""
+        return self.hot.sum(0, dtype=np.int64) if self.hot is not None else np.bincount(self.index[:, 1], minlength=classes)
 
 
 @dataclass(frozen=True)
@@ -135,20 +133,9 @@ class ImageData:
         return replace(self, train=renumbered(self.train), validation=renumbered(self.validation), classes=classes)
 
     def class_weights(self) -> torch.Tensor:
-        """[classes] fp32, inversely proportional to the class frequency. The mean over the training images is 1.
-
-        With several labels an image, they are those of the images that have the class: as if as many had it as had not.
-        In a mixture, an image counts as often as it is drawn.
-        """
-        often = np.ones(len(self.train))
-        if self.mix_weights:
-            sizes = np.array([*self.train.sources.values()])
-            share = np.array(self.mix_weights) / sum(self.mix_weights)
-            often = np.repeat(share * len(self.train) / sizes, sizes)
-        counts = self.train.counts(len(self.classes), often)
-        if self.train.hot is not None:
-            return torch.tensor(np.maximum(len(self.train) - counts, 1) / counts, dtype=torch.float32)
-        return torch.tensor(len(self.train) / (len(self.classes) * counts), dtype=torch.float32)
+        """[classes] fp32: see `balanced_weights`."""
+        labels = self.train.index[:, 1] if self.train.hot is None else self.train.hot
+        return torch.from_numpy(balanced_weights(labels, len(self.classes), self.train.sources, self.mix_weights))
 
 
 def prepare(config: ImageConfig) -> ImageData:

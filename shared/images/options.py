@@ -89,3 +89,8 @@ class RecipeConfig:
     @property
     def mixes(self) -> bool:
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
+
+    def describe(self, size: int, order: str) -> str:
+        """A line of the summary: size and order of the pixels, and what is on."""
+        on = {name: value for name, value in vars(self).items() if value not in (None, 0, "none")}
+        return ", ".join([f"{size} x {size} pixels", order, *(f"{name} {value}" for name, value in on.items())])

@@ -117,7 +117,7 @@ class Logger:
         self.drawing = 0.5  # seconds that the curves take, the first time by a guess
 
     def _reset(self) -> None:
-        self.targets = self.positions = 0
+        self.targets = self.positions = self.counted = 0
         self.seconds = self.waited = 0.0
         self.sums: dict[str, float] = {}  # of this rank, by name: values per target, summed over the finite steps
         self.steps = 0  # that are finite
@@ -154,6 +154,7 @@ class Logger:
             self.recorder.write(self.state.step, step.window)
         assert step.finite is not None and step.grad_norm is not None
         self.unread.append((step.sums, step.finite, step.num_targets))
+        self.counted += 1
         self.targets += step.num_targets
         self.positions += step.positions
         self.waited += step.waited
@@ -203,7 +204,8 @@ class Logger:
             progress += ", epochs " + ", ".join(f"{name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
-            print_main(f"step {self.state.step}/{self.total_steps}: {progress}")
+            left = tqdm.format_interval((self.total_steps - self.state.step) * seconds / self.counted)
+            print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
             self.printed = now
         self.log(values)
         self._reset()

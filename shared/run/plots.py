@@ -13,6 +13,7 @@ def draw_curves(metrics: Path, picture: Path, chosen: str = "loss") -> None:
         chosen: the metric by which the best weights are chosen.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     if not metrics.exists():
         return
@@ -40,6 +41,7 @@ def draw_curves(metrics: Path, picture: Path, chosen: str = "loss") -> None:
             if points:
                 panel.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None, markersize=3)
         panel.set(title=title, xlabel="optimizer step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
         if len(labels) > 1 and panel.lines:
             panel.legend()

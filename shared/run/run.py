@@ -198,7 +198,7 @@ class Run:
                 "batch": launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{self.total_steps:,} steps{epochs}",
                 "cadence": f"evaluated every {self.eval_steps:,}, saved every {config.checkpoint.every(self.total_steps):,}",
-                "optimizer": f"{config.optim.optim}, {config.optim.lr_scheduler_type} from {config.optim.learning_rate:g}",
+                "optimizer": config.optim.describe(),
                 "output": self.dir,
             },
         )
@@ -353,7 +353,7 @@ class Run:
         waited = self.state.step - self.state.improved_step
         if options.early_stopping_patience and waited >= options.early_stopping_patience * self.eval_steps:
             self.state.stopped_early = [self.total_steps, options.early_stopping_patience]
-            print_main(f"stopped early: {waited} steps, each evaluation no better by {options.metric_for_best_model}")
+            print_main(f"stopped early: no better {options.metric_for_best_model} since step {self.state.improved_step}")
             self.stop()
 
     # The end -------------------------------------------------------------------------------------------------------

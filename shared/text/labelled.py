@@ -20,7 +20,7 @@ from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.chunks import Joined, chunked, keep_all
-from shared.data.labels import hold_out, in_order, label_of, rarest
+from shared.data.labels import balanced_weights, hold_out, in_order, label_of, rarest
 from shared.data.order import IGNORED, Batch, Row
 from shared.data.records import Source
 from shared.models.hub import from_hub
@@ -123,6 +123,10 @@ class TextData:
     problem_type: str  # single_label, multi_label or regression
     identity: str  # changes if the tokens or the labels change
     about: str  # a description in one line
+
+    def class_weights(self, mix_weights: tuple[float, ...]) -> torch.Tensor:
+        """[classes] fp32: see `balanced_weights`."""
+        return torch.from_numpy(balanced_weights(self.train.labels, len(self.classes), self.train.sources, mix_weights))
 
     def numbered_as(self, classes: tuple[str, ...]) -> TextData:
         """The same texts with class numbers by the order of `classes`: the same names in another order."""

@@ -2,12 +2,14 @@
 
 import json
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import average_precision_score, f1_score, matthews_corrcoef
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from shared.commands.verify_resume import compare
@@ -115,9 +117,10 @@ def test_equals_a_plain_loop_and_the_pipeline(tiny_model, tmp_path, architecture
     name = tmp_path / "model"
     save_bert(name, problem) if architecture == "bert" else save_llama(tiny_model, name, problem)
     steps, rate, folder = 4, 3e-3, tmp_path / "run"
+    weighted = ("--class_weights", "balanced", "--label_smoothing", 0.1) if problem == "single_label" else ()
     columns = PAIR if pairs else (*PAIR[:2], *PAIR[4:])
     run_here(
-        *("text_classification", *flags, *columns, "--model_name_or_path", name, "--output_dir", folder),
+        *("text_classification", *flags, *columns, *weighted, "--model_name_or_path", name, "--output_dir", folder),
         *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_ratio", 0),
         *("--max_steps", steps, "--max_grad_norm", 0, "--global_batch_size", len(train), "--seq_length", 90),
         *("--per_device_train_batch_size", len(train), "--metric_for_best_model", "none"),
@@ -140,10 +143,18 @@ def test_equals_a_plain_loop_and_the_pipeline(tiny_model, tmp_path, architecture
             target = torch.tensor([label])
         return model(**encoded, labels=target), target
 
+    def loss_of(record):
+        output, target = forward(record)
+        if not weighted:
+            return output.loss
+        weight = torch.tensor([len(train) / len(classes) / counts[name] for name in classes])
+        return cross_entropy(output.logits, target, weight, label_smoothing=0.1, reduction="sum")
+
+    counts = Counter(record["grade"] for record in train) if weighted else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.999), weight_decay=0.0)
     losses = []
     for _ in range(steps):
-        loss = torch.stack([forward(record)[0].loss for record in train]).mean()
+        loss = torch.stack([loss_of(record) for record in train]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
