@@ -86,7 +86,11 @@ def launch() -> None:
 
     try:
         accelerate.main()
-    except Exception:
+    except Exception as error:
+        killed = -getattr(error, "returncode", 0)
+        if killed > 0:
+            print(f"killed by {signal.Signals(killed).name}; the same command continues from the last checkpoint")
+            sys.exit(128 + killed)
         if not Path(os.environ["TEMPLATES_RUN"], "code").exists():
             raise
         sys.exit(1)

@@ -37,8 +37,8 @@ def batch_norm_advice(model: nn.Module, batch: BatchConfig, world_size: int) -> 
     if seen >= min(batch.global_batch_size, 32):
         return None
     remedies = ["a larger --per_device_train_batch_size", "a model with LayerNorm or GroupNorm (ConvNeXt, Swin, ViT)"]
-    if world_size > 1 and not synchronised and torch.cuda.is_available():
-        remedies.insert(0, "--sync_batchnorm")
+    if world_size > 1 and not synchronised:
+        remedies.insert(0, "--sync_batchnorm on GPUs")
     return (
         f"warning: BatchNorm takes its statistics from {seen} images at a time, not from the global batch of "
         f"{batch.global_batch_size}; the result depends on that number. Better: {', or '.join(remedies)}"
