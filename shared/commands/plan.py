@@ -218,3 +218,5 @@ def main() -> None:
         f"    {script}{flags} --per_device_train_batch_size {config.per_device_train_batch_size} "
         f"--global_batch_size {-(-16 // at_once) * at_once} ..."
     )
+    if config.gpus > 8:
+        print("\nOver several machines: multi_node_ddp.yaml for ddp, multi_node_hsdp.yaml for fsdp2; see docs/clusters.md.")

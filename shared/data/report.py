@@ -198,6 +198,7 @@ class Predictions:
         wrong = sum(np.bincount(v[mistakes], minlength=len(self.classes)) for v in (self.labels, self.predicted))
         shown = np.sort(np.argsort(-wrong, kind="stable")[:MATRIX_CLASSES])
         title = f"{len(self.labels):,} validation {self.noun}, {(self.labels == self.predicted).mean():.2%} right"
+        title += "\ncolour: share of the true class"
         if len(shown) < len(self.classes):
             title += f"\nthe {len(shown)} of {len(self.classes)} classes with the most mistakes"
         side = 2.5 + 0.45 * len(shown)

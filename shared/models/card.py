@@ -25,7 +25,8 @@ def model_card(
     """
     values = {_text(name): str(value) if isinstance(value, int) else f"{value:.4f}" for name, value in results.items()}
     rows = "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())])
-    if os.path.isdir(front.get("base_model", "")):
+    base = front.setdefault("base_model", settings.get("model_name_or_path") or "")
+    if not base or os.path.isdir(base):
         del front["base_model"]  # the Hub refuses a card that names a folder there
     one_line = {name: shown(value) for name, value in {"library_name": "transformers", **front}.items()}
     given = {name: value for name, value in settings.items() if value is not None}
