@@ -50,7 +50,7 @@ def recognise(record: dict[str, Any], where: str) -> str:
     refuse_other_meanings(record, "", where)
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
     raise ConfigError(
-        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known}): rename them, for example a "
+        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known}): rename them, say a "
         "question to instruction and its answer to output"
     )
 
