@@ -158,6 +158,7 @@ def test_killed_in_the_other_templates(flags, straight, tmp_path, template, proc
     assert [row["step"] for row in done.rows] == [row["step"] for row in straight(template, processes).rows]
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_that_fails_or_is_killed(flags, straight, tmp_path):
     given, folder = (*flags["pretrain"], "--async_save"), tmp_path / "run"
     failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
@@ -268,7 +269,7 @@ def assert_nothing_is_left(folder, seconds=40):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), slow(2, signal.SIGKILL)])
+@pytest.mark.parametrize(("processes", "number"), [slow(1, signal.SIGTERM), slow(2, signal.SIGKILL)])
 def test_stopping_or_killing_the_launcher(flags, straight, tmp_path, processes, number):
     """`accelerate launch` of one process dies of SIGTERM without passing it on: the run notices."""
     given, folder = flags["pretrain"], tmp_path / "run"
@@ -290,7 +291,7 @@ def pause(processes):
 @pytest.mark.parametrize(
     ("template", "processes", "number", "through_tee"),
     [
-        ("image_classification", 1, signal.SIGINT, False),
+        slow("image_classification", 1, signal.SIGINT, False),
         slow("pretrain", 2, signal.SIGINT, True),
         slow("pretrain", 2, signal.SIGHUP, True),
     ],

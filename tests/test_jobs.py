@@ -370,6 +370,7 @@ def on_this_machine(arguments: list[str], **values: object) -> list[str]:
     return [*first[:2], "--mixed_precision=no", *first[2:]]
 
 
+@pytest.mark.slow
 def test_the_command_of_the_kubernetes_job(tmp_path, chat_file, tiny_model):
     given = on_this_machine(arguments_of("kubernetes"), **{"=8": "=2", "outputs/train": tmp_path / "run"})
     given += ["--model_name_or_path", tiny_model, "--train_file", chat_file, "--max_steps", 2, "--report_to", "none"]

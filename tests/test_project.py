@@ -136,6 +136,7 @@ def test_nothing_is_overwritten(tmp_path):
     assert done.returncode == 2 and "no template 'pretrian': there is " in done.stderr
 
 
+@pytest.mark.slow
 def test_the_plain_way_to_copy_works_too(tmp_path):
     shutil.copy(ROOT / "templates/pretrain.py", tmp_path)
     shutil.copytree(ROOT / "shared", tmp_path / "shared", ignore=shutil.ignore_patterns("__pycache__"))

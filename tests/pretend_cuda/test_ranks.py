@@ -106,7 +106,7 @@ def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(on_cuda, flag
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("config", ["ddp", slow("fsdp2")])
+@pytest.mark.parametrize("config", [slow("ddp"), slow("fsdp2")])
 def test_out_of_memory_on_one_rank_ends_all_with_one_line(on_cuda, flags, tmp_path, config):
     short = {"PRETEND_OUT_OF_MEMORY": "1 aten.mm 150"}
     given = [*flags, "--per_device_train_batch_size", 4]

@@ -20,6 +20,7 @@ def evaluated(folder, flag, data, template):
     return {name: list(map(float, values)) for name, *values in rows[1:]}
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path):
     """Adapter and merged model; on the run's own validation data the loss is the one that it logged."""
     held_out = tmp_path / "held_out.jsonl"

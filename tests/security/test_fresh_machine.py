@@ -19,6 +19,7 @@ mknod -m 666 /dev/urandom c 1 9 && exec "$@"
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts need root and util-linux")
+@pytest.mark.slow
 def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
     (tmp_path / "home").mkdir()
     flags = [

@@ -494,6 +494,7 @@ gc.collect()
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_caught_an_error_of_a_reading_process_can_end():
     process = subprocess.Popen([sys.executable, "-c", ENDS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:

@@ -144,6 +144,7 @@ def test_what_sees_pictures_is_counted_but_not_measured():
     assert peak.activations == pytest.approx(alone.activations, rel=1e-3) and peak.weights > alone.weights
 
 
+@pytest.mark.slow
 def test_quantised_blocks_are_found_whatever_their_name():
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=2)
     plain, packed = (memory.Job(config, 1, 8, lora_r=2, four_bits=four) for four in (False, True))

@@ -68,7 +68,7 @@ def _all_in_one(model, chats, size, steps, packing):
     return (*flags, "--max_steps", steps, "--global_batch_size", size, "--per_device_train_batch_size", size)
 
 
-@pytest.mark.parametrize(("config", "processes"), [("fsdp2", 2), slow("hsdp", 4)])
+@pytest.mark.parametrize(("config", "processes"), [slow("fsdp2", 2), slow("hsdp", 4)])
 def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(chat_file, base, tmp_path, config, processes):
     model = make_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
     given = (*base, "--model_name_or_path", model, "--learning_rate", 1e-3, "--optim", "adamw_8bit")

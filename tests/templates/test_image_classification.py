@@ -262,6 +262,7 @@ def vision_models() -> dict[str, tuple]:
     }
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_gets_one_and_the_line_of_its_card_loads_it(tmp_path):
     """In another process, with transformers alone."""
     for kind in range(3):

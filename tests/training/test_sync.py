@@ -143,7 +143,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
     assert other.last("eval_loss") < straight.last("eval_loss") * 1.05
 
 
-@pytest.mark.parametrize(("config", "processes"), [("ddp", 2), slow("hsdp", 4)])
+@pytest.mark.parametrize(("config", "processes"), [slow("ddp", 2), slow("hsdp", 4)])
 def test_a_signal_stops_all_replicas_after_the_same_step(flags, tmp_path, config, processes):
     """Between meetings, where one replica is far behind the other, and waits for nothing."""
     flags = (*flags, "--sync_every", 18, "--sync_delay", 1)
