@@ -6,6 +6,7 @@ keeps its rows, so they are those of one process. transformers reads the rows al
 """
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, TypeGuard
@@ -39,11 +40,29 @@ def _mesh() -> DeviceMesh | None:
     return _rows_of(copies, state.num_processes // copies)
 
 
-def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A copy of this rank's rows of a tensor."""
+def _rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of a tensor, a view."""
     each = -(-len(tensor) // mesh.size())
     start = min(mesh.get_local_rank() * each, len(tensor))
-    return tensor.detach()[start : start + each].clone()
+    return tensor.detach()[start : start + each]
+
+
+def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A copy of this rank's rows of a tensor."""
+    return _rows(tensor, mesh).clone()
+
+
+@contextlib.contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """Let glibc return what is freed to the system. It would keep blocks of a model's size, up to 32 MiB each."""
+    mmap_threshold, trim_threshold = -3, -1  # of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt(mmap_threshold, 2**20)
+    try:
+        yield
+    finally:  # to what they rise by themselves
+        mallopt(mmap_threshold, 2**25)
+        mallopt(trim_threshold, 2**26)
 
 
 def whole(tensor: Any) -> Any:
@@ -58,7 +77,7 @@ def _draw(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **name
     if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         function(full, *map(whole, args), **named)
-        tensor.to_local().copy_(_piece(full, tensor.device_mesh))
+        tensor.to_local().copy_(_rows(full, tensor.device_mesh))
     return tensor
 
 
@@ -102,6 +121,7 @@ def in_shards() -> Iterator[None]:
     hook = register_module_module_registration_hook(cut)
     with contextlib.ExitStack() as patches:
         patches.callback(hook.remove)
+        patches.enter_context(_freed_at_once())
         drawn = {name: partial(_draw, function) for name, function in functions.items()}
         patches.enter_context(mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, drawn))
         changed: Any = (
