@@ -109,8 +109,11 @@ def valid_checkpoints(folder) -> list[int]:
 # place: checkpoints that are whole then (saves at 2, 4, 6, 8; two are kept). Each run continues what the last has left.
 IN_TURN = {
     "setup:kill": [],
+    "micro_batch:kill@1": [],
     "micro_batch:kill@6": [2],  # in the middle of accumulation
     "save.shard:kill": [2],
+    "save.hash:kill": [2],
+    "update:kill@1": [2],
     "save.manifest:kill": [2],
     "save.rename:kill": [2],
     "save.rename:kill#0": [2],  # one of the two processes
@@ -269,7 +272,10 @@ def assert_nothing_is_left(folder, seconds=40):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("processes", "number"), [slow(1, signal.SIGTERM), slow(2, signal.SIGKILL)])
+STOPS = [slow(1, signal.SIGTERM), slow(2, signal.SIGTERM), slow(2, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(("processes", "number"), STOPS)
 def test_stopping_or_killing_the_launcher(flags, straight, tmp_path, processes, number):
     """`accelerate launch` of one process dies of SIGTERM without passing it on: the run notices."""
     given, folder = flags["pretrain"], tmp_path / "run"

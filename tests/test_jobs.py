@@ -310,10 +310,8 @@ def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp
     for state, comes_back in (
         ("JobState=RUNNING PreemptTime=None", code == 138 or told is None),
         ("JobState=CANCELLED PreemptTime=2026-01-01T00:00:00", code == 138),
-        (
-            "JobState=RUNNING PreemptTime=2026-01-01T00:00:00",
-            code in (138, 143) or told is None,
-        ),  # within the partition's GraceTime
+        # within the partition's GraceTime
+        ("JobState=RUNNING PreemptTime=2026-01-01T00:00:00", code in (138, 143) or told is None),
     ):
         (tmp_path / "queue").write_text("")
         job = sbatch(slurm | {"RUN_DIR": str(folder), "STANDS_FOR_JOB": state}, log, "templates/pretrain.py")

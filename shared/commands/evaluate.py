@@ -46,9 +46,8 @@ def settings(run: Path, weights: Path) -> dict[str, Any]:
     return kept | {name: str(weights)}
 
 
-def evaluate(run: Path, weights: Path, data: dict[str, str], command: list[str]) -> dict[str, float]:
-    """What the template measures of these weights."""
-    folder = run / "evaluations" / Path(*data.values()).stem / weights.name
+def evaluate(run: Path, weights: Path, data: dict[str, str], folder: Path, command: list[str]) -> dict[str, float]:
+    """What the template measures of these weights. What it writes is in `folder`, which is made anew."""
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier evaluation: a run that is finished would not start again
     folder.mkdir(parents=True)
     flags = settings(run, weights) | data | {"output_dir": str(folder)}
@@ -79,12 +78,16 @@ def main() -> None:
     given: dict[str, Any] = {key: str(Path(value).resolve()) for key, value in chosen.items() if value}
     places = [options.run / name for name in ("final", "merged") if (options.run / name).is_dir()]
     places = [options.run / "base"] * (options.run / "final/adapter_config.json").exists() + places
-    found = {place.name: evaluate(options.run.resolve(), place.resolve(), given, options.command) for place in places}
+    into = options.run.resolve() / "evaluations" / Path(*given.values()).stem
+    found = {
+        place.name: evaluate(options.run.resolve(), place.resolve(), given, into / place.name, options.command)
+        for place in places
+    }
     names = list(dict.fromkeys(name for values in found.values() for name in values))
     print("\n".join(["".join(f"{cell:>16}" for cell in ("", *found))]))
     for name in names:
         print(f"{name:>16}" + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values()))
-    print(f"more in {options.run / 'evaluations' / Path(*given.values()).stem}", file=sys.stderr)
+    print(f"more in {into}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ def draw_curves(metrics: Path, picture: Path, chosen: str = "loss") -> None:
     keys = {key for row in rows for key in row}
     unit = next((key.split("_")[1] for key in keys if key.startswith("processed_")), "tokens")
     titles: dict[str, dict[str, str | None]] = {"loss": {"loss": "training", "eval_loss": "validation"}}
-    for name, title in {
-        "eval_accuracy": "accuracy",
-        "eval_map": "mean average precision",
-        "eval_spearman": "rank correlation",
-        **({} if chosen in ("loss", "accuracy", "map", "spearman") else {f"eval_{chosen}": chosen}),
-    }.items():
+    scores = {"eval_accuracy": "accuracy", "eval_map": "mean average precision", "eval_spearman": "rank correlation"}
+    if chosen != "loss":  # which has its panel
+        scores.setdefault(f"eval_{chosen}", chosen)
+    for name, title in scores.items():
         if name in keys:
             titles[f"validation {title}"] = {name: None}
     if "rewards/chosen" in keys:
