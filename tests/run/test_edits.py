@@ -1,5 +1,6 @@
 """The edits of docs/editing_the_step.md: each diff applies to its template, trains, and survives a kill."""
 
+import json
 import os
 import re
 import shutil
@@ -14,13 +15,13 @@ KILLED = "adversary"  # the edit that is killed and resumed
 
 
 def test_each_edit_is_small():
-    assert len(DIFFS) == 4
+    assert len(DIFFS) == 5
     for diff in DIFFS:
         changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+])", line)]
         assert 0 < len(changed) <= 14
 
 
-@pytest.mark.parametrize("diff", DIFFS, ids=["z_loss", "two_optimizers", "adversary", "penalty"])
+@pytest.mark.parametrize("diff", DIFFS, ids=["z_loss", "two_optimizers", "adversary", "penalty", "metric"])
 def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_folder):
     shutil.copytree(ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, check=True)
@@ -41,6 +42,10 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     assert straight.returncode == 0, straight.output
     assert len(straight.losses) == 5
     assert ("z_loss" in straight.rows[-2]) == ("z_loss" in diff)
+    if "worst_recall" in diff:
+        measured = json.loads((tmp_path / "straight/evaluation.json").read_text())
+        assert measured["worst_recall"] == min(values["recall"] for values in measured["classes"].values())
+        assert "best by worst_recall: step" in straight.output
     if KILLED in diff:
         assert train(tmp_path / "killed", "update:kill@4").returncode != 0
         resumed = train(tmp_path / "killed")
