@@ -197,7 +197,7 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageDat
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
-        load = predictions.usage(f'transformers.pipeline("{task}", model="final"{own_code})')
+        load = predictions.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8")
         if run.config.export_onnx:
             print_main(classifier.export_onnx(folder, processor.crop_size["height"]))

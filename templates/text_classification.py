@@ -195,7 +195,7 @@ def save_final(run: Run, model: nn.Module, data: labelled.TextData, predictions:
         tokenizer.model_max_length = config.data.seq_length  # pipelines cut longer texts, as training did
         tokenizer.save_pretrained(folder)
         task = "text-classification"
-        load = predictions.usage(f'transformers.pipeline("{task}", model="final", truncation=True)')
+        load = predictions.usage(f'pipeline("{task}", model="final", truncation=True)')
         (folder / "README.md").write_text(run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8")
 
 

@@ -52,7 +52,7 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], folder: Path, comma
     folder.mkdir(parents=True)
     flags = settings(run, weights) | data | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
-    print(f"evaluating {weights} ...", file=sys.stderr, flush=True)
+    print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
     done = subprocess.run([*command, "--config", str(folder / "settings.yaml")], capture_output=True, text=True)
     if done.returncode:
         print(done.stderr, file=sys.stderr)

@@ -147,6 +147,9 @@ def small_runs(template: str, script: str) -> list[str]:
 
 def _readme(names: tuple[str, ...], called: str) -> str:
     first = script(names[0], names)
+    tree = ast.parse((SOURCE / "templates" / f"{names[0]}.py").read_text(encoding="utf-8"))
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "main"]
+    functions = ", ".join(f"`{name}`" for name in defined)
     return f"""# {called}
 
 Made from {", ".join(names)} of the training templates. All of it is yours to change.
@@ -162,18 +165,19 @@ This trains a small demo, offline, on any machine. `python {first} --help` lists
 accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 {first} --output_dir runs/first
 ```
 
-The same command continues a run that was stopped or killed.
+The same command continues a run that was stopped or killed. With `python -m shared run` before it, the launcher's traceback
+is left out.
 
 ## Edit
 
 Start with these parts of {" and ".join(f"`{script(name, names)}`" for name in names)}:
 
 - `Config`: settings, each one a flag;
-- `build_datasets` and `build_model`;
 - the step in `main`: loss, backward, clipping, update;
-- `evaluate`.
+- what builds data and model, evaluates and saves: {functions}.
 
-`shared/` holds the parts that are tedious to get right: the order of the data, gradient accumulation, checkpoints, logging.
+`docs/editing_the_step.md` in the templates' repository shows edits as diffs. `shared/` holds the parts that are tedious to
+get right: the order of the data, gradient accumulation, checkpoints, logging.
 
 Then check that a killed run still resumes exactly, first with small built-in runs, then with your own command:
 
@@ -224,7 +228,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Small runs on the CPU. When you change a script's flags, change them here too.
+# Small runs on the CPU. Add the flags that turn your edits on.
 COMMANDS = """
 {commands}
 """

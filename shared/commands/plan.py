@@ -50,9 +50,11 @@ class PlanConfig:
     throughput: bool = False
     """Instead estimate where the time of an optimizer step goes on one GPU, on paper."""
     gpu: str = "H100"
-    """The GPU of that estimate: part of its name."""
+    """The GPU of that estimate, part of its name: H100, A100, L40S, RTX 4090; a wrong one lists all."""
     gradient_accumulation_steps: int = 1
     """Micro-batches of a step in that estimate."""
+    train_tokens: float = 0
+    """Tokens to train on, of all epochs, such as 20e9: the hours that they take in that estimate."""
 
     def __post_init__(self) -> None:
         configs.require(
@@ -68,8 +70,12 @@ class PlanConfig:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
         if self.weights_dtype == "bf16" and (self.lora_r or self.optim != "adamw" or self.preferences):
             raise ConfigError("--weights_dtype bf16 is for full fine-tuning with AdamW: drop the others")
-        if self.throughput and (self.load_in_4bit or self.mixed_precision == "no"):
-            raise ConfigError("--throughput estimates bf16: drop --load_in_4bit and --mixed_precision no")
+        if self.throughput and self.load_in_4bit:
+            raise ConfigError("--throughput knows no 4 bits: without --load_in_4bit it estimates bf16, which is faster")
+        if self.throughput and self.mixed_precision == "no":
+            raise ConfigError("--throughput estimates bf16: drop --mixed_precision no")
+        if self.train_tokens and not self.throughput:
+            raise ConfigError("--train_tokens is for --throughput")
 
 
 RESERVED = 0.08  # of a GPU, for the CUDA context, NCCL's buffers and fragmentation
@@ -122,12 +128,16 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
             words += ", fp8" * chosen.fp8 + ", whole logits" * (not chosen.fused)
             words += f", checkpointing {chosen.checkpointing}" * (chosen.checkpointing != "none")
             memory_gb = f"{peak.total(chosen.checkpointing) / 1e9:.0f}" if chosen.fused else "more"
-            rows.append((used, (words, f"{1e3 * seconds:.0f}", f"{rate:,.0f}", f"{used:.1%}", memory_gb)))
-    ranking = [("settings", "ms", "tokens/s", "MFU", "memory, GB"), *(row for _, row in sorted(rows, reverse=True))]
+            hours = (f"{config.train_tokens / rate / 3600:,.1f}",) if config.train_tokens else ()
+            rows.append((used, (words, f"{1e3 * seconds:.0f}", f"{rate:,.0f}", f"{used:.1%}", memory_gb, *hours)))
+    header = ("settings", "ms", "tokens/s", "MFU", "memory, GB") + ("hours",) * bool(config.train_tokens)
+    ranking = [header, *(row for _, row in sorted(rows, reverse=True))]
+    several = "Hours are those of one GPU; several need at least their share of them.\n" if config.train_tokens else ""
     assumed = ", ".join(f"{name} {share:.0%}" for name, share in throughput.SHARES.items())
     return (
         f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in bf16 on one {config.gpu}.\n"
         f"An estimate on paper: nothing is measured.\n\n{aligned(table)}\n\n{aligned(ranking)}\n\n"
+        f"{several}"
         "MFU is counted as a run logs it. Memory is what eager needs (see the plan without --throughput).\n"
         "FLOPs and bytes are counted from the model's operators.\n"
         f"Data sheet: {gpu.flops / 1e12:g} TFLOP/s in bf16, {gpu.bandwidth / 1e12:g} TB/s.\n"
@@ -212,6 +222,7 @@ def main() -> None:
     flags += " --optim adamw_8bit" * job.eight_bits
     if config.lora_r:
         flags += f" --lora_r {config.lora_r}" + (" --load_in_4bit" if config.load_in_4bit else "")
+    flags += f" --seq_length {config.seq_length}"
     at_once = config.per_device_train_batch_size * (1 if name == "tensor_parallel" else gpus)
     print(
         f"  accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus}{spread} \\\n"

@@ -264,9 +264,14 @@ class LogConfig:
     report_to: str = "wandb"
     project_name: str | None = None  # Project of the tracker; if not given, the template's name
     run_name: str | None = None  # Name of the run in W&B; if not given, the run folder's name
-    logging_steps: int = 10  # Optimizer steps between logged values, which are means over them
+    # Optimizer steps between logged values, which are means over them; if not given, 10, and fewer in a run of under 200
+    logging_steps: int | None = None
     audit_data: bool = False  # Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`
     profile: bool = False  # Trace three steps after the first six, write profile.json, and print what took long
 
     def __post_init__(self) -> None:
         require(self, "at least 1", "logging_steps")
+
+    def every(self, total_steps: int) -> int:
+        """Optimizer steps between logged values."""
+        return self.logging_steps or min(10, max(1, total_steps // 20))

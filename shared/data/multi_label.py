@@ -135,7 +135,7 @@ class MultiLabelPredictions:
         """The lines of the model card that use the pipeline which `load` makes."""
         example = "image.jpg" if self.noun == "images" else "a text"
         return (
-            f"classify = {load}\n"
+            f"from transformers import pipeline\n\nclassify = {load}\n"
             f"thresholds = classify.model.config.thresholds  # of each class: best F1 on the validation {self.noun}\n"
             f'answers = classify("{example}", top_k=len(thresholds))\n'
             'labels = [a["label"] for a in answers if a["score"] >= thresholds[a["label"]]]'

@@ -282,6 +282,8 @@ def _read_csv(path: File, delimiter: str) -> Records:
         reader = csv.DictReader(lines, strict=True, delimiter=delimiter)  # not strict: an open quote takes all that follows
         try:
             columns = list(reader.fieldnames or ())
+            if len(columns) == 1 and ";" in columns[0]:  # as Excel writes where the comma is decimal
+                raise ConfigError(f"{path}:1: the columns are separated by semicolons: save it as CSV with commas")
             if len(set(columns)) < len(columns):  # csv would keep the last one without a word
                 raise ConfigError(f"{path}:1: a column is there twice ({', '.join(columns)})")
             file.line = reader.line_num + 1

@@ -274,7 +274,7 @@ class Checkpointer:
                 except OSError as error:
                     print_main(f"warning: {name} is saved, but an older one could not be removed ({cause_of(error)})")
                 if folder.name == name:  # and not in a rehearsal
-                    print_main(f"saved {name}")
+                    print_main(f"saved {name}" + ", the best so far" * (manifest["best_step"] == manifest["step"]))
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:

@@ -264,6 +264,7 @@ class Logger:
         self.log(values)
         figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in values.items())
         print_main(f"step {self.state.step}: validation {figures}")
+        self.mark = time.perf_counter()  # working out the figures, after the pass over the data, was no training either
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class Run:
         self.dir = Path()
         if not getattr(config.data, "preprocess_only", False):  # preprocessing makes no run folder
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
-        self.state, self.total_steps, self.eval_steps = TrainState(), 0, 1
+        self.state, self.total_steps, self.eval_steps, self.save_steps = TrainState(), 0, 1, 1
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
@@ -140,6 +140,7 @@ class Run:
         config, given = self.config, configs.flatten(self.config)
         self.train, self.total_steps = train, total_steps
         self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
+        self.save_steps = config.checkpoint.every(total_steps)
         model = self.models["model"]
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
@@ -180,7 +181,7 @@ class Run:
         Args:
             samples: the unit of a batch, for the summary: rows, images, texts.
             flops: floating-point operations of forward and backward for one token or image, for MFU.
-            rows: more lines of the summary.
+            rows: more lines of the summary; `optimizer` replaces what the flags say.
         """
         config = configs.replace(self.config, output_dir=self.dir)
         if self.is_main:
@@ -197,8 +198,8 @@ class Run:
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{self.total_steps:,} steps{epochs}",
-                "cadence": f"evaluated every {self.eval_steps:,}, saved every {config.checkpoint.every(self.total_steps):,}",
-                "optimizer": config.optim.describe(),
+                "cadence": f"evaluated every {self.eval_steps:,}, saved every {self.save_steps:,} steps and at the end",
+                "optimizer": rows.get("optimizer", config.optim.describe()),
                 "output": self.dir,
             },
         )
@@ -236,7 +237,7 @@ class Run:
             yield self._step
             self._complete_step()
             evaluated, best = (self.state.step == step for step in (self.state.evaluated, self.state.best_step))
-            saving = self.is_last or best or self._is_due(config.checkpoint.every(self.total_steps))
+            saving = self.is_last or best or self._is_due(self.save_steps)
             self._stop_if_asked(now=evaluated or saving)
             with self.logger.pause():
                 if evaluated:
@@ -269,7 +270,7 @@ class Run:
         exits.at_step(self.state.step)
         if self.replicas:
             self.replicas.after(self.state.step)
-        self.logger.step(step, due=self._is_due(self.config.log.logging_steps))
+        self.logger.step(step, due=self.state.step == 1 or self._is_due(self.config.log.every(self.total_steps)))
 
     def _stop_if_asked(self, *, now: bool) -> None:
         try:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import sys
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,6 +39,7 @@ DEMO = Source("functions of the Python standard library", lambda: [sys.version, 
 WARNINGS = {  # what is counted: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
     "unlike": "answers are learned after other tokens than the template's generation prompt gives at inference",
+    "empty": "records have an empty answer, from which the model learns to say nothing",
     "marked": "records mark a place for what is not text, and the mark is read as text",
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
@@ -102,6 +104,9 @@ def prepare(config: SamplesConfig, tokenizer: PreTrainedTokenizerBase, kind: typ
             given = replace(config, max_train_samples=None)
             others, of_others = _write_samples(validation, folder / "others", given, work, how)
             facts |= {"validation": f"{len(others):,} of {validation.name}", "chunks": facts["chunks"] | of_others["chunks"]}
+        validated = others if validation else sizes[held_out]
+        if copies := int(np.isin(validated[:, 3], sizes[~held_out, 3]).sum()):
+            note(f"warning: {copies:,} of the {len(validated):,} samples to validate on are trained on, too, word for word")
         if held_out.all():
             raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
         lengths = sizes[~held_out, 0] - 1.0
@@ -150,9 +155,9 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
 class ToSamples:
     """Items (form, place, record) to samples. Plain text makes as many samples as it takes, any other record one.
 
-    Gives the arrays `ids` and `learned`, the tokens of all samples and which of them the loss counts; `sizes`, [samples, 3]
-    (tokens, targets, whether it is the first of its record); counts, and what is warned of (see WARNINGS): how often, the
-    number of the first item, and what is said after its place.
+    Gives the arrays `ids` and `learned`, the tokens of all samples and which of them the loss counts; `sizes`, [samples, 4]
+    (tokens, targets, whether it is the first of its record, a checksum of its tokens); counts, and what is warned of (see
+    WARNINGS): how often, the number of the first item, and what is said after its place.
     """
 
     demo, folder = DEMO, "chat"  # the embedded data; the name in the cache
@@ -173,7 +178,8 @@ class ToSamples:
             for number, (ids, learned) in enumerate(samples):
                 tokens.append(np.array(ids, np.int32))
                 marks.append(learned)
-                sizes.append((len(ids), int(learned[1:].sum()), number == 0))  # nothing predicts the first token
+                known = len(ids) << 32 | zlib.crc32(tokens[-1].tobytes())
+                sizes.append((len(ids), int(learned[1:].sum()), number == 0, known))  # nothing predicts the first token
             counts.update({"dropped": not samples, f"form {form}": 1})
             for what, places in self.found.items():
                 if places and what not in firsts:
@@ -182,7 +188,7 @@ class ToSamples:
         self.encoder.lost.clear()
         self.encoder.unlike.clear()
         arrays = {"ids": np.concatenate(tokens), "learned": np.concatenate(marks)}
-        return arrays | {"sizes": np.array(sizes, np.int64).reshape(-1, 3)}, {"counts": counts, "warned": warned}
+        return arrays | {"sizes": np.array(sizes, np.int64).reshape(-1, 4)}, {"counts": counts, "warned": warned}
 
     def encode(self, record: dict[str, Any], form: str, where: str) -> tuple[list[int], np.ndarray]:
         """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
@@ -191,6 +197,7 @@ class ToSamples:
         example = read_example(record, form, where)
         self.counts.update(f"unused {name}" for name in unused(record, form, example, template))
         marks = re.findall("<(?:image|video|audio)>", repr(example))[:1]
+        self.found["empty"] += [where] * example.has_empty_answer
         self.found["marked"] += [f"{where}: {mark}" for mark in marks]
         ids, learned = self.encoder(example, where)
         if learned.any() and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None:

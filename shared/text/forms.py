@@ -41,6 +41,14 @@ class Example:
     completion: str = ""
     continues: bool = False  # in the next record, so no end-of-text is added
 
+    @property
+    def has_empty_answer(self) -> bool:
+        """Whether an answer that is learned says nothing and calls no tool."""
+        if self.messages is None:
+            return bool(self.prompt) and not self.completion.strip()
+        learned = (message for message in self.messages if message["role"] == "assistant" and message.get("weight") != 0)
+        return any(not (str(message.get("content") or "").strip() or message.get("tool_calls")) for message in learned)
+
 
 def recognise(record: dict[str, Any], where: str) -> str:
     """The form of a record, a key of FORMS. Raises ConfigError if its columns match none."""

@@ -385,7 +385,28 @@ def test_what_enable_thinking_would_mend_is_said(chatml, tmp_path, monkeypatch, 
     assert 'message 2, as it does with "chat_template_kwargs": {"enable_thinking": false}' in said
     path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
-    assert "warning" not in capsys.readouterr().err
+    assert "answers are learned after" not in capsys.readouterr().err
+
+
+def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monkeypatch, capsys):
+    alike = [{"instruction": "Why?", "output": "So."}] * 30
+    empty = [{"instruction": f"{i}?", "output": " "} for i in range(3)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in alike + empty))
+    prepared(chatml, path, tmp_path, monkeypatch)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning: 3 records have an empty answer, from which the model learns to say nothing; the first is" in said
+    assert "data.jsonl:31" in said
+    assert "warning: 2 of the 2 samples to validate on are trained on, too, word for word" in said
+
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    for turn, is_empty in (
+        (call, False),
+        ({"role": "assistant", "content": "", "weight": 0}, False),
+        (call | {"tool_calls": []}, True),
+    ):
+        messages = [TURNS[1], turn, TURNS[2]]
+        assert read_example({"messages": messages}, "chat messages", "here").has_empty_answer is is_empty
 
 
 def test_options_of_the_template_that_it_does_not_read_are_named(chatml):

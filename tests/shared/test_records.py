@@ -141,6 +141,7 @@ def test_several_files_are_read_in_order(tmp_path):
         ("a.csv", 'a,b\n1,"2" 3\n5,6\n', ":2: ", "not valid CSV"),
         ("a.parquet", "PAR1 but not really", ": ", "not valid Parquet"),
         ("a.json", '{"a": 1}\n{"a": "\\uDC00"}', ":2: ", "not valid JSON .*surrogates not allowed"),
+        ("a.csv", "a;b\n1,5;2\n", ":1: ", "the columns are separated by semicolons"),
         ("a.tsv", "a\tb\tb\n1\t2\t3\n", ":1: ", "a column is there twice .a, b, b"),
         ("a.txt", b"a\nb\xffcd", ":2: ", "not UTF-8 text; save it as UTF-8"),
     ],
