@@ -153,10 +153,12 @@ def test_the_command_says_that_it_is_an_estimate(monkeypatch, capsys, tmp_path):
     )
     command = ["plan", "--model_name_or_path", str(tmp_path), "--throughput", "--seq_length", "64", "--gpu"]
     monkeypatch.setattr(throughput, "estimate", lambda *_: np.ones((len(PARTS), len(FIGURES))))
-    monkeypatch.setattr(sys, "argv", [*command, "A100"])
+    monkeypatch.setattr(sys, "argv", [*command, "A100", "--train_tokens", "3600e6"])
     plan.main()
     printed = capsys.readouterr().out
     assert "nothing is measured" in printed and "312 TFLOP/s" in printed and "fp8," not in printed
+    slowest = printed.split("Hours are those")[0].splitlines()[-2].split()  # ... tokens/s, MFU, memory, hours
+    assert float(slowest[-1]) == pytest.approx(1e6 / float(slowest[-4].replace(",", "")), abs=0.06)
     assert all(part in printed for part in (*PARTS, *map("{:.0%}".format, throughput.SHARES.values())))
     monkeypatch.setattr(sys, "argv", [*command, "H1OO"])
     with pytest.raises(ConfigError, match="--gpu H1OO: known are GB200, B200"):
