@@ -37,9 +37,9 @@ class Config:
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
     final_dtype: Literal["fp32", "bf16"] = "fp32"
-    pipeline_ranks: int = 2  # Neighbouring processes that hold the blocks of one model; the launch has a multiple of them
     # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more communication
     stages_per_rank: int = 1
+    pipeline_ranks: int = 2  # Neighbouring processes that hold the blocks of one model; the launch has a multiple of them
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)

@@ -34,10 +34,10 @@ class Config:
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
     lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
     lora_alpha: int = 32  # Scale of the adapters: updates are multiplied by alpha / r
-    label_smoothing: float = 0.0  # Share of each target spread over all classes
     # balanced: weigh each text inversely to how often its class occurs; multi_label: weigh each yes of a class by its number
     # of texts without it for one with it
     class_weights: Literal["none", "balanced"] = "none"
+    label_smoothing: float = 0.0  # Share of each target spread over all classes
     data: LabelledTextConfig = LabelledTextConfig()
     batch: BatchConfig = BatchConfig(
         global_batch_size=16, per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0

@@ -292,27 +292,40 @@ def test_slurm_does_not_queue_again_what_was_cancelled(slurm, flags, tmp_path):
     assert (tmp_path / "queue").read_text() == "" and exit_of(tmp_path / "run")["exit_code"] == 143
 
 
+LOST = '{"exit_code": 1, "cause": "rank 0 at step 3: rank 1 does not answer: it has ended, or hangs. The same command"}'
+
+
 @pytest.mark.parametrize(
-    ("told", "code"),
+    ("told", "ended", "code", "tried"),
     [
-        ('{"exit_code": 2, "cause": "x"}', 2),
-        ('{"exit_code": 143, "cause": "stopped by SIGUSR1 at step 3"}', 138),
-        ('{"exit_code": ', 3),  # on a full disk
-        ('{"exit_code": 143, "cause": "stopped by SIGTERM at step 3"}', 143),
-        (None, 3),
+        ('{"exit_code": 2, "cause": "x"}', 3, 2, False),
+        ('{"exit_code": 143, "cause": "stopped by SIGUSR1 at step 3"}', 3, 138, False),
+        ('{"exit_code": ', 3, 3, False),  # on a full disk
+        ('{"exit_code": 143, "cause": "stopped by SIGTERM at step 3"}', 3, 143, False),
+        ('{"exit_code": 1, "cause": "KeyError"}', 137, 1, False),
+        (LOST, 137, 1, True),
+        (None, 2, 2, False),  # a flag or a file that is wrong, before the run has a folder to say so in
+        (None, 137, 137, True),
     ],
 )
-def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp_path, told, code):
+def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp_path, told, ended, code, tried):
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir()
     write = f"printf %s '{told}' > '{folder}/exit.json'; " if told is not None else ""
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\n{write}exit 3\n")
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\n{write}exit {ended}\n")
+    running = "JobState=RUNNING PreemptTime=None"
     for state, comes_back in (
-        ("JobState=RUNNING PreemptTime=None", code == 138 or told is None),
+        (running, code == 138 or tried),
         ("JobState=CANCELLED PreemptTime=2026-01-01T00:00:00", code == 138),
         # within the partition's GraceTime
-        ("JobState=RUNNING PreemptTime=2026-01-01T00:00:00", code in (138, 143) or told is None),
+        ("JobState=RUNNING PreemptTime=2026-01-01T00:00:00", code in (138, 143) or tried),
+        (running, code == 138 or tried),
+        (running, code == 138),  # the fourth time
+        ("checkpoint-000004", code == 138 or tried),
     ):
+        if state.startswith("checkpoint"):
+            (folder / state).mkdir()
+            state = running
         (tmp_path / "queue").write_text("")
         job = sbatch(slurm | {"RUN_DIR": str(folder), "STANDS_FOR_JOB": state}, log, "templates/pretrain.py")
         assert job.wait(timeout=60) == code, log.read_text()

@@ -132,10 +132,10 @@ def test_every_flag_exists():
     for path in (ROOT / "shared/commands").glob("*.py"):
         known |= set(re.findall(r'add_argument\("--([\w-]+)"', path.read_text()))
     docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
-    slurm = {"gpus-per-node", "nodes", "time"}
+    cluster = {"exclusive", "from-file", "gpus-per-node", "nodes", "time", "wrap"}
     text = "\n".join(row for row in ALL.splitlines() if kind(row) != "other tool")
     given = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
-    assert given - known - docker - slurm == set()
+    assert given - known - docker - cluster == set()
 
 
 # Where a page's flags are, if the row names no template.
@@ -229,6 +229,7 @@ def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(li
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     tokens = [{"/data": "data"}.get(token, token) for token in shlex.split(line)]
     script = next(i for i, token in enumerate(tokens) if re.fullmatch(r"templates/\w+\.py", token))

@@ -7,6 +7,7 @@
 # It takes about ten minutes. Not rehearsed: GPUs, Apptainer, pyxis, file systems and networks of several machines.
 set -euo pipefail
 command -v accelerate > /dev/null || { echo "activate the virtual environment first"; exit 2; }
+command -v slurmctld slurmd sbatch > /dev/null || { echo "apt install slurmctld slurmd slurm-client first"; exit 2; }
 cd "$(dirname "$0")/../.."
 # All daemons and jobs end with it.
 if [ "${1:-}" != inside ]; then exec unshare --mount --pid --fork --kill-child --mount-proc "$0" inside; fi

@@ -310,6 +310,7 @@ RENAMED = {
     "lr": "learning_rate",
     "batch_size": "global_batch_size",
     "model": "model_name_or_path",
+    "max_length": "seq_length",
     "workers": "dataloader_num_workers",
     "label_smoothing_factor": "label_smoothing",
 }
@@ -317,6 +318,10 @@ ELSEWHERE = {
     "overwrite_output_dir": "a run continues in its --output_dir; a new run takes another",
     "load_best_model_at_end": "final/ is the best by --metric_for_best_model, or the last weights with none",
     "push_to_hub": "after training, `hf upload`",
+    "group_by_length": "where samples are padded, they are grouped by length",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "give --eval_steps"),
+    "save_strategy": "give --save_steps",
+    "neftune_noise_alpha": "full_finetune.py has it",
     "warmup_steps": "give --warmup_ratio, a share of the run",
     "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "precision is the launcher's: accelerate launch --mixed_precision"),

@@ -351,8 +351,8 @@ class Run:
         options = self.config.evaluation
         self.logger.log_evaluation(values)
         self.state.score(values, options.metric_for_best_model)
-        waited = self.state.step - self.state.improved_step
-        if options.early_stopping_patience and waited >= options.early_stopping_patience * self.eval_steps:
+        patience, waited = options.early_stopping_patience * self.eval_steps, self.state.step - self.state.improved_step
+        if 0 < patience <= waited and self.state.step < self.total_steps:
             self.state.stopped_early = [self.total_steps, options.early_stopping_patience]
             print_main(f"stopped early: no better {options.metric_for_best_model} since step {self.state.improved_step}")
             self.stop()

@@ -106,7 +106,7 @@ def prepare(config: SamplesConfig, tokenizer: PreTrainedTokenizerBase, kind: typ
             facts |= {"validation": f"{len(others):,} of {validation.name}", "chunks": facts["chunks"] | of_others["chunks"]}
         validated = others if validation else sizes[held_out]
         if copies := int(np.isin(validated[:, 3], sizes[~held_out, 3]).sum()):
-            note(f"warning: {copies:,} of the {len(validated):,} samples to validate on are trained on, too, word for word")
+            note(f"warning: {copies:,} of the {len(validated):,} texts to validate on are trained on, too, word for word")
         if held_out.all():
             raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
         lengths = sizes[~held_out, 0] - 1.0

@@ -397,7 +397,7 @@ def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monk
     said = " ".join(capsys.readouterr().err.split())
     assert "warning: 3 records have an empty answer, from which the model learns to say nothing; the first is" in said
     assert "data.jsonl:31" in said
-    assert "warning: 2 of the 2 samples to validate on are trained on, too, word for word" in said
+    assert "warning: 2 of the 2 texts to validate on are trained on, too, word for word" in said
 
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     for turn, is_empty in (

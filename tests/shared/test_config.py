@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, get_type_hints
 
 import pytest
 import yaml
@@ -24,7 +24,7 @@ from shared.process import ranks, signals
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.signals import clean_exit
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import load_template
+from tests.conftest import ROOT, load_template
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 
@@ -262,6 +262,19 @@ def test_help_is_help_wherever_it_stands(capsys):
         with pytest.raises(SystemExit) as end:
             configs.parse(Config, argv)
         assert not end.value.code and "--label" in capsys.readouterr().out
+
+
+def test_help_says_of_each_group_what_it_is(capsys):
+    """Not what the comment of the flag before it says."""
+    for path in (ROOT / "templates").glob("*.py"):
+        template = load_template(path.stem)
+        with pytest.raises(SystemExit):
+            configs.parse(template.Config, ["--help"])
+        said = capsys.readouterr().out
+        for name, group in get_type_hints(template.Config).items():
+            if dataclasses.is_dataclass(group):
+                box = re.search(rf" {name} options\W+(\w.*)", said)
+                assert box and box[1].startswith(str(group.__doc__).split(".")[0][:40]), (path, name)
 
 
 ARGUMENTS = ["--rate", "--no_rate", "--shuffle", "--words", "--count=1", "1", "-1", "x", "true", "--x", "=", "--", "-"]
