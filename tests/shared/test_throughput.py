@@ -158,7 +158,7 @@ def test_the_command_says_that_it_is_an_estimate(monkeypatch, capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "nothing is measured" in printed and "312 TFLOP/s" in printed and "fp8," not in printed
     slowest = printed.split("Hours are those")[0].replace(",", "").splitlines()[-2].split()
-    assert float(slowest[-1]) == pytest.approx(1e6 / float(slowest[-4]), rel=0.02)  # hours; tokens a second
+    assert float(slowest[-1]) == pytest.approx(1e6 / float(slowest[-4]), rel=0.05)  # hours; tokens a second
     assert all(part in printed for part in (*PARTS, *map("{:.0%}".format, throughput.SHARES.values())))
     monkeypatch.setattr(sys, "argv", [*command, "H1OO"])
     with pytest.raises(ConfigError, match="--gpu H1OO: known are GB200, B200"):
