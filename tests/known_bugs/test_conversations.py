@@ -117,6 +117,11 @@ def test_words_that_the_template_does_not_write_are_counted(learns, template, an
     assert learns.encoder.lost == []
 
 
+def said(capsys) -> list[str]:
+    """The notes but the one that all of these records are alike, to train and to validate on."""
+    return [line for line in capsys.readouterr().err.splitlines() if "trained on, too" not in line]
+
+
 def test_lost_words_are_said_once_with_their_number_and_first_place(tiny_model, tmp_path, monkeypatch, capsys):
     """trl#6361 (2026), as above, in a whole file: several chunks, by several processes."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
@@ -125,7 +130,7 @@ def test_lost_words_are_said_once_with_their_number_and_first_place(tiny_model, 
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = ChatConfig(train_file=(str(tmp_path / "data.jsonl"),), seq_length=96, preprocessing_num_workers=2)
     chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = said(capsys)
     assert line.startswith("warning: ") and "3 turns" in line and "data.jsonl:4, message 2: 'since'" in line
 
 
@@ -196,9 +201,9 @@ def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
     rows[1] |= {"id": None, "messages": [USER, {**ANSWER, "at": "noon", "thinking": None}]}
     rows[0] |= {"id": None, "source": None}
     assert prepared(rows * 3).endswith("; not used: at (of messages), source")
-    assert ", from 1 of 4 records" in (said := prepared([{"messages": [USER, ANSWER]}] * 4)) and "not used" not in said
+    assert ", from 1 of 4 records" in (line := prepared([{"messages": [USER, ANSWER]}] * 4)) and "not used" not in line
     assert prepared([{"prompt": "a", "completion": "b", "tools": "[1]"}] * 3).endswith("; not used: tools")
-    assert capsys.readouterr().err == ""
+    assert said(capsys) == []
 
 
 @pytest.mark.parametrize(
@@ -244,7 +249,7 @@ def test_marks_of_images_are_said_once_with_their_first_place(prepared, capsys):
     """Data for models that see, without their images, taught the words of the marks (a common report)."""
     seen = {"role": "user", "content": "<image>\na line, <image>"}
     prepared([{"messages": [seen if number in (2, 5) else USER, ANSWER]} for number in range(7)])
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = said(capsys)
     assert line.startswith("warning: 2 records mark a place for what is not text") and line.endswith(": <image>")
     assert "row 2: " in line or "row 3: " in line or ":3: " in line
 
