@@ -264,7 +264,8 @@ class LogConfig:
     report_to: str = "wandb"
     project_name: str | None = None  # Project of the tracker; if not given, the template's name
     run_name: str | None = None  # Name of the run in W&B; if not given, the run folder's name
-    # Optimizer steps between logged values, which are means over them, after the first; if not given, 10, fewer in a run of under 200
+    # Optimizer steps between logged values, which are means over them (the first step has its own); if not given, 10, and
+    # fewer in a run of under 200
     logging_steps: int | None = None
     audit_data: bool = False  # Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`
     profile: bool = False  # Trace three steps after the first six, write profile.json, and print what took long
