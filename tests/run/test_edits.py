@@ -9,9 +9,12 @@ import subprocess
 import pytest
 
 from shared import demo
-from tests.conftest import LAUNCHER, ROOT, Run, command
+from tests.conftest import LAUNCHER, ROOT, Run, command, slow
 
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/editing_the_step.md").read_text(), re.S)
+NAMES = ("z_loss", "two_optimizers", "adversary", "teacher", "penalty", "metric")
+FIRST_TIER = ("adversary", "teacher", "metric")
+CASES = [diff if name in FIRST_TIER else slow(diff) for name, diff in zip(NAMES, DIFFS, strict=True)]
 KILLED = "adversary"  # the edit that is killed and resumed
 
 
@@ -22,7 +25,7 @@ def test_each_edit_is_small():
         assert 0 < len(changed) <= 20
 
 
-@pytest.mark.parametrize("diff", DIFFS, ids=["z_loss", "two_optimizers", "adversary", "teacher", "penalty", "metric"])
+@pytest.mark.parametrize("diff", CASES, ids=NAMES)
 def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_folder):
     shutil.copytree(ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, check=True)
