@@ -158,7 +158,7 @@ class Predictions:
 
     def usage(self, load: str) -> str:
         """The lines of the model card that use the pipeline which `load` makes."""
-        return f"from transformers import pipeline\n\n{load}"
+        return f"from transformers import pipeline\n\nclassify = {load}"
 
     def mistakes(self) -> np.ndarray:
         """The samples that were classified wrongly, the most confident mistake first."""

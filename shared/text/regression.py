@@ -63,7 +63,7 @@ class RegressionPredictions:
         return {"problem_type": "regression"}
 
     def usage(self, load: str) -> str:
-        return f"from transformers import pipeline\n\n{load}"
+        return f"from transformers import pipeline\n\nclassify = {load}"
 
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The samples with the largest errors, in words; at most 1000."""
