@@ -385,7 +385,8 @@ def test_what_enable_thinking_would_mend_is_said(chatml, tmp_path, monkeypatch, 
     assert 'message 2, as it does with "chat_template_kwargs": {"enable_thinking": false}' in said
     path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
-    assert "answers are learned after" not in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()  # the records are alike
+    assert line.endswith("texts to validate on are trained on, too, word for word")
 
 
 def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monkeypatch, capsys):

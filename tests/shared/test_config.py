@@ -24,7 +24,7 @@ from shared.process import ranks, signals
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.signals import clean_exit
 from shared.text.options import ChatConfig, CorpusConfig
-from tests.conftest import ROOT, load_template
+from tests.conftest import load_template
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 
@@ -266,7 +266,7 @@ def test_help_is_help_wherever_it_stands(capsys):
 
 def test_help_says_of_each_group_what_it_is(capsys):
     """Not what the comment of the flag before it says."""
-    for path in (ROOT / "templates").glob("*.py"):
+    for path in TEMPLATES.glob("*.py"):
         template = load_template(path.stem)
         with pytest.raises(SystemExit):
             configs.parse(template.Config, ["--help"])
