@@ -84,14 +84,13 @@ if [ "$code" -ne 0 ] && [ -f "$run/exit.json" ]; then
 fi
 # A cancelled job must not come back. A preempted one that ends in its grace time counts as failed, if nobody queues it again.
 # Where a process died without a word (NCCL's watchdog, a kill for memory), it is tried again, at most RETRIES times without a
-# new checkpoint: another rank has noted that it does not answer, or nobody has noted anything.
+# new checkpoint: another rank has noted that it does not answer (5), or nobody has noted anything.
 if [ "$code" -eq 138 ]; then
     again="time limit"
 elif [ "$code" -ne 0 ] && state=$(scontrol show --oneliner job "$SLURM_JOB_ID") && [[ $state =~ JobState=RUNNING ]]; then
     if [ "$code" -eq 143 ] && [[ $state =~ PreemptTime=[0-9] ]]; then
         again=preempted
-    elif [[ ! $code =~ ^(2|3|4|143)$ ]] && [ -d "$run" ] \
-        && { [ ! -f "$run/exit.json" ] || grep -qE 'does not answer|connection between ranks was lost' "$run/exit.json"; }; then
+    elif [ "$code" -eq 5 ] || [[ ! $code =~ ^(2|3|4|143)$ && -d $run && ! -f $run/exit.json ]]; then
         newest=$(find "$run" -maxdepth 1 -name 'checkpoint-*' -printf '%f\n' | sort | tail -n 1)
         { read -r tries at < "$run/retries"; } 2> /dev/null || tries=0
         if [ "${at:-}" != "$newest" ]; then tries=0; fi

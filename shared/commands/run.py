@@ -7,8 +7,8 @@ which write a checkpoint and end. The launcher would die before that, so it igno
 die; then this command waits for the training.) A training that --max_restarts starts after the signal ends before its
 first step. On a signal, a command without a training process is killed. The launcher's traceback is left out where the
 training has said why it ended. `accelerate launch` turns every exit code into 1; this command returns the original:
-0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 143 stopped by SIGTERM, 130 by SIGINT,
-138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
+0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 5 another process does not answer, 143 stopped by
+SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
 """
 
 import contextlib

@@ -58,7 +58,7 @@ class NoRoom(CleanExit):
 class LostRank(CleanExit):
     """Another rank does not answer: it hangs, or has ended."""
 
-    exit_code = 1
+    exit_code = 5
 
 
 class OutOfMemory(CleanExit):
@@ -84,10 +84,9 @@ class OutOfMemory(CleanExit):
 def run(main: Callable[[C], None], config: C) -> None:
     """Call `main(config)` and end with one line and the exit code that names the cause. Every rank calls this.
 
-    Exit codes: 0 done, 2 input or configuration, 3 checkpoint or disk, 4 loss or gradient not finite, 143 stopped by a
-    signal after a checkpoint, 1 for anything unforeseen (with a traceback) and for a rank that waited for another in
-    vain. `accelerate launch` itself turns every failure into 1; the true code is in exit.json, too, which is missing
-    where the run was killed.
+    Exit codes: 0 done, 2 input or configuration, 3 checkpoint or disk, 4 loss or gradient not finite, 5 another rank does
+    not answer, 143 stopped by a signal after a checkpoint, 1 anything unforeseen (with a traceback). `accelerate launch`
+    itself turns every failure into 1; the true code is in exit.json, too, which is missing where the run was killed.
     """
     code = 0
     try:
