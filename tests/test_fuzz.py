@@ -96,18 +96,15 @@ def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content,
     path = folder / f"data{suffix}"
     path.write_bytes(content)
     source = Source("data", lambda: [path], lambda: records.read_records([path]))
-    for read in (source.read, lambda: corpus.pieces(source, "text")):
-        try:
-            for item in read():
-                if isinstance(item, corpus.Piece):
-                    item.text.encode()
-                    continue
-                where, record = item
-                assert where.startswith(str(path)) and isinstance(record, dict)
-                json.dumps(record, ensure_ascii=False, default=str).encode()
-        except ConfigError as error:
-            one_line(error)
-            assert str(path) in str(error)
+    try:
+        for where, record in source.read():
+            assert where.startswith(str(path)) and isinstance(record, dict)
+            json.dumps(record, ensure_ascii=False, default=str).encode()
+        for piece in corpus.pieces(source, "text"):
+            corpus.content(piece)
+    except ConfigError as error:
+        one_line(error)
+        assert str(path) in str(error)
 
 
 # Conversations -------------------------------------------------------------------------------------------------------

@@ -37,16 +37,16 @@ DOCUMENTS = 2**20  # that are looked at at a time
 DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
 
 
-class Piece(NamedTuple):
-    """A document, or a part of one that is longer than `records.PIECE`: no text is too long for the tokenizer."""
+# A document, or a part of one that is longer than `records.PIECE`, since no text may be too long for the tokenizer: its
+# text, the document's number in the source, whether it is the document's first, and its last. No class of its own: it
+# goes to another process, which takes six times as long for a named tuple.
+Piece = tuple[str, int, bool, bool]
 
-    text: str
-    document: int  # its number in the source
-    is_first: bool  # of its document
-    is_last: bool
 
-    def content(self) -> bytes:
-        return f"{self.is_first:d}{self.is_last:d}{self.text}".encode()
+def content(piece: Piece) -> bytes:
+    """All that the tokens of a piece depend on."""
+    text, _, is_first, is_last = piece
+    return f"{is_first:d}{is_last:d}{text}".encode()
 
 
 def pieces(source: Source, column: str, unused: set[str] | None = None, document: int = 0) -> Iterator[Piece]:
@@ -68,10 +68,11 @@ def pieces(source: Source, column: str, unused: set[str] | None = None, document
         text = record[column]
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
-        for piece, continues in records.split_text(text[i : i + records.PIECE] for i in range(0, len(text), records.PIECE)):
+        blocks = (text[i : i + records.PIECE] for i in range(0, len(text), records.PIECE))
+        for piece, continues in records.split_text(blocks) if len(text) > records.PIECE else ((text, False),):
             is_last = not (continues or records.CONTINUES in record)
             if piece:
-                yield Piece(piece, document, is_first, is_last)
+                yield piece, document, is_first, is_last
                 document, is_first = document + is_last, is_last
 
 
@@ -132,7 +133,7 @@ def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Pat
 
     def build(folder: Path) -> None:
         rows = zip_longest(*(pieces(source, config.text_column) for source in opened))
-        train_tokenizer((p.text for row in rows for p in row if p), config.vocab_size).save_pretrained(folder / "tokenizer")
+        train_tokenizer((p[0] for row in rows for p in row if p), config.vocab_size).save_pretrained(folder / "tokenizer")
 
     return prepared.build_once(cache_dir() / "tokenizers" / key, build)
 
@@ -243,12 +244,15 @@ class Tokenise:
     def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
         texts, documents, first, last = zip(*pieces, strict=True)
         encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ids = [
-            np.asarray(self.bos * begins + e.ids + self.eos * ends, dtype=self.dtype)
-            for e, begins, ends in zip(encoded, first, last, strict=True)
-        ]
-        lengths, sizes = np.array([len(i) for i in ids]), np.array([len(t.encode()) for t in texts])
-        return np.concatenate(ids), lengths, sizes, np.array(documents), np.array(last)
+        tokens: list[int] = []
+        ends = [0]
+        for one, is_first, is_last in zip(encoded, first, last, strict=True):
+            tokens += self.bos * is_first
+            tokens += one.ids
+            tokens += self.eos * is_last
+            ends.append(len(tokens))
+        sizes = np.array([len(text.encode()) for text in texts])
+        return np.array(tokens, dtype=self.dtype), np.diff(ends), sizes, np.array(documents), np.array(last)
 
 
 class KeptTokens:
@@ -258,7 +262,9 @@ class KeptTokens:
         self.tokenise = tokenise
 
     def __call__(self, chunk: list[Piece]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        parts = [self.tokenise(some) for some in chunked(chunk, Piece.content)]  # a part's encodings fill memory
+        parts = [
+            self.tokenise(some) for some in chunked(chunk, lambda piece: piece[0].encode())
+        ]  # a part's encodings fill memory
         tokens, lengths, sizes, _, last = (np.concatenate(some) for some in zip(*parts, strict=True))
         documents = np.stack([np.cumsum(lengths)[last], np.cumsum(sizes)[last]], axis=1)
         facts = {"tokens": len(tokens), "bytes": int(sizes.sum()), "documents": int(last.sum())}
@@ -288,7 +294,7 @@ def write_tokens(
         items = pieces(source, config.text_column, unused) if source else iter(())
         found = keep_all(
             items,
-            Piece.content,
+            content,
             KeptTokens(tokenise),
             folder / split,
             ["tokens"],

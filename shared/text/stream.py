@@ -21,7 +21,7 @@ from shared.data.records import Cursor, Source
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
-from shared.text.corpus import Piece, Tokenise, pieces, serialise
+from shared.text.corpus import Piece, Tokenise, content, pieces, serialise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,12 +154,13 @@ class Stream:
 
         def noted() -> Iterator[Piece]:
             for piece in pieces(source, self.column, self.unused, mark.document):
-                can_begin = piece.is_first and read_from is not None
-                place = Mark(cursor.file, cursor.number, cursor.offset, piece.document, state=cursor.state)
+                _, document, is_first, _ = piece
+                can_begin = is_first and read_from is not None
+                place = Mark(cursor.file, cursor.number, cursor.offset, document, state=cursor.state)
                 begins.append(place if can_begin else None)
                 yield piece
 
-        for chunk in chunked(noted(), Piece.content):
+        for chunk in chunked(noted(), content):
             yield begins[0], chunk
             begins.clear()
 
