@@ -30,8 +30,9 @@ from tests.model_families import FAMILIES, make
 LENGTH = 96  # tokens of a row
 SAMPLES = 8
 OUTER = re.compile(r"vision|visual|image|audio|multi_modal|projector|connector|mtp|eh_proj")  # in names of weights
-FIRST_TIER = ("qwen3", "gemma2", "gpt_oss", "qwen3_moe", "nemotron_h", "gemma3", "qwen3_5")
+FIRST_TIER = ("gemma2", "gpt_oss", "nemotron_h", "qwen3_5")
 CASES = [name if name in FIRST_TIER else slow(name) for name in FAMILIES]
+SOME = ["gemma2", *map(slow, dict.fromkeys((*FIRST_TIER[1:], *[*FAMILIES][::6])))]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def test_continued_pretraining(tmp_path, text_file, family):
     assert json.loads((folder / "final" / "config.json").read_text())["architectures"] == [model_class.__name__]
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", SOME)
 def test_4_bits_train_or_are_refused_in_one_line(tmp_path, rows, family):
     make(family, tmp_path / "base")
     try:
@@ -176,9 +177,8 @@ LAUNCHED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("family", LAUNCHED)
-def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows, text_file, family, config):
+def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows, text_file, family):
     make(family, tmp_path / "base", more_weights=True)
     template = LAUNCHED[family]
     given = ["--model_name_or_path", tmp_path / "base", "--max_steps", 4, "--save_steps", 2, "--global_batch_size", 4]
@@ -188,14 +188,14 @@ def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows
         given += ["--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--num_generations", 0]
     one = run(template, tmp_path / "one", *given, "--per_device_train_batch_size", 4)
     many = [*given, "--per_device_train_batch_size", 2]
-    two = run(template, tmp_path / "two", *many, processes=2, config=config)
+    two = run(template, tmp_path / "two", *many, processes=2, config="fsdp2")
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
     assert two.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-4)
 
     fault = {"TEMPLATES_FAULT": "update:kill@3"}
-    killed = run(template, tmp_path / "killed", *many, processes=2, config=config, env=fault, check=False)
+    killed = run(template, tmp_path / "killed", *many, processes=2, config="fsdp2", env=fault, check=False)
     assert killed.returncode != 0 and not (killed.folder / "final").exists()
-    again = run(template, tmp_path / "killed", *many, processes=2, config=config)
+    again = run(template, tmp_path / "killed", *many, processes=2, config="fsdp2")
     assert "resum" in again.output
     assert again.losses == two.losses
     ours, theirs = read(again.folder / "final"), read(two.folder / "final")

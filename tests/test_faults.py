@@ -141,7 +141,7 @@ def test_killed_at_many_places_in_turn(flags, straight, tmp_path):
 @pytest.mark.parametrize(
     ("template", "processes", "faults"),
     [
-        ("lora_finetune", 1, ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill")),
+        slow("lora_finetune", 1, ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill")),
         slow("image_classification", 1, ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill")),
         slow("pretrain_pipeline", 2, ("save.manifest:kill@3", "finish:kill")),
         slow("image_classification", 2, ("micro_batch:term@10#1", "update:kill@2")),
@@ -347,6 +347,7 @@ def test_a_rank_that_hangs_is_named(flags, straight, tmp_path):
     assert_continues("pretrain", folder, given, straight, 2)
 
 
+@pytest.mark.slow
 def test_one_ranks_save_that_fails_fails_the_run_and_keeps_what_was_saved(flags, straight, tmp_path):
     given, folder = flags["pretrain"], tmp_path / "run"
     failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
@@ -416,6 +417,7 @@ def test_stray_files_and_folders_are_left_alone(flags, straight, tmp_path):
         assert (folder / name).exists()
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_folder(flags, straight, tmp_path):
     given, folder = flags["pretrain"], tmp_path / "run"
     first, log = start("pretrain", folder, *given, env={"TEMPLATES_FAULT": "update:hang@4"})

@@ -115,6 +115,7 @@ def test_wrong_input_has_its_exit_code_and_no_traceback(flags, tmp_path):
         assert process.returncode == 2 and "error: " in said and "/nowhere" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_stop_before_training_begins_has_its_exit_code(flags, tmp_path):
     """At once, whether there is a training process already or not."""
     for delay, number in ((2, signal.SIGTERM), (5, signal.SIGTERM), (6, signal.SIGUSR1)):
@@ -153,10 +154,11 @@ def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
     ("processes", "number", "restarts"),
     [
         (1, signal.SIGTERM, 0),
-        *(pytest.param(2, number, 0, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
-        pytest.param(2, signal.SIGTERM, 1, marks=pytest.mark.slow),
+        *((2, number, 0) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+        (2, signal.SIGTERM, 1),
     ],
 )
+@pytest.mark.slow
 def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_path, processes, number, restarts):
     """SIGTERM to the first process, as when the container is stopped; or a signal to all of its group, as by Ctrl-C.
 

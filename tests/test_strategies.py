@@ -29,7 +29,7 @@ STRATEGIES = {
     "deepspeed_zero3": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
     "deepspeed_zero3_offload": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
 }
-FIRST = ("ddp", "fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")  # the others are of the exhaustive tier
+FIRST = ("ddp", "fsdp2", "tensor_parallel", "deepspeed_zero3")  # the others are of the exhaustive tier
 STEPS, SAVED = 10, 4
 COMMON = ("--max_steps", STEPS, "--save_steps", SAVED, "--save_total_limit", 9, "--global_batch_size", 8)
 COMMON = (*COMMON, "--max_grad_norm", 0.5, "--eval_samples", 9)
@@ -123,7 +123,7 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
 @pytest.mark.parametrize(
     ("saved_by", "config"),
     [
-        *(("tensor_parallel", None), (None, "deepspeed_zero3"), ("deepspeed_zero3", "fsdp2"), slow("hsdp", "ddp")),
+        *(("tensor_parallel", None), ("deepspeed_zero3", "fsdp2"), slow(None, "deepspeed_zero3"), slow("hsdp", "ddp")),
         *(slow("deepspeed_zero2", None), *(slow("fsdp2_tensor_parallel", config) for config in (None, *STRATEGIES))),
     ],
 )

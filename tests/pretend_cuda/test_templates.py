@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shared.run.checkpoint_files import read_tensors
-from tests.conftest import save_classifier
+from tests.conftest import save_classifier, slow
 
 COMMON = ["--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 3]
 COMMON += ["--eval_steps", 6, "--logging_steps", 2]
@@ -24,7 +24,7 @@ CHOSEN = {
 }
 
 
-@pytest.fixture(params=["pretrain", "lora_finetune", "image_classification", "pretrain_pipeline"])
+@pytest.fixture(params=["pretrain", "lora_finetune", slow("image_classification"), slow("pretrain_pipeline")])
 def case(request, text_file, chat_file, tiny_model, image_folder, architectures, tmp_path_factory):
     """(template, flags, processes, launch config, precision)"""
     template, alone = request.param, (1, "single_gpu", "bf16")

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from shared.run import profiling
 from tests.conftest import run
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_profile_and_learns_the_same(text_file, tiny_model, tmp_path, processes=2):
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 10)
     flags = (*flags, "--eval_samples", 2, "--global_batch_size", 4, "--per_device_train_batch_size", 1)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from shared.run.checkpoint_files import read_tensors
-from tests.conftest import run
+from tests.conftest import run, slow
 
 # Rates at which the validation loss soon rises again, so that the best evaluation is not the last.
 SMALL = {
@@ -38,7 +38,7 @@ def flags_of(template, text_file, chat_file, tiny_model, image_folder):
     return [*SMALL[template], *data[template], *COMMON]
 
 
-@pytest.fixture(params=SMALL)
+@pytest.fixture(params=[slow("pretrain"), "lora_finetune", slow("image_classification")])
 def small(request, text_file, chat_file, tiny_model, image_folder):
     return request.param, flags_of(request.param, text_file, chat_file, tiny_model, image_folder)
 

@@ -94,6 +94,7 @@ run.finish()
 """
 
 
+@pytest.mark.slow
 def test_telemetry_is_off_and_a_run_s_folder_does_not_say_where_the_key_of_wandb_goes(tmp_path):
     places = {name: tmp_path / name / "wandb" for name in ("run", "current")}
     for number, place in enumerate(places.values()):

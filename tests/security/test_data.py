@@ -77,7 +77,7 @@ def test_a_pickle_in_place_of_prepared_data_runs_nothing(
     assert {path: path.read_bytes() for path in before} == before
 
 
-@pytest.mark.parametrize("flips", [1, slow(15)])
+@pytest.mark.parametrize("flips", [1, slow(4)])
 @pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "text_classification"])
 def test_no_flipped_bit_in_prepared_data_is_learned_from(
     template, flips, tiny_model, text_file, tmp_path, monkeypatch, capsys

@@ -14,7 +14,7 @@ from shared import demo
 from shared.data import chunks, prepared
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
-from tests.conftest import ROOT, sentence
+from tests.conftest import ROOT, sentence, slow
 from tests.security.conftest import flip
 
 RECORDS = {  # kind: (record of two texts and a number)
@@ -47,7 +47,9 @@ def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("text", 2), ("text", 1), ("chats", 2), ("pairs", 1), ("labelled", 1)])
+@pytest.mark.parametrize(
+    ("kind", "processes"), [slow("text", 2), ("text", 1), ("chats", 2), slow("pairs", 1), slow("labelled", 1)]
+)
 def test_a_killed_preparation_goes_on_and_changed_data_take_what_they_share(kind, processes, tmp_path, monkeypatch, capfd):
     """With the same bits as one that was not killed. Places are those of now."""
     monkeypatch.setattr(chunks, "SIZE", chunks.SIZE)

@@ -17,8 +17,7 @@ from shared.process.errors import CleanExit
 from shared.process.files import whole_folder
 from shared.run import exits, folder
 from shared.run.folder import _tidy, open_run
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT, slow
 
 
 def write(path: Path, text: str) -> None:
@@ -116,7 +115,7 @@ exits.run(main, None)
 """
 
 
-@pytest.mark.parametrize("room", [8, 4096])
+@pytest.mark.parametrize("room", [8, slow(4096)])
 def test_where_the_end_cannot_be_written_there_is_no_half_of_it(tmp_path, room):
     """RLIMIT_FSIZE, as a full disk would do it."""
     done = subprocess.run(

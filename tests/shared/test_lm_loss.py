@@ -23,6 +23,7 @@ from transformers import (
 from shared.data.order import IGNORED
 from shared.models import loss as lm_loss
 from shared.models.loss import causal_lm_loss, fuse_head, log_probabilities
+from tests.conftest import slow
 
 VOCAB = 96
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": VOCAB}
@@ -63,7 +64,7 @@ def gradients(model, mixed=False, loss_of=lambda model: causal_lm_loss(model, ba
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, slow(True)])
 @pytest.mark.parametrize("at_once", [5 * VOCAB, 2**26])
 def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, tied, frozen, at_once, compiled):
     """In fp32 to rounding, with chunks of five tokens (ten), of all; with a head that is trained or not."""

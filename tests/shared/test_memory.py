@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfi
 from shared.commands import plan
 from shared.models import memory
 from shared.process.errors import ConfigError
-from tests.conftest import LAUNCHER, ROOT, free_port
+from tests.conftest import LAUNCHER, ROOT, free_port, slow
 from tests.small_models import architectures
 
 SCRIPT = ROOT / "tests" / "measure_memory.py"
@@ -50,7 +50,6 @@ def measure(folder, config, precision, *arguments, architecture=""):
 @pytest.mark.parametrize(
     ("config", "processes", "precision", "lora_r", "checkpointing"),
     [
-        (None, 1, "no", 0, "none"),
         pytest.param(None, 1, "bf16", 8, "none, packed", marks=pytest.mark.slow),
         ("fsdp2", 2, "no", 0, "full"),
         pytest.param("tensor_parallel", 2, "no", 0, "none", marks=pytest.mark.slow),
@@ -99,16 +98,13 @@ def deepseek(blocks, dense, **changes):
 @pytest.mark.parametrize(
     ("name", "length", "lora_r", "checkpointing"),
     [
-        pytest.param("qwen3_next", 256, 0, "none", marks=pytest.mark.slow),
         pytest.param("gpt_oss", 256, 4, "none", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 256, 4, "none", marks=pytest.mark.slow),
         pytest.param("qwen3_next", 256, 4, "full", marks=pytest.mark.slow),
-        pytest.param("gemma2", 256, 0, "none", marks=pytest.mark.slow),
         pytest.param("gemma3_text", 256, 0, "full", marks=pytest.mark.slow),
         pytest.param("qwen3_vl", 256, 0, "none", marks=pytest.mark.slow),
         pytest.param("lfm2", 256, 0, "none", marks=pytest.mark.slow),
         pytest.param("nemotron_h", 128, 0, "none", marks=pytest.mark.slow),
-        pytest.param("mamba", 128, 0, "none", marks=pytest.mark.slow),
     ],
 )
 def test_models_of_several_kinds_of_blocks_are_predicted_within_5_percent(tmp_path, name, length, lora_r, checkpointing):
@@ -154,6 +150,7 @@ def test_quantised_blocks_are_found_whatever_their_name():
     assert whole.weights - small.weights == pytest.approx(numbers.matrices * (2 - memory.NF4_BYTES))
 
 
+@pytest.mark.slow
 def test_bf16_weights_and_8_bit_moments_need_less():
     def peak(**options):
         ((_, _, found),) = memory.plan(memory.Job(LlamaConfig(**SMALL, num_hidden_layers=4), 1, 8, **options), 1)
@@ -172,6 +169,7 @@ def test_tensor_parallelism_cuts_experts():
     assert plans["tensor_parallel"].weights < 0.5 * plans["ddp"].weights
 
 
+@pytest.mark.slow
 def test_what_is_divided_is_divided(measure_memory):
     plans = {name: peak for name, _, peak in memory.plan(memory.Job(LlamaConfig(**measure_memory.SHAPE), 4, 256), 4)}
     whole = plans["ddp"]
@@ -184,15 +182,12 @@ def test_what_is_divided_is_divided(measure_memory):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        pytest.param(
-            ("--gpus", "2", "--gpu_memory", "80"),
-            "--config_file accelerate_configs/ddp.yaml --num_processes 2",
-            marks=pytest.mark.slow,
-        ),
+        (("--gpus", "2", "--gpu_memory", "80"), "--config_file accelerate_configs/ddp.yaml --num_processes 2"),
         (("--gpus", "6", "--gpu_memory", "0.05"), "--config_file accelerate_configs/fsdp2.yaml --num_processes 6"),
-        pytest.param(("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits", marks=pytest.mark.slow),
+        (("--gpus", "2", "--gpu_memory", "0.001"), "Nothing fits"),
     ],
 )
+@pytest.mark.slow
 def test_the_command_names_the_cheapest_that_fits(flags, expected):
     command = [sys.executable, "-m", "shared", "plan", "--seq_length", "64", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -221,7 +216,7 @@ def test_some_of_a_gpu_is_left_to_cuda_and_nccl(monkeypatch, capsys, tmp_path):
     [
         (("plan", "--load_in_4bit"), "error: --load_in_4bit needs --lora_r"),
         (("plam",), "error: no command 'plam': there is audit"),
-        (("plan", "--model_name_or_path", "/nowhere"), "error: /nowhere"),
+        slow(("plan", "--model_name_or_path", "/nowhere"), "error: /nowhere"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message):

@@ -170,6 +170,7 @@ def test_learns_the_same_however_launched(one, base, tmp_path, packing, at_once,
         torch.testing.assert_close(other.weights()[name], value, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_is_the_same_without_the_kept_reference(base, tmp_path):
     env = {"TEMPLATES_CACHE": str(tmp_path / "cache")}
     flags = (*base, "--no_packing", "--per_device_train_batch_size", 1, "--metric_for_best_model", "none")
@@ -325,6 +326,7 @@ def test_other_ways_to_train(base, tmp_path, flags):
     assert done.last("eval_loss") < done.rows[0]["eval_loss"]
 
 
+@pytest.mark.slow
 def test_the_demo_runs_with_no_argument(tmp_path):
     small = ("--max_steps", 1, "--eval_samples", 8, "--max_new_tokens", 4, "--max_train_samples", 40)
     done = run("dpo", tmp_path, *small)

@@ -68,7 +68,7 @@ def _all_in_one(model, chats, size, steps, packing):
     return (*flags, "--max_steps", steps, "--global_batch_size", size, "--per_device_train_batch_size", size)
 
 
-@pytest.mark.parametrize(("config", "processes"), [slow("fsdp2", 2), slow("hsdp", 4)])
+@pytest.mark.parametrize(("config", "processes"), [slow("fsdp2", 2)])
 def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(chat_file, base, tmp_path, config, processes):
     model = make_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
     given = (*base, "--model_name_or_path", model, "--learning_rate", 1e-3, "--optim", "adamw_8bit")
@@ -91,7 +91,7 @@ def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(chat_
     assert alone.losses == pytest.approx({step: loss for step, loss in several.losses.items() if step > 3}, rel=1e-4)
 
 
-@pytest.mark.parametrize(("config", "precision"), [slow("fsdp2", "bf16"), slow("ddp", "bf16"), slow("fsdp2", "no")])
+@pytest.mark.parametrize(("config", "precision"), [slow("fsdp2", "bf16"), slow("ddp", "no")])
 def test_bf16_weights_stay_so_learn_as_fp32_ones_do_and_resume(base, tmp_path, config, precision):
     given = (*base, "--learning_rate", 3e-3, "--max_steps", 16, "--save_steps", 8)
     how = {"processes": 2, "config": config, "precision": precision}
@@ -107,6 +107,7 @@ def test_bf16_weights_stay_so_learn_as_fp32_ones_do_and_resume(base, tmp_path, c
     assert again.losses == {step: loss for step, loss in ours.losses.items() if step > 8}
 
 
+@pytest.mark.slow
 def test_continues_into_lora_and_back(base, tiny_model, tmp_path):
     """The loss before training is that after the run before: each reads what the other has written."""
     more = ("--merge_adapter", "--lora_r", 4)

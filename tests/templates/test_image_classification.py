@@ -128,7 +128,8 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
             assert difference.max() <= 8 and difference.float().mean() < 0.5, (difference.max(), difference.float().mean())
 
 
-@pytest.mark.parametrize("architecture", ["vit", slow("timm")])
+@pytest.mark.parametrize("architecture", ["vit", "timm"])
+@pytest.mark.slow
 def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
     """Under FSDP2 as under DDP: moving average and best weights, too. Few steps: BatchNorm of 4 magnifies rounding."""
     flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
@@ -140,7 +141,8 @@ def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
     assert_same_learning(ddp, sharded, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["vit", slow("dinov2")])
+@pytest.mark.parametrize("architecture", ["vit", "dinov2"])
+@pytest.mark.slow
 def test_blocks_are_cut_by_heads(base, architectures, tmp_path, architecture):
     """Tensor parallelism learns what one process learns. Other families are refused, with the list of those that can."""
     flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
@@ -313,6 +315,7 @@ print(json.dumps(answers))"""
         assert -np.log(scores).mean() == pytest.approx(expected[name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_onnx_gives_the_same_logits(architectures, base, tmp_path):
     import onnxruntime
 

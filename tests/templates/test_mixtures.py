@@ -31,6 +31,7 @@ def few_chats(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_model, chat_file, few_chats, tmp_path, capsys):
     settings = {"train_file": [str(chat_file), str(few_chats)], "mix_weights": [0.75, 0.25]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(settings))

@@ -104,6 +104,7 @@ def test_killed_and_resumed_bit_for_bit(one_process, base, tmp_path):
     assert len(set(configs)) == 1  # the thresholds, too
 
 
+@pytest.mark.slow
 def test_equals_a_plain_loop_and_scikit_learn(architectures, tmp_path):
     """A hand-written loop with none of shared/; all images in each batch, so order plays no part."""
     from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tensor, resize

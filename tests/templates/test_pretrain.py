@@ -92,6 +92,7 @@ def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_muon_learns_the_same_sharded_and_resumes_under_another_strategy(base, tmp_path):
     flags = (*base, "--per_device_train_batch_size", 4, "--optim", "muon")
     ddp = run("pretrain", tmp_path / "ddp", *flags, processes=2)
@@ -144,6 +145,7 @@ def _losses(folder):
     return list(Run(folder, 0, "").losses.values())
 
 
+@pytest.mark.slow
 def test_streaming_sees_the_same_on_any_world_size_and_after_a_kill(text_file, tiny_model, tmp_path):
     flags = (
         *("--shuffle_window", 6),
@@ -218,6 +220,7 @@ def test_bad_input_is_one_config_error(base, tmp_path, flags, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_demo_runs_with_no_argument(tmp_path):
     done = run("pretrain", tmp_path, "--max_steps", 1, "--eval_samples", 2)
     assert "the Python standard library" in done.output

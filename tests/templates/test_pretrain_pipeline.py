@@ -45,7 +45,7 @@ def parameters(output: str) -> list[int]:
     ("processes", "extra", "name"),
     [
         (2, None, "PP 2 x DDP 1"),
-        (4, ("--per_device_train_batch_size", 2), "PP 2 x DDP 2"),
+        slow(4, ("--per_device_train_batch_size", 2), "PP 2 x DDP 2"),
         slow(2, ("--stages_per_rank", 2), "PP 2 x DDP 1"),
         slow(4, ("--pipeline_ranks", 4), "PP 4 x DDP 1"),
     ],

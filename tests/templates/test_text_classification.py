@@ -341,6 +341,6 @@ def test_an_unknown_label_to_validate_on_is_named(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_learns_with_no_argument(tmp_path):
-    run("text_classification", tmp_path)
-    assert evaluation(tmp_path)["accuracy"] > 0.6  # of 8 classes
+def test_the_demo_learns(tmp_path):
+    run("text_classification", tmp_path, "--num_train_epochs", 1)
+    assert evaluation(tmp_path)["accuracy"] > 0.4  # of 8 classes
