@@ -295,8 +295,8 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
     pairs = [{"prompt": user["content"], "chosen": answer["content"], "rejected": "no"} for user, answer in turns]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}\n" for _, answer in turns]
-    (folder / "reviews.csv").write_text("text,label\n" + "".join(rows))
+    rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}" for _, answer in turns]
+    (folder / "reviews.csv").write_text("text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows))
     return {
         "meta-llama/Llama-3.1-8B": tiny_model,
         "runs/sft/final": tiny_model,
