@@ -33,7 +33,6 @@ SENDS = {
     [
         ("fsdp2", 2, "FSDP2 x 2"),
         ("ddp", 2, "DDP x 2"),
-        ("tensor_parallel", 2, "TP 2"),
         ("fsdp2_offload", 2, "FSDP2 x 2"),
         ("fsdp2_tensor_parallel", 4, "FSDP2 2 x TP 2"),
     ],
