@@ -20,11 +20,14 @@ def alone(on_cuda, flags, tmp_path_factory):
     return on_cuda("pretrain", tmp_path_factory.mktemp("alone") / "run", *flags, "--per_device_train_batch_size", 2)
 
 
-# What a step sends: DDP's buckets and the norm's answer; FSDP's gathers; sums inside of blocks.
+# What a step sends: DDP's buckets and the norm's answer; FSDP's gathers; tensor parallelism's sums inside of blocks.
 SENDS = {
     "ddp": {"c10d::allreduce_"},
     "fsdp2": {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"},
-    "tensor_parallel": {"_c10d_functional::all_reduce", "_c10d_functional::_wrap_tensor_autograd", "c10d::allreduce_"},
+    "fsdp2_tensor_parallel": {
+        *("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"),
+        *("_c10d_functional::all_reduce", "_c10d_functional::_wrap_tensor_autograd"),
+    },
 }
 
 
