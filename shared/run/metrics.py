@@ -137,6 +137,10 @@ class Logger:
             self.waited += time.perf_counter() - start
             yield window
 
+    def bar_of(self, windows: Iterable[T], total: int) -> Iterable[T]:
+        """Pass the windows of an evaluation on, with a second bar if they take more than some seconds."""
+        return tqdm(windows, "evaluating", total, leave=False, delay=3, disable=self.bar.disable, dynamic_ncols=True)
+
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Time spent in here (evaluation, saving) is not training time, nor the progress bar's."""

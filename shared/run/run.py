@@ -326,12 +326,9 @@ class Run:
                 module.training = mode
 
     def read(self, loader: Any) -> Iterator[Window]:
-        """Yield the windows of one pass over validation data. Inside of `evaluating`.
-
-        Raises:
-            Stopped: on all ranks, by a signal.
-        """
-        yield from self.guard.watch(loader.windows(0, loader.order.steps_per_epoch))
+        """Windows of one pass over validation data. Inside of `evaluating`. A signal raises Stopped on all ranks."""
+        windows = self.guard.watch(loader.windows(0, steps := loader.order.steps_per_epoch))
+        yield from self.logger.bar_of(windows, steps)
 
     def mean_loss(self, loader: Any, loss: Callable[[Batch], torch.Tensor]) -> float:
         """The mean over the targets of one pass over validation data. Inside of `evaluating`.
