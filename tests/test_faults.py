@@ -458,9 +458,10 @@ def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value,
     ("config", "allowed", "why"),
     [
         ("ddp", 0, "error: step 5: loss or gradient is not finite"),
-        slow("deepspeed_zero2", 9, "DeepSpeed has updated with it"),  # it cannot skip a step
+        ("deepspeed_zero2", 9, "DeepSpeed has updated with it"),  # it cannot skip a step
     ],
 )
+@pytest.mark.slow
 def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, straight, tmp_path, config, allowed, why):
     given, folder, launch = flags["pretrain"], tmp_path / "run", {"processes": 2, "config": config}
     failed = with_fault("pretrain", folder, "micro_batch:nan@10#1", *given, "--max_skipped_steps", allowed, **launch)
