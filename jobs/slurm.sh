@@ -59,7 +59,10 @@ if [ -n "${IMAGE:-}" ]; then
     export PYTHONPATH=$PWD HF_HOME=${HF_HOME:-$PWD/cache/huggingface}
     mounts=$PWD${MOUNTS:+,$MOUNTS}
     case $IMAGE in
-        *.sif) container=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$IMAGE") ;;
+        *.sif)
+            mkdir -p cache  # a .sif is read-only
+            container=(apptainer exec --nv --bind "$mounts,$PWD/cache:/cache" --pwd "$PWD" "$IMAGE")
+            ;;
         *)
             # shellcheck disable=SC2001  # bash's own replacement cannot repeat the match
             tasks+=("--container-image=$IMAGE" "--container-mounts=$(sed 's/[^,]*/&:&/g' <<< "$mounts")")
@@ -83,25 +86,28 @@ if [ "$code" -ne 0 ] && [ -f "$run/exit.json" ]; then
     if grep -q '"cause": "stopped by SIGUSR1' "$run/exit.json"; then code=138; fi
 fi
 # A cancelled job must not come back. A preempted one that ends in its grace time counts as failed, if nobody queues it again.
-# Where a process died without a word (NCCL's watchdog, a kill for memory), it is tried again, at most RETRIES times without a
-# new checkpoint: another rank has noted that it does not answer (5), or nobody has noted anything.
+# Neither must one whose start takes longer than its time, or that always fails: RETRIES times without a new checkpoint.
 if [ "$code" -eq 138 ]; then
     again="time limit"
 elif [ "$code" -ne 0 ] && state=$(scontrol show --oneliner job "$SLURM_JOB_ID") && [[ $state =~ JobState=RUNNING ]]; then
     if [ "$code" -eq 143 ] && [[ $state =~ PreemptTime=[0-9] ]]; then
         again=preempted
-    elif [ "$code" -eq 5 ] || [[ ! $code =~ ^(2|3|4|143)$ && -d $run && ! -f $run/exit.json ]]; then
-        newest=$(find "$run" -maxdepth 1 -name 'checkpoint-*' -printf '%f\n' | sort | tail -n 1)
-        { read -r tries at < "$run/retries"; } 2> /dev/null || tries=0
-        if [ "${at:-}" != "$newest" ]; then tries=0; fi
-        if [ "$tries" -lt "${RETRIES:-3}" ]; then
-            again="a process died without a word"
-            echo "$((tries + 1)) $newest" > "$run/retries"
-        fi
+    elif [[ ! $code =~ ^(2|3|4|143)$ && -d $run ]]; then  # a process died, a GPU failed, a server does not answer
+        again="code $code"
     fi
 fi
 if [ -n "${again:-}" ]; then
-    echo "$again: queued again, continues from the last checkpoint in $run"
-    scontrol requeue "$SLURM_JOB_ID"
+    mkdir -p "$run"
+    newest=$(find "$run" -maxdepth 1 -name 'checkpoint-*' -printf '%f\n' | sort | tail -n 1)
+    newest=${newest:-no checkpoint}
+    { IFS=: read -r tries at < "$run/retries"; } 2> /dev/null || tries=0
+    if [ "${at:-}" != "$newest" ] || [ "$again" = preempted ]; then tries=0; fi
+    if [ "$tries" -lt "${RETRIES:-3}" ]; then
+        echo "$((tries + 1)):$newest" > "$run/retries"
+        echo "$again: queued again, continues from $newest in $run"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "$again: not queued again, after ${RETRIES:-3} times with $newest in $run"
+    fi
 fi
 exit "$code"

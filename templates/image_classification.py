@@ -223,12 +223,12 @@ def main(config: Config) -> None:
     options: dict[str, Any] = {"weight": weights, "label_smoothing": config.recipe.label_smoothing}
     loss_of: Any = partial(image_loss, model, to_model=to_model, num_classes=len(classes), **options)
     demo_steps = DEMO_EPOCHS * train.order.steps_per_epoch if config.data.is_demo else None
-    run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch, default=demo_steps))
+    steps = config.batch.total_steps(train.steps_per_epoch, default=demo_steps)
+    run.resume(train, data=data.identity, total_steps=steps, makes="final/model.onnx" if config.export_onnx else "final")
     run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
     about_model = f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
     about = {"data": data.about, "images": config.recipe.describe(size, to_model.order), "BatchNorm": advice}
     run.start(samples="images", flops=flops, model=about_model, **about)
-
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
         predict(run, model, validation, to_model, classes)  # to see whether it works
     elif (run.state.step > 0 or run.is_last) and run.should_evaluate():

@@ -132,7 +132,7 @@ def test_every_flag_exists():
     for path in (ROOT / "shared/commands").glob("*.py"):
         known |= set(re.findall(r'add_argument\("--([\w-]+)"', path.read_text()))
     docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
-    cluster = {"exclusive", "from-file", "gpus-per-node", "nodes", "time", "wrap"}
+    cluster = {"exclusive", "from-file", "gpus-per-node", "mem", "nodes", "time", "wrap"}
     text = "\n".join(row for row in ALL.splitlines() if kind(row) != "other tool")
     given = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
     assert given - known - docker - cluster == set()

@@ -53,8 +53,9 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], folder: Path, comma
     flags = settings(run, weights) | data | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
-    # Its standard error is ours: a progress bar, or why it failed.
-    if subprocess.run([*command, "--config", str(folder / "settings.yaml")], stdout=subprocess.DEVNULL).returncode:
+    done = subprocess.run([*command, "--config", str(folder / "settings.yaml")], capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
         raise Failed("the template ended with an error: see above")
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)

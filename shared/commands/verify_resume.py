@@ -68,7 +68,7 @@ def without_ours(command: Sequence[str], folder: Path) -> list[str]:
 def train(
     command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int | None = None, deterministic: bool = True
 ) -> None:
-    """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`.
+    """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after` and saved a checkpoint.
 
     Raises:
         ConfigError: it fails by itself, or ends before it could be killed.
@@ -81,7 +81,7 @@ def train(
     with log.open("a") as output:
         process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
-            if kill_after is not None and logged(run_dir) >= kill_after:
+            if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
                 process.wait()
                 return
@@ -152,8 +152,6 @@ def verify(
         if verbose:
             print(f"{text} ...", file=sys.stderr, flush=True)
         train(command, run_dir, steps=steps, kill_after=kill_after, deterministic=deterministic)
-        if kill_after is not None and not checkpoints(run_dir):
-            raise ConfigError("no checkpoint was written before the kill: give more --steps")
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
         raise Differs("the run did not resume: it started from scratch, so equal results prove nothing")
     return compare(straight, killed)
@@ -163,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m shared verify-resume", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps to train (default: 12)")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps to train, at least 3 (default: 12)")
     parser.add_argument("--keep", type=Path, help="keep both runs in this empty folder")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the whole command that starts the training")
     options = parser.parse_args()

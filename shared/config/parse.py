@@ -51,6 +51,7 @@ def require(config: Any, bounds: str, *names: str) -> None:
                 raise ConfigError(f"--{name} must be {bounds}, not {value}")
 
 
+BUDGETS = {"max_steps", "num_train_epochs", "max_tokens"}
 COMPARE = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 
 
@@ -165,6 +166,8 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
     where: dict[str, str] = {}  # file and line of each value from YAML
     if path := given.pop("config", None):
         in_file, where = _read_yaml(Path(os.path.expanduser(path[-1])), kinds)
+        if BUDGETS & given.keys():  # another budget of the command line replaces that of the file, too
+            in_file = {key: texts for key, texts in in_file.items() if key not in BUDGETS}
         where = {key: place for key, place in where.items() if key not in given}
         given = in_file | given
     try:

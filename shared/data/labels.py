@@ -49,6 +49,10 @@ def label_of(value: Any, problem_type: str | None, where: str, name_of: Callable
     expected = "expected a name or a number"
     value = value.strip() if isinstance(value, str) else value  # CSV keeps the space after a comma
     if problem_type == "multi_label":
+        if isinstance(value, str) and set(",;") & set(value) and "|" not in value:
+            raise ConfigError(
+                f"{where}: the label is {value!r}: write name|name for several, and a list for one with a comma"
+            )
         names = value.split("|") if isinstance(value, str) and value else [] if value == "" else value
         names = [names] if isinstance(names, int) else names
         if not isinstance(names, list):
@@ -61,7 +65,8 @@ def label_of(value: Any, problem_type: str | None, where: str, name_of: Callable
     if isinstance(value, list):
         raise ConfigError(f"{where}: the label is a list, {expected}; --problem_type multi_label takes lists")
     if not isinstance(value, str | int) or value == "":
-        raise ConfigError(f"{where}: the label is {records.kind(value)}, {expected}")
+        several = "; samples with several labels, or none: --problem_type multi_label" * (problem_type is None)
+        raise ConfigError(f"{where}: the label is {records.kind(value)}, {expected}{several}")
     if isinstance(value, str) and "|" in value and problem_type is None:
         raise ConfigError(
             f"{where}: the label is {value!r}: for several labels add --problem_type multi_label, for one of this name "

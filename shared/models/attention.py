@@ -357,7 +357,7 @@ def isolate_documents(
             hint = ": its recurrent layers carry a state from one to the next"
         why = f"{name} lets documents of one row see each other{hint}"
         if required:
-            raise ConfigError(f"{why}: use --packing auto or --no_packing (in pretraining, drop --isolate_documents)")
+            raise ConfigError(f"{why}: use --packing auto or off (in pretraining, drop --isolate_documents)")
         return False, f"off: {why}"
     if not calls:
         return True, "documents kept apart by the model's own attention"

@@ -129,7 +129,8 @@ def _settle_head(
                 nn.init.trunc_normal_(part.weight, std=0.02)
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
-    note(f"{name}: {'its head is kept' if keeps_head else f'a new head for {model.config.num_labels} classes'}")
+    outputs = "one number" if model.config.num_labels == 1 else f"{model.config.num_labels} classes"
+    note(f"{name}: {'its head is kept' if keeps_head else f'a new head for {outputs}'}")
 
 
 def text_heads(model: Any) -> dict[str, nn.Module]:

@@ -167,7 +167,10 @@ def _silent_ranks() -> str:
             silent = [r for r in silent if not store.check([f"lost/{r}"])]
     if not silent:
         return "the connection between ranks was lost"
-    return f"rank {', '.join(map(str, silent))} does not answer: it has ended, or hangs"
+    on_each = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    machines = ", ".join(str(number) for number in sorted({r // on_each for r in silent}))
+    where = f" (machine {machines})" if on_each < world_size else ""
+    return f"rank {', '.join(map(str, silent))}{where} does not answer: it has ended, or hangs"
 
 
 def report_end_in(folder: Path) -> None:

@@ -130,7 +130,7 @@ class Run:
             train: the training data: a `Loader` or `Stream`.
             data: fingerprint of the samples; a run on other samples is not continued.
             total_steps: optimizer steps of the whole run.
-            makes: the last folder that the template writes. If it exists, a run without steps left is finished.
+            makes: the last thing that the template writes. If it exists, a run without steps left is finished.
 
         Raises:
             Finished: nothing is left to do.

@@ -230,11 +230,13 @@ def _write_samples(
     places: deque[str] = deque()  # of the records that were read, and of no chunk yet that is done
 
     def items() -> Iterator[tuple[str, str, dict[str, Any]]]:
-        form = ""  # all records are expected to have that of the first
+        forms: dict[str, str] = {}  # by file: all of its records are expected to have that of the first
         for where, record in islice(source.read(), config.max_train_samples):
-            form = form or work.recognise(record, where)
+            file = where.rpartition(":")[0]
+            if file not in forms:
+                forms[file] = work.recognise(record, where)
             places.append(where)
-            yield form, where, record
+            yield forms[file], where, record
 
     sizes, counts = [], Counter[str]()
     warned: dict[str, tuple[int, str]] = {}  # how many, and the first
@@ -264,7 +266,7 @@ def _write_samples(
             note(f"warning: {warned[what][0]:,} {said}; the first is {warned[what][1]}")
     ends = {int(end): count for end, count in counted("end ").items()}
     facts = {name: counts[name] for name in ("read", "cut", "dropped")} | {"unused": [*counted("unused ")]}
-    facts |= {"form": next(iter(counted("form "))), "end": max(ends, key=ends.__getitem__, default=None)}
+    facts |= {"forms": counted("form "), "end": max(ends, key=ends.__getitem__, default=None)}
     return np.concatenate(sizes), facts | {"chunks": {place.name: [int(some[:, 0].sum()) for some in sizes]}}
 
 
@@ -349,14 +351,14 @@ def describe(samples: Conversations | MixedConversations, config: ChatConfig) ->
     """One line about the data: form, counts, lengths, share of tokens that the loss counts."""
     if isinstance(samples, MixedConversations):
         return "; ".join(describe(part, config) for part in samples.parts)
-    meta, lengths, template = samples.meta, samples.lengths, ""
-    if meta["form"] == "prompt and completion":
-        template = ", texts are joined as they are, without a chat template"
-    elif meta["form"] != "plain text":
+    meta, lengths, forms, template = samples.meta, samples.lengths, samples.meta["forms"], ""
+    if forms.keys() - {"prompt and completion", "plain text"}:
         default = "the default chat template (### User / ### Assistant)"
         template = ", the model's chat template" if meta["own_template"] else f", {default}"
+    elif "prompt and completion" in forms:
+        template = ", texts are joined as they are, without a chat template"
     return (
-        f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
+        f"{meta['source']}: {', '.join(forms)}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
         f"tokens, {meta['dropped']:,} dropped with nothing to learn; {len(samples):,} to train on, "
         f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), the loss counts "
         f"{samples.targets.sum() / lengths.sum():.0%} of them; to validate on: {meta['validation']}"

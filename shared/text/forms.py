@@ -101,7 +101,9 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     """
     for column in FORMS[form][0]:
         if column not in record:
-            raise ConfigError(f"{where}: {column!r} is missing, but the first record has it ({form}): use one form")
+            raise ConfigError(
+                f"{where}: {column!r} is missing, but the first record of this file has it ({form}): use one form in a file"
+            )
     if form == "plain text":
         return Example(completion=_text(record, "text", where), continues=records.CONTINUES in record)
     if form == "prompt and completion" and not isinstance(record["prompt"], list):

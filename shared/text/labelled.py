@@ -273,12 +273,12 @@ class _Building:
         index[1] = index[1][np.argsort(-lengths[index[1]], kind="stable")]  # batches of similar lengths
         self._save(classes, labels, lengths, index)
         of = np.searchsorted(np.cumsum([*sizes.values()]), index[0], side="right")
-        about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on, {read.min()}-{read.max()} tokens (mean "
-        about += f"{read.mean():.0f}), {self.cut:,} of all cut to {self.config.seq_length}; "
-        about += f"{len(index[1]):,} to validate on, {how}"
-        most = np.argsort(-counts, kind="stable")[:10]
-        about += "".join(f"{', ' if i else '; '}{classes[c]} {counts[c]:,}" for i, c in enumerate(most))
-        about += f" and {len(counts) - 10:,} more classes" if len(counts) > 10 else ""
+        most = [f"{classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
+        most += [f"{len(counts) - 10:,} more classes"] * (len(counts) > 10)
+        by_class = f" ({', '.join(most)})" if most else ""
+        about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on{by_class}, "
+        about += f"{read.min()}-{read.max()} tokens (mean {read.mean():.0f}), {self.cut:,} of all cut to "
+        about += f"{self.config.seq_length}; {len(index[1]):,} to validate on, {how}"
         meta: dict[str, Any] = {
             "classes": classes,
             "problem_type": problem_type,

@@ -60,7 +60,9 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
     """
     for column in FORMS[form]:
         if column not in record:
-            raise ConfigError(f"{where}: {column!r} is missing, but the first record has it ({form}): use one form")
+            raise ConfigError(
+                f"{where}: {column!r} is missing, but the first record of this file has it ({form}): use one form in a file"
+            )
     others = {name: value for name, value in record.items() if name not in FORMS[form]}
     answers = [_answer(record, name, where) for name in ("chosen", "rejected")]
     if form.startswith("ShareGPT"):
@@ -216,7 +218,7 @@ def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     meta, lengths = train.meta, train.samples.lengths
     template = "" if meta["own_template"] else ", the default chat template for messages (### User / ### Assistant)"
     return (
-        f"{meta['source']}: {meta['form']}{template}; {meta['read']:,} pairs read, {meta['cut']:,} cut to "
+        f"{meta['source']}: {', '.join(meta['forms'])}{template}; {meta['read']:,} pairs read, {meta['cut']:,} cut to "
         f"{options.seq_length} tokens, {meta['dropped']:,} dropped; {len(train):,} to train on, of {lengths.min()}-"
         f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); {len(held_out):,} to validate on"
         f"{records.not_used(meta['unused'])}"

@@ -389,6 +389,18 @@ def test_what_enable_thinking_would_mend_is_said(chatml, tmp_path, monkeypatch, 
     assert line.endswith("texts to validate on are trained on, too, word for word")
 
 
+def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "completion": "So."}) + "\n" for i in range(3)))
+    talk = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+    (tmp_path / "b.json").write_text(json.dumps([talk] * 2))
+    train, _, _ = prepared(chatml, tmp_path / "*.json*", tmp_path, monkeypatch)
+    assert train.meta["forms"] == {"prompt and completion": 3, "chat messages": 2}
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(json.dumps(talk))
+    with pytest.raises(ConfigError, match=r"a.jsonl:4: 'prompt' is missing, but the first record of this file has it"):
+        prepared(chatml, tmp_path / "*.json*", tmp_path, monkeypatch)
+
+
 def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monkeypatch, capsys):
     alike = [{"instruction": "Why?", "output": "So."}] * 30
     empty = [{"instruction": f"{i}?", "output": " "} for i in range(3)]

@@ -460,6 +460,14 @@ def test_the_micro_batch_is_the_largest_that_makes_up_the_global_batch(size, per
     assert not [n for n in larger if n % 2 == 0 or not both_even]
 
 
+def test_a_budget_on_the_command_line_replaces_that_of_the_file(tmp_path):
+    path, template = tmp_path / "run.yaml", load_template("pretrain")
+    path.write_text("num_train_epochs: 3\nseed: 7\n")
+    batch = configs.parse(template.Config, ["--config", str(path), "--max_steps", "10"]).batch
+    assert (batch.max_steps, batch.num_train_epochs, batch.seed) == (10, None, 7)
+    assert configs.parse(template.Config, ["--config", str(path)]).batch.num_train_epochs == 3
+
+
 def test_total_steps_is_the_budget_that_was_given():
     assert BatchConfig(max_steps=7).total_steps(100, default=3) == 7
     assert BatchConfig(num_train_epochs=2.5).total_steps(100, default=3) == 250
