@@ -299,6 +299,7 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     (folder / "reviews.csv").write_text("text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows))
     return {
         "meta-llama/Llama-3.1-8B": tiny_model,
+        "meta-llama/Llama-3.1-8B-Instruct": tiny_model,
         "runs/sft/final": tiny_model,
         "answerdotai/ModernBERT-base": tiny_model,
         "google-bert/bert-base-uncased": tiny_model,

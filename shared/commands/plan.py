@@ -71,8 +71,6 @@ class PlanConfig:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
         if self.weights_dtype == "bf16" and (self.lora_r or self.optim != "adamw" or self.preferences):
             raise ConfigError("--weights_dtype bf16 is for full fine-tuning with AdamW: drop the others")
-        if self.throughput and self.load_in_4bit:
-            raise ConfigError("--throughput knows no 4 bits: without --load_in_4bit it estimates bf16, which is faster")
         if self.throughput and self.mixed_precision == "no":
             raise ConfigError("--throughput estimates bf16: drop --mixed_precision no")
         if self.train_tokens and not self.throughput:
@@ -101,7 +99,7 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
         raise ConfigError(f"--gpu {config.gpu}: known are {', '.join(GPUS)}")
     if experts_of(job.config)[0]:
         raise ConfigError(f"--throughput cannot count the experts of {type(job.config).__name__}")
-    steps = config.gradient_accumulation_steps
+    steps, stored, job = config.gradient_accumulation_steps, job, replace(job, four_bits=False)  # computed in bf16
     eager, compiled = (throughput.estimate(job, throughput.Setting(c, micro_batches=steps), gpu) for c in (False, True))
     table: list[tuple[str, ...]] = [("", "TFLOP", "GB", "ms", "GB compiled", "ms compiled", "share", "bound")]
     all_of_it = compiled.sum(0)[4]
@@ -120,7 +118,7 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
     ]
     settings += [throughput.Setting(True, fp8=True, micro_batches=steps)] if gpu.fp8 else []
     for larger in (job, replace(job, batch=2 * job.batch)):
-        peak = next(memory.plan(larger, 1))[2]
+        peak = next(memory.plan(replace(stored, batch=larger.batch), 1))[2]
         for chosen in settings:
             seconds = throughput.estimate(larger, chosen, gpu).sum(0)[4]
             rate = larger.batch * job.length * chosen.micro_batches / seconds
@@ -134,6 +132,7 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
     header = ("settings", "ms", "tokens/s", "MFU", "memory, GB") + ("hours",) * bool(config.train_tokens)
     ranking = [header, *(row for _, row in sorted(rows, reverse=True))]
     several = "Hours are those of one GPU; several need at least their share of them.\n" if config.train_tokens else ""
+    several += "Turning 4 bits back into bf16 before each product is not counted.\n" * stored.four_bits
     assumed = ", ".join(f"{name} {share:.0%}" for name, share in throughput.SHARES.items())
     return (
         f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in bf16 on one {config.gpu}.\n"

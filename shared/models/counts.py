@@ -50,7 +50,7 @@ GPUS = {
 
 def find_gpu(name: str) -> GPU | None:
     """What is known of a device with this name, as `torch.cuda.get_device_name` prints it or shorter."""
-    return next((gpu for key, gpu in GPUS.items() if re.search(rf"\b{key}\b", name)), None)
+    return next((gpu for key, gpu in GPUS.items() if re.search(rf"\b{key}\b", name) or name == key.split()[-1]), None)
 
 
 def _numel(parameter: nn.Parameter) -> int:

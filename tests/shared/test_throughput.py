@@ -160,6 +160,10 @@ def test_the_command_says_that_it_is_an_estimate(monkeypatch, capsys, tmp_path):
     slowest = printed.split("Hours are those")[0].replace(",", "").splitlines()[-2].split()
     assert float(slowest[-1]) == pytest.approx(1e6 / float(slowest[-4]), rel=0.05)  # hours; tokens a second
     assert all(part in printed for part in (*PARTS, *map("{:.0%}".format, throughput.SHARES.values())))
+    monkeypatch.setattr(sys, "argv", [*command, "4090", "--lora_r", "4", "--load_in_4bit"])
+    plan.main()
+    printed = capsys.readouterr().out
+    assert "165.2 TFLOP/s" in printed and "Turning 4 bits back into bf16 before each product is not counted" in printed
     monkeypatch.setattr(sys, "argv", [*command, "H1OO"])
     with pytest.raises(ConfigError, match="--gpu H1OO: known are GB200, B200"):
         plan.main()
