@@ -67,10 +67,11 @@ def functions_of_packages() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def docstring_chats() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, {"messages": [...]}) that ask for the docstring of each documented function.
+    """Yield (where, {"messages": [...]}) that ask for the docstring of each documented function, once if it is there twice.
 
     The user's turn shows the function without its docstring; the assistant's turn is the docstring's first paragraph.
     """
+    seen: set[tuple[str, str]] = set()
     for where, record in sources():
         try:
             tree = ast.parse(record["text"])
@@ -85,15 +86,11 @@ def docstring_chats() -> Iterator[tuple[str, dict[str, Any]]]:
             if len(docstring) < 15 or not body or body[0].lineno <= (node.body[0].end_lineno or 0):
                 continue
             code = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[body[0].lineno - 1 : node.end_lineno]
-            yield (
-                f"{where}:{node.lineno}",
-                {
-                    "messages": [
-                        {"role": "user", "content": textwrap.dedent("\n".join(code))},
-                        {"role": "assistant", "content": docstring},
-                    ]
-                },
-            )
+            asked = textwrap.dedent("\n".join(code))
+            if (asked, docstring) not in seen:
+                seen.add((asked, docstring))
+                turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": docstring}]
+                yield f"{where}:{node.lineno}", {"messages": turns}
 
 
 def docstring_preferences() -> Iterator[tuple[str, dict[str, Any]]]:
