@@ -65,7 +65,9 @@ def label_of(value: Any, problem_type: str | None, where: str, name_of: Callable
     if isinstance(value, list):
         raise ConfigError(f"{where}: the label is a list, {expected}; --problem_type multi_label takes lists")
     if not isinstance(value, str | int) or value == "":
-        several = "; samples with several labels, or none: --problem_type multi_label" * (problem_type is None)
+        several = "; samples with several labels, or none: --problem_type multi_label" * (
+            value == "" and problem_type is None
+        )
         raise ConfigError(f"{where}: the label is {records.kind(value)}, {expected}{several}")
     if isinstance(value, str) and "|" in value and problem_type is None:
         raise ConfigError(

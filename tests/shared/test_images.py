@@ -608,7 +608,11 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
     ("row", "problem"),
     [
         ({"image": "a.png", "label": None}, "the label is null, expected a name or a number"),
-        ({"image": "a.png", "label": ""}, "the label is empty, expected a name or a number"),
+        (
+            {"image": "a.png", "label": ""},
+            "the label is empty, expected a name or a number; samples with several labels, or none: "
+            "--problem_type multi_label",
+        ),
         ({"image": "a.png", "label": 1.5}, "the label is a float, expected a name or a number"),
         (
             {"image": "a.png", "label": ["x"]},

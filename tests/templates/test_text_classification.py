@@ -289,8 +289,8 @@ def test_columns_files_and_heads(base, tmp_path, capsys):
     flags = (*flags, "--max_steps", 2, "--global_batch_size", 4, "--seq_length", 8)
     run_here("text_classification", *flags, *HERE, "--output_dir", tmp_path / "run")
     said = " ".join(capsys.readouterr().err.split())
-    assert "single_label; 36 texts to train on" in said and "4 to validate on, 10% of each class held out" in said
-    assert "0 18, 10 18; not used: extra" in said and "a new head for 2 classes" in said
+    assert "single_label; 36 texts to train on (0: 18, 10: 18), " in said
+    assert "4 to validate on, 10% of each class held out; not used: extra" in said and "a new head for 2 classes" in said
     assert json.loads((tmp_path / "run/final/config.json").read_text())["id2label"] == {"0": "0", "1": "10"}
     again = ("--model_name_or_path", tmp_path / "run/final", "--metric_for_best_model", "matthews")
     run_here("text_classification", *flags, *HERE, *again, "--output_dir", tmp_path / "again")
