@@ -262,9 +262,7 @@ class KeptTokens:
         self.tokenise = tokenise
 
     def __call__(self, chunk: list[Piece]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        parts = [
-            self.tokenise(some) for some in chunked(chunk, lambda piece: piece[0].encode())
-        ]  # a part's encodings fill memory
+        parts = map(self.tokenise, chunked(chunk, lambda piece: piece[0].encode()))  # all encodings at once fill memory
         tokens, lengths, sizes, _, last = (np.concatenate(some) for some in zip(*parts, strict=True))
         documents = np.stack([np.cumsum(lengths)[last], np.cumsum(sizes)[last]], axis=1)
         facts = {"tokens": len(tokens), "bytes": int(sizes.sum()), "documents": int(last.sum())}
