@@ -93,8 +93,8 @@ from shared.parallel import sharding
 from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
-from shared.run.checkpoint_files import read_weights
 from shared.run.run import Run
+from shared.run.tensors import read_weights
 from shared.text import corpus
 from shared.training import optim
 

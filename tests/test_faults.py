@@ -112,7 +112,6 @@ IN_TURN = {
     "micro_batch:kill@1": [],
     "micro_batch:kill@6": [2],  # in the middle of accumulation
     "save.shard:kill": [2],
-    "save.hash:kill": [2],
     "update:kill@1": [2],
     "save.manifest:kill": [2],
     "save.rename:kill": [2],

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from shared.parallel.tensor import tensor_parallel
 from shared.process.errors import ConfigError
-from shared.run.checkpoint_files import read_tensors
+from shared.run.tensors import read_tensors
 from tests.conftest import ROOT, make_model, run, slow
 
 # config: processes, as the manifest names it, share of the weights and of the optimizer state that each process holds
@@ -115,6 +116,9 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
         return
     saved, expected = (read_tensors(r.folder / f"checkpoint-{SAVED:06d}") for r in (other, one))
     assert saved.keys() == expected.keys()
+    theirs = {key: torch.empty_like(value) for key, value in saved.items()}  # PyTorch's own reader puts it together alike
+    dcp.load(theirs, storage_reader=dcp.HuggingFaceStorageReader(f"{other.folder}/checkpoint-{SAVED:06d}"), no_dist=True)
+    assert all(value.equal(theirs[key]) for key, value in saved.items())
     for key, value in expected.items():
         scale = value.float().abs().max().item()  # second moments are tiny numbers
         torch.testing.assert_close(saved[key].float(), value.float(), rtol=1e-3, atol=2e-3 * scale + 1e-12, msg=key)

@@ -27,7 +27,8 @@ from shared.commands.run import kill
 from shared.data import audit
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
-from shared.run.checkpoint_files import checkpoints, read_tensors
+from shared.run.checkpoint_files import checkpoints
+from shared.run.tensors import read_tensors
 
 # Flags that this command sets itself, and the budgets that its --max_steps replaces.
 OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps", "save_total_limit", "logging_steps"}

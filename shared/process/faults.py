@@ -4,7 +4,7 @@
     TEMPLATES_FAULT=micro_batch:nan@3           the third micro-batch of each rank
     TEMPLATES_FAULT=micro_batch:kill@3#1        of rank 1 alone
 
-Places: setup, prepare, micro_batch, update, evaluation, save.shard, save.hash, save.manifest, save.fsync, save.rename,
+Places: setup, prepare, micro_batch, update, evaluation, save.shard, save.manifest, save.fsync, save.rename,
 save.renamed, save.prune, resume.verified, resume.loaded, finish. Several faults are separated by commas.
 """
 

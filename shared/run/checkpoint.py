@@ -1,8 +1,8 @@
 """Checkpoints that are whole or do not exist, and that any strategy and world size can resume.
 
-One format for all strategies: torch distributed checkpoint (DCP) of the trainable parameters, the buffers and the
-optimizer's state, tensors only. Everything else is JSON. Learning rate, order of samples and random numbers depend on the
-step alone, so only the step is saved.
+One format for all strategies: the trainable parameters, the buffers and the optimizer's state as safetensors (see
+`tensors`). Everything else is JSON. Learning rate, order of samples and random numbers depend on the step alone, so only the
+step is saved.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
@@ -33,8 +32,8 @@ from shared.parallel.gradients import reshard
 from shared.parallel.sharding import sharding_shares
 from shared.process import faults
 from shared.process.collectives import on_main
-from shared.process.errors import CleanExit, NotNow, is_out_of_memory
-from shared.process.files import commit, digest, new_folder, remove
+from shared.process.errors import NotNow, first_line, is_out_of_memory
+from shared.process.files import commit, new_folder, remove
 from shared.process.printing import print_main
 from shared.process.redaction import redact
 from shared.run import exits
@@ -43,10 +42,7 @@ from shared.run.checkpoint_files import (
     STATE,
     CheckpointError,
     NoAnswer,
-    TensorReader,
-    cause_of,
     checkpoints,
-    innermost,
     require_compatible,
     run_of,
     verify,
@@ -56,6 +52,7 @@ from shared.run.checkpoint_files import (
 from shared.run.folder import run_id
 from shared.run.launch import strategy
 from shared.run.state import TrainState
+from shared.run.tensors import TensorReader, pieces_of, share_out, write
 from shared.training import optim
 from shared.training.low_memory import state_tensors
 from shared.training.sync import Replicas
@@ -196,7 +193,7 @@ class Checkpointer:
         content = dataclasses.asdict(state) | {"scalars": scalars}
         if self.accelerator.scaler is not None:  # fp16's loss scale
             content["scaler"] = self.accelerator.scaler.state_dict()
-        manifest = {"format": 2, "run": self.run, "step": state.step}
+        manifest = {"run": self.run, "step": state.step}
         manifest |= {"best_step": state.best_step, "started_from": state.started_from}
         manifest |= {"world_size": self.accelerator.num_processes, "strategy": strategy(self.accelerator)}
         manifest |= {"held": sharding_shares(self.accelerator, self.model, self.optimizers), "versions": versions()}
@@ -237,24 +234,17 @@ class Checkpointer:
         name = f"checkpoint-{manifest['step']:06d}"
         temporary = folder.with_name(f".tmp-{name}")
         rank = self.accelerator.process_index
+        held = self._gather(pieces_of(tensors))
         files: dict[str, Any] = {}
         problem = ""
         try:
-            alone = not dist.is_initialized()
-            # Write while more is copied to the CPU. A background save has its copy already, and copying ahead would wait for
-            # the training's stream at every 10 MB.
-            ahead = 0 if self.options.async_save else 10_000_000
             if temporary.is_symlink():
                 raise OSError(f"{temporary} is a link")
-            writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=ahead)
-            dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
+            shard = f"rank-{rank}.safetensors"
+            files[shard] = write(temporary / shard, tensors, share_out(held)[rank])
             faults.point("save.shard")
-            files = {p.name: digest(p) for p in temporary.glob(f"__{rank}_*")}
-            faults.point("save.hash")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            problem = f"rank {rank}: {cause_of(error)}"
+        except Exception as error:
+            problem = f"rank {rank}: {first_line(error)}"
         reports = self._gather((problem, files))
         problems = [p for p, _ in reports if p]
         if not problems and rank == 0:
@@ -267,12 +257,12 @@ class Checkpointer:
                     print_main(f"warning: {name} was not written by this run, and is called {aside.name} now")
                 commit(temporary, folder)
             except OSError as error:
-                problems = [f"rank 0: {cause_of(error)}"]
+                problems = [f"rank 0: {first_line(error)}"]
             else:
                 try:
                     self._prune(manifest["step"], manifest["best_step"])
                 except OSError as error:
-                    print_main(f"warning: {name} is saved, but an older one could not be removed ({cause_of(error)})")
+                    print_main(f"warning: {name} is saved, but an older one could not be removed ({first_line(error)})")
                 if folder.name == name:  # and not in a rehearsal
                     print_main(f"saved {name}" + ", the best so far" * (manifest["best_step"] == manifest["step"]))
         problems = self._gather(problems)[0]
@@ -439,22 +429,24 @@ class Checkpointer:
         return True
 
     def _load(self, folder: Path, scalars: dict[str, Any], step: int) -> None:
+        reader = TensorReader(folder)
+        saved = reader.pieces
+
         def read(tensors: dict[str, torch.Tensor]) -> None:
+            problem = ""
             try:
-                dcp.load(tensors, storage_reader=TensorReader(folder), no_dist=not dist.is_initialized())
-            except CleanExit:
-                raise
-            except BaseException as error:
-                cause = innermost(error)  # DCP wraps whatever it meets
-                if exits.is_of_a_lost_rank(cause) or is_out_of_memory(cause) or not isinstance(cause, Exception):
-                    raise cause from None  # the last is a signal
-                raise CheckpointError(f"{folder}: does not fit this model and optimizer ({cause_of(error)})") from None
+                reader.read(tensors)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                problem = first_line(error)
+            if problems := [problem for problem in self._gather(problem) if problem]:
+                raise CheckpointError(f"{folder}: does not fit this model and optimizer ({problems[0]})")
 
         if zero.is_used(self.accelerator):
             zero.load(self.accelerator, self.trainable, step, read)
             read({f"model.{name}": b for name, b in self.buffers.items()})
             return
-        saved = TensorReader(folder).read_metadata().state_dict_metadata
         replicas = {name.partition(".")[0] for name in saved if name.startswith("replica")}
         if self.replicas and self.replicas.count != len(replicas):  # as --allow_changed replicas allows
             agreed = self.replicas.agreed.tensors

@@ -1,27 +1,21 @@
-"""Checkpoint folders: found, verified, read without running code."""
+"""Checkpoint folders: found, verified, compared with the run that reads them."""
 
 import contextlib
 import hashlib
 import importlib.metadata
 import json
-import pickle
 import re
-import warnings
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
 from shared.process import faults
-from shared.process.errors import CleanExit, ConfigError, first_line
+from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import digest
 from shared.process.printing import note
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
+FORMAT = 3
 NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -61,10 +55,9 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest.pop("sha256") != _digest_of(manifest):
             raise ValueError
-        files = {}
-        for name, fact in manifest["files"].items():
-            kind = "sha256" if "sha256" in fact else "xxh3_128"  # the first is of older checkpoints
-            files[str(name)] = {kind: fact[kind], "size": fact["size"]}
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{folder}: of format {manifest['format']}, and this version reads {FORMAT} only")
+        files = {name: {"xxh3_128": fact["xxh3_128"], "size": fact["size"]} for name, fact in manifest["files"].items()}
         if any(Path(name).name != name or not name.isprintable() for name in files):
             raise ValueError
         if type(manifest["step"]) is not int or not isinstance(manifest.get("settings", {}), dict):
@@ -81,7 +74,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
         path = folder / name
         try:
             right = path.is_file() and path.stat().st_size == expected["size"]
-            if not right or digest(path, next(iter(expected))) != expected:
+            if not right or digest(path) != expected:
                 raise CheckpointError(f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}")
         except OSError as error:
             raise NoAnswer(f"{folder}: {name} cannot be read ({error.strerror})") from None
@@ -102,8 +95,8 @@ def write_manifest(
         OSError: a file cannot be written, or a shard is not seen here.
     """
     (folder / STATE).write_text(json.dumps(content, indent=1))
-    files |= {name: digest(folder / name) for name in (STATE, ".metadata")}
-    manifest |= {"files": dict(sorted(files.items()))}
+    files |= {STATE: digest(folder / STATE)}
+    manifest = {"format": FORMAT} | manifest | {"files": dict(sorted(files.items()))}
     (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1))
     faults.point("save.manifest")
     for name, fact in files.items():
@@ -113,82 +106,6 @@ def write_manifest(
 
 def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-_DESCRIPTIONS = {  # all that DCP's index of tensors is made of, besides their types
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-        *("StorageMeta", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath"},
-}
-
-
-class TensorReader(dcp.FileSystemReader):
-    """DCP's `.metadata` is a pickle: read it with an unpickler that knows DCP's own plain classes and runs nothing."""
-
-    class _Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            module = {"pathlib._local": "pathlib"}.get(module, module)  # what Python 3.13 calls it
-            if name in _DESCRIPTIONS.get(module, ()):
-                return super().find_class(module, name)
-            if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-                return found
-            if (module, name) == ("builtins", "getattr"):  # how some releases of Python 3.11 pickle a member of an Enum
-                return _enum_member
-            raise CheckpointError(f".metadata names {module}.{name}, which no checkpoint of tensors holds")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                metadata = self._Unpickler(file).load()
-            foreign = [k for k, v in metadata.state_dict_metadata.items() if not isinstance(v, TensorStorageMetadata)]
-            verified = json.loads((path.parent / MANIFEST).read_text(encoding="utf-8"))["files"]
-            elsewhere = {where.relative_path for where in metadata.storage_data.values()} - set(verified)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path.parent}: {error}") from None
-        except Exception as error:  # a damaged pickle can raise nearly anything
-            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__})") from None
-        if foreign:
-            raise CheckpointError(f"{path}: {foreign[0]} is not a tensor")
-        if elsewhere:
-            raise CheckpointError(f"{path}: reads {min(elsewhere)!r}, which is no file of this checkpoint")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = dcp.metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-def _enum_member(enum_class: Any, name: Any) -> Any:
-    if isinstance(enum_class, type) and issubclass(enum_class, Enum) and isinstance(name, str):
-        return enum_class[name]
-    raise CheckpointError(f".metadata asks for {name!r} of {enum_class!r}, which no checkpoint of tensors holds")
-
-
-def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint whose names begin with `prefix`, whole, on the CPU. Call on one rank."""
-    metadata = TensorReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that torch.distributed is not used
-        dcp.load(tensors, storage_reader=TensorReader(folder), no_dist=True)
-    return tensors
-
-
-def read_weights(folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The model's tensors in a checkpoint by their own names, whole, on the CPU. Call on one rank."""
-    tensors = read_tensors(folder, "model.")
-    cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
-    return {name.removeprefix("model."): value for name, value in cast.items()}
 
 
 UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}  # differences that go without saying
@@ -247,23 +164,6 @@ def _same(one: Any, other: Any) -> bool:
         return bool(one == other)
     pairs = ((one, other), (other, one))
     return any(re.fullmatch(".*".join(map(re.escape, a.split("***"))), b, re.S) for a, b in pairs)
-
-
-def innermost(error: BaseException) -> BaseException:
-    """The true error: DCP wraps it once a rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def cause_of(error: BaseException) -> str:
-    text = first_line(innermost(error))
-    if "inline_container" in text:  # PyTorch's zip writer, which keeps the system's reason to itself
-        text = f"a file could not be written whole: is the disk full, or a quota reached? ({text})"
-    return text
 
 
 def versions() -> dict[str, str]:

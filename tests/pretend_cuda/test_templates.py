@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shared.run.checkpoint_files import read_tensors
+from shared.run.tensors import read_tensors
 from tests.conftest import save_classifier, slow
 
 COMMON = ["--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 3]

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from accelerate import Accelerator
 from torch import nn
 
@@ -77,7 +76,7 @@ def test_a_step_is_saved_once_and_a_run_taken_back_replaces_what_came_later(tmp_
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
 
 
-@pytest.mark.parametrize("name", ["MANIFEST.json", "trainer_state.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["MANIFEST.json", "trainer_state.json", "rank-0.safetensors"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, name, damage, capsys):
     _, _, saver = make(tmp_path / "run")
@@ -170,16 +169,6 @@ class Payload:
         return (open, (self.path, "w"))
 
 
-class Listens:
-    """A class that a module of DCP happens to import."""
-
-    def __init__(self, path):
-        pass
-
-    def __reduce__(self):
-        return (torch.distributed.checkpoint.FileSystemReader, ("/",))
-
-
 def replace_file(folder, name, content):
     """With a manifest that agrees: who can write one file can write them all."""
     (folder / name).write_bytes(content)
@@ -190,25 +179,8 @@ def replace_file(folder, name, content):
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("payload", [Payload, Listens])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_pickle_in_metadata_runs_nothing(tmp_path, inside, payload):
-    _, _, saver = make(tmp_path / "run")
-    saver.save(TrainState(step=1))
-    folder = saver.run_dir / "checkpoint-000001"
-    payload = payload(str(tmp_path / "ran"))
-    if inside:
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-        metadata.planner_data = payload
-        payload = metadata
-    replace_file(folder, ".metadata", pickle.dumps(payload))
-    with pytest.raises(CheckpointError, match="which no checkpoint of tensors holds"):
-        saver.resume()
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", ["__0_0.distcp", "trainer_state.json", "MANIFEST.json", "__0_1.distcp"])
-def test_a_pickle_in_place_of_any_other_file_runs_nothing(tmp_path, name):
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "trainer_state.json", "MANIFEST.json", "rank-1.pickle"])
+def test_a_pickle_in_place_of_any_file_runs_nothing(tmp_path, name):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
     folder, content = saver.run_dir / "checkpoint-000001", pickle.dumps(Payload(str(tmp_path / "ran")))
@@ -216,7 +188,7 @@ def test_a_pickle_in_place_of_any_other_file_runs_nothing(tmp_path, name):
         (folder / name).write_bytes(content)
     else:
         replace_file(folder, name, content)
-    if name == "__0_1.distcp":  # a stray one, which nothing asks for
+    if name == "rank-1.pickle":  # a stray one, which nothing asks for
         assert saver.resume().step == 1
     else:
         with pytest.raises(CheckpointError):
@@ -224,20 +196,16 @@ def test_a_pickle_in_place_of_any_other_file_runs_nothing(tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
-def test_one_that_was_hashed_with_sha_256_is_read_and_its_damage_found(tmp_path):
-    """As checkpoints were before XXH3."""
+def test_one_of_another_format_is_refused(tmp_path):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
-    folder = saver.run_dir / "checkpoint-000001"
-    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    path = saver.run_dir / "checkpoint-000001" / "MANIFEST.json"
+    manifest = json.loads(path.read_text())
     del manifest["sha256"]
-    manifest["files"] = {name: digest(folder / name, "sha256") for name in manifest["files"]}
-    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
-    assert saver.resume().step == 1
-    shard = folder / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
-        saver.resume()
+    manifest["format"] = 2
+    path.write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}))
+    with pytest.raises(CheckpointError, match="of format 2, and this version reads 3 only"):
+        saver.resume(path.parent)
 
 
 def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, monkeypatch):
@@ -245,10 +213,10 @@ def test_a_file_system_that_gives_an_error_has_nothing_passed_over(tmp_path, mon
     saver.save(TrainState(step=1))
     saver.save(TrainState(step=2))
 
-    def digest(path, kind="xxh3_128"):
+    def digest(path):
         if path.parent.name == "checkpoint-000002":
             raise OSError(errno.ESTALE, "Stale file handle")
-        return {kind: "", "size": 0}
+        return {"xxh3_128": "", "size": 0}
 
     monkeypatch.setattr(checkpoint_files, "digest", digest)
     with pytest.raises(NotNow, match=r"checkpoint-000002: .* cannot be read \(Stale file handle\)"):
@@ -259,7 +227,7 @@ def test_one_that_was_found_damaged_stays_until_its_step_is_due(tmp_path):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
     saver.save(TrainState(step=3))
-    (saver.run_dir / "checkpoint-000003" / ".metadata").write_bytes(b"")
+    (saver.run_dir / "checkpoint-000003" / "rank-0.safetensors").write_bytes(b"")
     _, _, saver = make(tmp_path / "run")
     assert saver.resume().step == 1
     saver.save(TrainState(step=2))

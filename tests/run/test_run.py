@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shared.run.checkpoint_files import read_tensors
+from shared.run.tensors import read_tensors
 from tests.conftest import run, slow
 
 # Rates at which the validation loss soon rises again, so that the best evaluation is not the last.

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shared.data.order import IGNORED
 from shared.models.neftune import document_lengths, noisy_embeddings
 from shared.process.errors import ConfigError
-from shared.run.checkpoint_files import read_tensors
+from shared.run.tensors import read_tensors
 from shared.text.packing import collate_packed, collate_padded
 from tests.conftest import Run, make_model, run, run_here, slow
 from tests.plain_loop import padded_chats

@@ -122,7 +122,7 @@ def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path, packing):
 def test_a_checkpoint_holds_the_adapter_only_and_resumes_elsewhere(base, launched, tmp_path):
     ddp = launched("--packing", 2, "ddp")
     start = ddp.folder / "checkpoint-000004"
-    size = sum(p.stat().st_size for p in start.glob("*.distcp"))
+    size = sum(p.stat().st_size for p in start.glob("*.safetensors"))
     adapters = sum(v.numel() * 4 for v in adapter(ddp.folder).values())
     assert size < 3 * adapters + 2000 * 4 * len(adapter(ddp.folder))  # weights, two moments, headers; no base
     flags = (*base, "--packing", "--per_device_train_batch_size", 2, "--resume_from_checkpoint", start)
@@ -212,7 +212,7 @@ def test_qlora_on_two_processes_equals_one(base, tiny_model, chat_file, tmp_path
     assert_same_learning(one, two)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     PeftModel.from_pretrained(model, str(tmp_path / "two" / "final"))
-    names = [name for name in two.manifest(8)["files"] if name.endswith(".distcp")]
+    names = [name for name in two.manifest(8)["files"] if name.endswith(".safetensors")]
     assert len(names) == 2
 
 

@@ -196,10 +196,10 @@ def test_other_data_is_refused_and_a_damaged_newest_checkpoint_passed_over(base,
     run_here("pretrain", *flags)
     with pytest.raises(ConfigError, match="seed was 0, now 1"):
         run_here("pretrain", *flags, "--seed", 1)
-    (tmp_path / "checkpoint-000012" / "__0_0.distcp").write_bytes(b"x")
+    (tmp_path / "checkpoint-000012" / "rank-0.safetensors").write_bytes(b"x")
     run_here("pretrain", *flags)
     said = capsys.readouterr().err
-    assert "checkpoint-000012: __0_0.distcp is damaged; the one before it is used" in said
+    assert "checkpoint-000012: rank-0.safetensors is damaged; the one before it is used" in said
     assert "at step 6" in said
 
 
