@@ -349,7 +349,7 @@ def isolate_documents(
                 raise
             hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
             continue
-        if apart(masked, changed) and _relative(masked[:, 8:], expected[:, :8]) < MAX_ERROR:
+        if apart(masked, changed) and _relative(masked[:, 8:], expected[:, :8]) < 4 * MAX_ERROR:
             break
     else:
         _form = Form()
