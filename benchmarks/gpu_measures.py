@@ -535,7 +535,7 @@ def losses(
     length, rows = (32, 2) if toy else (1024, 4)
     model = language_model("125M", length, **settings)
     batches = [token_batch("125M", rows, length, seed=seed) for seed in range(10)]
-    constant: dict[str, Any] = {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    constant: dict[str, Any] = {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "warmup_steps": 0.0}
     constant["compiled"] = settings.get("compiled", False)
     loop, said = language_loop(accelerator, model, "125M", batches, fused=fused, **constant)
     return said | {"losses": [loop.step().item() / (rows * length) for _ in batches], "tolerance": tolerance}

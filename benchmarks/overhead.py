@@ -180,7 +180,7 @@ def project_loop(options: argparse.Namespace) -> Row:
     config = template.Config(
         batch=BatchConfig(global_batch_size=ROWS, per_device_train_batch_size=ROWS),
         optim=OptimConfig(
-            learning_rate=RATE, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="constant", warmup_ratio=0
+            learning_rate=RATE, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="constant", warmup_steps=0
         ),
         evaluation=EvaluationConfig(eval_steps=never, metric_for_best_model="none"),
         checkpoint=CheckpointConfig(

@@ -198,7 +198,7 @@ def template_flags(options: argparse.Namespace) -> list[str]:
     values |= {"image_size": options.image_size, "label_smoothing": 0, "report_to": "none"}
     values |= {"global_batch_size": options.batch_size, "per_device_train_batch_size": options.batch_size}
     values |= {"dataloader_num_workers": options.workers, "max_steps": options.steps, "learning_rate": options.learning_rate}
-    values |= {"lr_scheduler_type": "constant", "warmup_ratio": 0, "weight_decay": 0}
+    values |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0}
     values |= {
         "logging_steps": rounds.every(options.steps),
         "eval_steps": options.steps + 1,

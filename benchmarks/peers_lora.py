@@ -89,7 +89,7 @@ def run_template(options: argparse.Namespace, environment: dict, folder: Path) -
     given = {"train_file": chats, "validation_file": f"{options.folder}/held-out.jsonl", "eval_samples": 8}
     given |= {"model_name_or_path": options.model_name_or_path, "seq_length": options.length, "num_generations": 0}
     given |= {"global_batch_size": options.rows * options.accumulation, "per_device_train_batch_size": options.rows}
-    given |= {"lr_scheduler_type": "constant", "warmup_ratio": 0, "report_to": "none", "logging_steps": rounds.every(steps)}
+    given |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "report_to": "none", "logging_steps": rounds.every(steps)}
     given |= {"max_steps": steps, "eval_steps": steps, "save_steps": steps, "output_dir": folder}
     rounds.launch("templates/lora_finetune.py", rounds.flags(given), environment, precision=options.mixed_precision)
     return rounds.template_intervals(folder, "tokens")

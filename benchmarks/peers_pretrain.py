@@ -34,7 +34,7 @@ CONTENDERS = ("template", "raw loop", "Trainer")
 FLAGS: Row = {"model_preset": "3M", "seq_length": 256, "global_batch_size": 8, "per_device_train_batch_size": 2}
 FLAGS |= {"eval_samples": 8, "report_to": "none"}
 # What the raw loop does not have: a schedule, decay groups.
-FLAGS |= {"optim": "adamw", "lr_scheduler_type": "constant", "warmup_ratio": 0, "weight_decay": 0}
+FLAGS |= {"optim": "adamw", "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0}
 TOLERANCE = 0.02  # nats: rounding, bf16 included; other data or another rate is far beyond it
 
 

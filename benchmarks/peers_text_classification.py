@@ -64,7 +64,7 @@ def run_template(options: argparse.Namespace, environment: dict, run_dir: Path) 
     given = {"train_file": folder / "train.jsonl", "validation_file": folder / "held-out.jsonl", "weight_decay": 0}
     given |= {"model_name_or_path": folder / "bert", "seq_length": options.length, "learning_rate": options.learning_rate}
     given |= {"global_batch_size": options.batch_size, "per_device_train_batch_size": options.batch_size}
-    given |= {"lr_scheduler_type": "constant", "warmup_ratio": 0, "report_to": "none", "logging_steps": rounds.every(steps)}
+    given |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "report_to": "none", "logging_steps": rounds.every(steps)}
     given |= {"max_steps": steps, "eval_steps": steps, "save_steps": steps, "output_dir": run_dir}
     rounds.launch("templates/text_classification.py", rounds.flags(given), environment)
     return rounds.template_intervals(run_dir, "texts")

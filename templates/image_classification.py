@@ -36,7 +36,7 @@ class Config:
     model_name_or_path: str | None = None  # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     config_name: str | None = None  # Architecture with random weights; if not given, a ResNet of 0.3M parameters
     config_overrides: str | None = None  # Changes to that architecture: depths=[2,2,2,2],layer_type=basic
-    freeze_backbone: bool = False  # Train the head alone (linear probing)
+    freeze_backbone: bool = False  # Train the head alone, of a --model_name_or_path (linear probing)
     sync_batchnorm: bool = False  # Let BatchNorm see the images of all ranks, not those of each
     image_size: int | None = None  # Height and width in pixels; if not given, the model's own, else 224
     crop_pct: float | None = None  # Share of the image that evaluation crops; if not given, the model's own, else 0.875
@@ -46,7 +46,7 @@ class Config:
     batch: BatchConfig = BatchConfig(
         global_batch_size=64, per_device_train_batch_size=64, per_device_eval_batch_size=64, dataloader_num_workers=2
     )
-    optim: OptimConfig = OptimConfig(learning_rate=1e-3, weight_decay=0.05, adam_beta2=0.999, warmup_ratio=0.05)
+    optim: OptimConfig = OptimConfig(learning_rate=1e-3, weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="accuracy")
     checkpoint: CheckpointConfig = CheckpointConfig()

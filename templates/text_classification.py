@@ -43,7 +43,7 @@ class Config:
         global_batch_size=16, per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
     )
     optim: OptimConfig = OptimConfig(
-        learning_rate=1e-4, weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_ratio=0.06
+        learning_rate=1e-4, weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06
     )
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="loss")

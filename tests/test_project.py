@@ -115,11 +115,11 @@ def test_several_templates_become_a_part_of_the_repository_that_they_are_put_in(
 
 def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     folder = tmp_path / "my pipes"
-    said = shared("new", "pretrain_pipeline", folder).stdout.splitlines()[-1].strip()
+    said, then = map(str.strip, shared("new", "pretrain_pipeline", folder).stdout.splitlines()[-2:])
     run = "ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no train.py"
     assert said == f"cd '{folder}' && pip install -r requirements.txt && {run}"
     assert f"\n{run}\n" in (folder / "README.md").read_text()
-    assert (folder / ".git").is_dir()
+    assert (folder / ".git").is_dir() and then.startswith("git add -A && git commit -m templates ")
     compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
     assert "no change in the templates since" in shared("upgrade", "--check", "--source", ROOT, cwd=folder).stdout
@@ -200,7 +200,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
         "train.py: merged with your edits",
         "shared/data/loader.py: updated",
         "shared/data/extra.py: new",
-        "accelerate_configs/ddp.yaml: merged, 1 conflict marked in it",
+        "accelerate_configs/ddp.yaml: merged, 1 conflict to solve in it",
         "accelerate_configs/hsdp.yaml: changed in the templates; stays removed",
         "accelerate_configs/fp8.yaml: removed from the templates; deleted here\n",
         "accelerate_configs/cpu.yaml: removed from the templates; kept, since you edited it",

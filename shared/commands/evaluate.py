@@ -8,6 +8,7 @@ What it writes is in RUN/evaluations/<name of your data>/.
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], folder: Path, comma
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         raise Failed("the template ended with an error: see above")
+    if read := re.search(r"^  data +(.*)", done.stderr, re.M):
+        print(f"  {read[1]}", file=sys.stderr)
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
     (folder / "curves.png").unlink(missing_ok=True)  # of one point
@@ -87,7 +90,7 @@ def main() -> None:
     print("\n".join(["".join(f"{cell:>16}" for cell in ("", *found))]))
     for name in names:
         print(f"{name:>16}" + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values()))
-    print(f"more in {into}", file=sys.stderr)
+    print("more in " + ", ".join(str(into / name) for name in found), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,7 @@ def main() -> None:
     create(folder, names, files)
     print(f"{folder}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.1f} MB. Next:")
     print(f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}")
+    print("  git add -A && git commit -m templates    # so that git shows your edits, and can undo an upgrade")
 
 
 def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes]) -> None:

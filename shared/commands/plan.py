@@ -110,7 +110,8 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
         numbers = flops / 1e12, plain[1] / 1e9, 1e3 * plain[4], moved / 1e9, 1e3 * seconds
         bound = "" if name == "all" else "compute" if by_flops > by_bytes else "bandwidth"
         table.append((name, *(f"{number:.1f}" for number in numbers), f"{seconds / all_of_it:.0%}", bound))
-    rows: list[tuple[float, tuple[str, ...]]] = []
+    rows: list[tuple[bool, float, tuple[str, ...]]] = []
+    usable = config.gpu_memory * (1 - RESERVED)
     settings = [throughput.Setting(c, k, micro_batches=steps) for c in (False, True) for k in memory.CHECKPOINTING]
     settings += [
         throughput.Setting(True, fused=False, micro_batches=steps),
@@ -126,11 +127,13 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
             words = f"{chosen.micro_batches} x {larger.batch} x {job.length}, {'compiled' if chosen.compiled else 'eager'}"
             words += ", fp8" * chosen.fp8 + ", whole logits" * (not chosen.fused)
             words += f", checkpointing {chosen.checkpointing}" * (chosen.checkpointing != "none")
-            memory_gb = f"{peak.total(chosen.checkpointing) / 1e9:.0f}" if chosen.fused else "more"
+            gigabytes = peak.total(chosen.checkpointing) / 1e9
+            memory_gb = f"{gigabytes:.0f}{'!' * (gigabytes > usable)}" if chosen.fused else "more"
             hours = (f"{config.train_tokens / rate / 3600:,.1f}",) if config.train_tokens else ()
-            rows.append((used, (words, f"{1e3 * seconds:.0f}", f"{rate:,.0f}", f"{used:.1%}", memory_gb, *hours)))
+            row = (words, f"{1e3 * seconds:.0f}", f"{rate:,.0f}", f"{used:.1%}", memory_gb, *hours)
+            rows.append((gigabytes <= usable, used, row))
     header = ("settings", "ms", "tokens/s", "MFU", "memory, GB") + ("hours",) * bool(config.train_tokens)
-    ranking = [header, *(row for _, row in sorted(rows, reverse=True))]
+    ranking = [header, *(row for *_, row in sorted(rows, reverse=True))]
     several = "Hours are those of one GPU; several need at least their share of them.\n" if config.train_tokens else ""
     several += "Turning 4 bits back into bf16 before each product is not counted.\n" * stored.four_bits
     assumed = ", ".join(f"{name} {share:.0%}" for name, share in throughput.SHARES.items())
@@ -138,7 +141,8 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
         f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in bf16 on one {config.gpu}.\n"
         f"An estimate on paper: nothing is measured.\n\n{aligned(table)}\n\n{aligned(ranking)}\n\n"
         f"{several}"
-        "MFU is counted as a run logs it. Memory is what eager needs (see the plan without --throughput).\n"
+        "MFU is counted as a run logs it. Memory is what eager needs (see the plan without --throughput); "
+        f"! is above {usable:.1f} GB, which is too much.\n"
         "FLOPs and bytes are counted from the model's operators.\n"
         f"Data sheet: {gpu.flops / 1e12:g} TFLOP/s in bf16, {gpu.bandwidth / 1e12:g} TB/s.\n"
         f"Assumed shares of it, not measured: {assumed}.\n"

@@ -114,7 +114,7 @@ def _merge(folder: Path, new: Path, name: str, made: Plan) -> None:
         return
     made.writes[name] = done.stdout
     count = done.returncode
-    made.notes[name] = f"merged, {count} conflict{'s' * (count > 1)} marked in it" if count else "merged with your edits"
+    made.notes[name] = f"merged, {count} conflict{'s' * (count > 1)} to solve in it" if count else "merged with your edits"
     made.conflicts += [name] if count else []
 
 
@@ -153,6 +153,6 @@ def main() -> None:
         shutil.copytree(new / BASE, folder / BASE)
         put(folder / ORIGIN, (json.dumps(latest, indent=1) + "\n").encode())
     if made.conflicts:
-        raise Conflicts(f"conflicts to solve in {', '.join(made.conflicts)}")
+        raise Conflicts(f"conflicts to solve in {', '.join(made.conflicts)} (`git checkout .` undoes the upgrade)")
     if made.notes:
         print(f"now at {latest['version']}")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from shared.process.files import read_json_lines
 from shared.run.checkpoint_files import checkpoints
 from shared.run.tensors import read_tensors
 
+MEASURED = ("trained_", "processed_", "data_wait_share", "peak_memory_gb", "mfu")  # begin names of what is no learning
 # Flags that this command sets itself, and the budgets that its --max_steps replaces.
 OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps", "save_total_limit", "logging_steps"}
 OURS |= {"report_to", "audit_data", "resume_from_checkpoint", "deterministic"}
@@ -106,9 +107,14 @@ def logged(run_dir: Path) -> int:
 def compare(one: Path, other: Path) -> dict[str, str]:
     """What differs between two runs, by part: where it differs first, or an empty string if it is equal bit for bit."""
     found = {"samples of each step": _first(audit.samples_of_steps(one), audit.samples_of_steps(other))}
-    parts = {"losses": ("loss", "grad_norm"), "learning rates": ("learning_rate",), "evaluations": ("eval_",)}
-    for part, keys in parts.items():
-        found[part] = _first(_rows(one, keys), _rows(other, keys))
+    apart = (*MEASURED, "step", "learning_rate", "eval_")
+    wanted: dict[str, Callable[[str], bool]] = {
+        "losses and own values": lambda key: not key.startswith(apart),
+        "learning rates": lambda key: key == "learning_rate",
+        "evaluations": lambda key: key.startswith("eval_"),
+    }
+    for part, of_it in wanted.items():
+        found[part] = _first(_rows(one, of_it), _rows(other, of_it))
     mine, theirs = (read_tensors(checkpoints(run)[-1]) for run in (one, other))
     parts = {"weights": ("model.",), "optimizer's state": ("optimizer.", "replica", "outer.", "flight.")}
     parts["averages and others"] = ("ema.", "extra.", "rank")
@@ -119,10 +125,10 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     return found
 
 
-def _rows(run_dir: Path, keys: tuple[str, ...]) -> dict[int, dict[str, Any]]:
+def _rows(run_dir: Path, wanted: Callable[[str], bool]) -> dict[int, dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for row in read_json_lines(run_dir / "metrics.jsonl"):
-        steps.setdefault(row["step"], {}).update({k: v for k, v in row.items() if k.startswith(keys)})
+        steps.setdefault(row["step"], {}).update({k: v for k, v in row.items() if wanted(k)})
     return {step: values for step, values in steps.items() if values}
 
 

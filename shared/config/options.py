@@ -134,7 +134,8 @@ class OptimConfig(SyncConfig):
     max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm; 0 turns clipping off
     # Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_ratio: float = 0.03  # Share of the run in which the rate rises linearly to its peak
+    # Optimizer steps in which the rate rises linearly to its peak; below 1: share of the run
+    warmup_steps: int | float = 0.03
     decay_ratio: float = 0.2  # Share of the run in which wsd decays
     min_lr_ratio: float = 0.0  # Final learning rate as a share of the peak
     max_skipped_steps: int = 5  # The run ends after more than so many skipped updates (loss or gradient not finite)
@@ -144,14 +145,16 @@ class OptimConfig(SyncConfig):
         super().__post_init__()
         require(self, "above 0", "learning_rate")
         require(self, "at least 0", "weight_decay", "adam_epsilon", "max_grad_norm", "max_skipped_steps")
-        require(self, "at least 0 and at most 1", "warmup_ratio", "decay_ratio", "min_lr_ratio")
+        _require_steps(self, "warmup_steps", "at least 0")
+        require(self, "at least 0 and at most 1", "decay_ratio", "min_lr_ratio")
         require(self, "at least 0 and below 1", "adam_beta1", "adam_beta2", "muon_momentum")
         require(self, "above 0 and below 1", "sgd_momentum")
         require(self, "above 0 and at most 1", "layer_decay")
 
     def describe(self) -> str:
         """A line of the summary."""
-        warmup = f"after a warm-up of {self.warmup_ratio:.0%} of the run" if self.warmup_ratio else "without warm-up"
+        long = f"{self.warmup_steps:,} steps" if self.warmup_steps >= 1 else f"{self.warmup_steps:.0%} of the run"
+        warmup = f"after a warm-up of {long}" if self.warmup_steps else "without warm-up"
         return f"{self.optim}, {self.lr_scheduler_type} from {self.learning_rate:g} {warmup}"
 
 
@@ -189,8 +192,8 @@ def _steps_between(every: float, total_steps: int) -> int:
     return int(every) if every >= 1 else max(round(1 / every), round(every * total_steps))
 
 
-def _require_steps(config: Any, flag: str) -> None:
-    require(config, "above 0", flag)
+def _require_steps(config: Any, flag: str, bound: str = "above 0") -> None:
+    require(config, bound, flag)
     if (every := getattr(config, flag) or 1) > 1 and every % 1:
         raise ConfigError(f"--{flag} is a whole number of steps or, below 1, a share of the run, not {every}")
 

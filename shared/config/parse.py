@@ -313,6 +313,7 @@ RENAMED = {
     "lr": "learning_rate",
     "batch_size": "global_batch_size",
     "model": "model_name_or_path",
+    "block_size": "seq_length",
     "max_length": "seq_length",
     "workers": "dataloader_num_workers",
     "label_smoothing_factor": "label_smoothing",
@@ -325,7 +326,7 @@ ELSEWHERE = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "give --eval_steps"),
     "save_strategy": "give --save_steps",
     "neftune_noise_alpha": "full_finetune.py has it",
-    "warmup_steps": "give --warmup_ratio, a share of the run",
+    "warmup_ratio": "give --warmup_steps, which takes a share of the run, too",
     "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "precision is the launcher's: accelerate launch --mixed_precision"),
 }

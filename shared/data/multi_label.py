@@ -147,6 +147,14 @@ class MultiLabelPredictions:
         wrong = np.argwhere(self.predicted != self.labels)
         return wrong[np.argsort(-apart[tuple(wrong.T)], kind="stable")]
 
+    def told(self, i: int) -> dict[str, Any]:
+        """What predictions.csv says of the sample's prediction."""
+        names = {
+            name: "|".join(self.classes[number] for number in np.flatnonzero(rows[i]))
+            for name, rows in (("label", self.labels), ("predicted", self.predicted))
+        }
+        return names | {f"score of {c}": round(float(v), 4) for c, v in zip(self.classes, self.scores[i], strict=True)}
+
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The most confident mistakes in words."""
         return [
@@ -160,7 +168,9 @@ class MultiLabelPredictions:
         ]
 
     def write(self, run_dir: Path, samples: Validated) -> list[Path]:
-        """Write evaluation.json, average_precision.png and mistakes.png into the run's folder. Call on one rank.
+        """Write evaluation.json, predictions.csv, average_precision.png and mistakes.png into the run's folder.
+
+        Call on one rank.
 
         Returns:
             The pictures.
@@ -170,7 +180,7 @@ class MultiLabelPredictions:
             "average_precision.png": self._draw_classes,
             "mistakes.png": partial(self._draw_mistakes, samples=samples),
         }
-        return write_report(run_dir, content, draw)
+        return write_report(run_dir, self, samples, content, draw)
 
     def _draw_classes(self, file: Path) -> None:
         from matplotlib.figure import Figure

@@ -1,9 +1,11 @@
 """Evaluation of a classifier: figures by class, a confusion matrix, a page of its most confident mistakes."""
 
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +27,7 @@ class Validated(Protocol):
     """The samples that were validated on."""
 
     def shown(self, number: int) -> dict[str, Any]:
-        """What evaluation.json says of a sample: where it is from."""
+        """What evaluation.json and predictions.csv say of a sample: where it is from."""
 
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Draw samples, each with its text, if they can be drawn."""
@@ -76,16 +78,30 @@ def scores_by_class(predictions: Any) -> dict[str, Any]:
     }
 
 
-def write_report(run_dir: Path, content: dict[str, Any], pictures: dict[str, Callable[[Path], None]]) -> list[Path]:
-    """Write evaluation.json and the pictures of an evaluation into the run's folder. Call on one rank.
+def write_report(
+    run_dir: Path,
+    predictions: Any,
+    samples: Validated,
+    content: dict[str, Any],
+    pictures: dict[str, Callable[[Path], None]],
+) -> list[Path]:
+    """Write evaluation.json, predictions.csv and the pictures of an evaluation into the run's folder. Call on one rank.
 
     Args:
+        content: of evaluation.json.
         pictures: by file name, a function that draws into the file, or draws nothing.
 
     Returns:
         The pictures that were drawn.
     """
-    (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    written: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # names of files may be no text
+    (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1, ensure_ascii=False), **written)
+    with (run_dir / "predictions.csv").open("w", newline="", **written) as file:
+        lines = ({**samples.shown(i), **predictions.told(i)} for i in range(len(predictions.labels)))
+        first = next(lines)
+        writer = csv.DictWriter(file, list(first))
+        writer.writeheader()
+        writer.writerows(chain([first], lines))
     for name, draw in pictures.items():
         (run_dir / name).unlink(missing_ok=True)  # of an evaluation before
         try:
@@ -165,20 +181,19 @@ class Predictions:
         wrong = np.flatnonzero(self.labels != self.predicted)
         return wrong[np.argsort(-self.confidence[wrong], kind="stable")]
 
+    def told(self, i: int) -> dict[str, Any]:
+        """What predictions.csv says of the sample's prediction."""
+        names = {"label": self.classes[self.labels[i]], "predicted": self.classes[self.predicted[i]]}
+        return names | {"confidence": round(float(self.confidence[i]), 4)}
+
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The mistakes in words, in their order."""
-        return [
-            {
-                **samples.shown(int(i)),
-                "label": self.classes[self.labels[i]],
-                "predicted": self.classes[self.predicted[i]],
-                "confidence": round(float(self.confidence[i]), 4),
-            }
-            for i in self.mistakes()
-        ]
+        return [{**samples.shown(int(i)), **self.told(i)} for i in self.mistakes()]
 
     def write(self, run_dir: Path, samples: Validated) -> list[Path]:
-        """Write evaluation.json, confusion_matrix.png and mistakes.png into the run's folder. Call on one rank.
+        """Write evaluation.json, predictions.csv, confusion_matrix.png and mistakes.png into the run's folder.
+
+        Call on one rank.
 
         Returns:
             The pictures.
@@ -188,7 +203,7 @@ class Predictions:
             "confusion_matrix.png": self._draw_confusion,
             "mistakes.png": partial(self._draw_mistakes, samples=samples),
         }
-        return write_report(run_dir, content, draw)
+        return write_report(run_dir, self, samples, content, draw)
 
     def _draw_confusion(self, file: Path) -> None:
         from matplotlib.figure import Figure

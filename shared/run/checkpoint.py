@@ -240,6 +240,7 @@ class Checkpointer:
         try:
             if temporary.is_symlink():
                 raise OSError(f"{temporary} is a link")
+            temporary.mkdir(parents=True, exist_ok=True)  # where the main rank could not, or on a disk that is not shared
             shard = f"rank-{rank}.safetensors"
             files[shard] = write(temporary / shard, tensors, share_out(held)[rank])
             faults.point("save.shard")
@@ -259,6 +260,7 @@ class Checkpointer:
             except OSError as error:
                 problems = [f"rank 0: {first_line(error)}"]
             else:
+                self.passed_over = [old for old in self.passed_over if old != folder]  # this one is whole
                 try:
                     self._prune(manifest["step"], manifest["best_step"])
                 except OSError as error:
@@ -283,11 +285,11 @@ class Checkpointer:
     def _prune(self, step: int, best: int) -> None:
         """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was taken back, or damaged.
 
-        What this run has not written, as its manifest says, stays.
+        What this run has not written, as its manifest says, stays. One that was found damaged does not count, and goes.
         """
         own = [folder for folder in checkpoints(self.run_dir) if folder not in self.passed_over or _step_of(folder) <= step]
         own = [folder for folder in own if self._wrote(folder)]
-        behind = [p for p in own if _step_of(p) <= step]
+        behind = [p for p in own if _step_of(p) <= step and p not in self.passed_over]
         kept = [*behind[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
         for old in (p for p in own if p not in kept):
             faults.point("save.prune")

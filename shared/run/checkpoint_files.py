@@ -56,7 +56,7 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
         if manifest.pop("sha256") != _digest_of(manifest):
             raise ValueError
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: of format {manifest['format']}, and this version reads {FORMAT} only")
+            raise CheckpointError(f"{folder}: of format {manifest['format']!r}, and this version reads {FORMAT} only")
         files = {name: {"xxh3_128": fact["xxh3_128"], "size": fact["size"]} for name, fact in manifest["files"].items()}
         if any(Path(name).name != name or not name.isprintable() for name in files):
             raise ValueError

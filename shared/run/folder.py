@@ -23,7 +23,8 @@ from shared.run.exits import report_end_in
 from shared.run.profiling import TRACE
 
 # What runs write beside their checkpoints.
-FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", "evaluation.json", audit.FOLDER, TRACE)
+FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", audit.FOLDER, TRACE)
+REPORT = ("evaluation.json", "predictions.csv")
 PICTURES = ("confusion_matrix.png", "mistakes.png", "average_precision.png", "predictions.png")
 MODELS = ("final", "merged", "adapter")
 OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")  # how the lock of a run begins; a kill can leave an empty one
@@ -106,7 +107,7 @@ def run_id(folder: Path) -> str:
         with lock.open(encoding="utf-8", errors="replace") as file:
             found = OWN.match(file.read(21))
     ids = [number for path in reversed(checkpoints(folder)) if (number := run_of(path)) is not None]
-    names = MODELS if found else (".lock", *FILES, *PICTURES, *MODELS)
+    names = MODELS if found else (".lock", *FILES, *REPORT, *PICTURES, *MODELS)
     present = [name for name in names if os.path.lexists(folder / name)]
     if present and not ids:  # with checkpoints, a run's folder was copied without hidden files
         raise ConfigError(

@@ -198,7 +198,10 @@ class Run:
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{self.total_steps:,} steps{epochs}",
-                "cadence": f"evaluated every {self.eval_steps:,}, saved every {self.save_steps:,} steps and at the end",
+                "cadence": ", ".join(
+                    f"{what} {'only ' * (every >= self.total_steps) or f'every {every:,} steps and '}at the end"
+                    for what, every in (("evaluated", self.eval_steps), ("saved", self.save_steps))
+                ),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 "output": self.dir,
             },

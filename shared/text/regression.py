@@ -68,20 +68,21 @@ class RegressionPredictions:
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The samples with the largest errors, in words; at most 1000."""
         apart = np.abs(self.labels - self.predicted)
-        return [
-            {
-                **samples.shown(int(i)),
-                "label": round(float(self.labels[i]), 4),
-                "predicted": round(float(self.predicted[i]), 4),
-            }
-            for i in np.argsort(-apart, kind="stable")[:1000]
-        ]
+        return [{**samples.shown(int(i)), **self.told(i)} for i in np.argsort(-apart, kind="stable")[:1000]]
+
+    def told(self, i: int) -> dict[str, Any]:
+        """What predictions.csv says of the sample's prediction."""
+        return {"label": round(float(self.labels[i]), 4), "predicted": round(float(self.predicted[i]), 4)}
 
     def write(self, run_dir: Path, samples: Validated) -> list[Path]:
-        """Write evaluation.json and predictions.png into the run's folder. Call on one rank. Returns the picture."""
+        """Write evaluation.json, predictions.csv and predictions.png into the run's folder. Call on one rank.
+
+        Returns:
+            The picture.
+        """
         content = {key.removeprefix("eval_"): value for key, value in self.summary().items()}
         content |= {self.noun: len(self.labels), "mistakes": self.listed(samples)}  # type: ignore[dict-item]
-        return write_report(run_dir, content, {"predictions.png": self._draw})
+        return write_report(run_dir, self, samples, content, {"predictions.png": self._draw})
 
     def _draw(self, file: Path) -> None:
         from matplotlib.figure import Figure

@@ -19,7 +19,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
     A function of the step alone: there is no scheduler state to save, and nothing that steps once a process.
     """
-    warmup = math.ceil(config.warmup_ratio * total_steps)
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":

@@ -268,3 +268,17 @@ def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_
     capsys.readouterr()
     assert saver.resume(source).step == 2
     assert f"{source} is where this run began; it continues from its own checkpoint-000002" in capsys.readouterr().err
+
+
+def test_one_that_was_found_damaged_does_not_take_the_place_of_a_whole_one(tmp_path):
+    """Two are kept: else the damaged one would be one of them, and the run would hang on the last save alone."""
+    _, _, saver = make(tmp_path / "run", save_total_limit=2)
+    saver.save(TrainState(step=1))
+    saver.save(TrainState(step=2))
+    (saver.run_dir / "checkpoint-000002" / "rank-0.safetensors").write_bytes(b"")
+    _, _, saver = make(tmp_path / "run", save_total_limit=2)
+    assert saver.resume().step == 1
+    saver.save(TrainState(step=3))
+    assert [p.name[-1] for p in checkpoints(saver.run_dir)] == ["1", "3"]
+    saver.save(TrainState(step=4))
+    assert [p.name[-1] for p in checkpoints(saver.run_dir)] == ["3", "4"]

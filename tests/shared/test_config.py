@@ -225,7 +225,7 @@ def test_what_is_no_yaml_file_is_named(tmp_path):
 
 
 def test_a_range_that_yaml_breaks_is_told_with_its_line_and_the_command_line_without(from_yaml, tmp_path):
-    message = refused(from_yaml, "warmup_ratio: 0\nlearning_rate: -1e-4\n", config_class=OptimConfig)
+    message = refused(from_yaml, "warmup_steps: 0\nlearning_rate: -1e-4\n", config_class=OptimConfig)
     assert message == f"{tmp_path}/run.yaml:2: --learning_rate must be above 0, not -0.0001"
     message = refused(from_yaml, "learning_rate: 1\n", "--learning_rate", "0", config_class=OptimConfig)
     assert message == "--learning_rate must be above 0, not 0.0"
@@ -356,7 +356,7 @@ def test_bounds():
 OUT_OF_RANGE = {
     "BatchConfig": "global_batch_size=0 per_device_train_batch_size=0 per_device_eval_batch_size=-1 max_steps=-1 "
     "num_train_epochs=-0.5 seed=4294967296 dataloader_num_workers=-1",
-    "OptimConfig": "learning_rate=0 weight_decay=-1 adam_beta1=1 muon_momentum=-0.1 sgd_momentum=0 warmup_ratio=1.5 "
+    "OptimConfig": "learning_rate=0 weight_decay=-1 adam_beta1=1 muon_momentum=-0.1 sgd_momentum=0 warmup_steps=-1 "
     "decay_ratio=-0.1 min_lr_ratio=2 max_grad_norm=-1 layer_decay=0 max_skipped_steps=-1 adam_epsilon=-1",
     "SpeedConfig": "ddp_timeout=0",
     "EvaluationConfig": "eval_steps=0 early_stopping_patience=-1 ema_decay=1",
@@ -377,6 +377,7 @@ def test_a_value_out_of_its_range_is_refused():
     [
         (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
         (options.SpeedConfig, {"gradient_checkpointing": "0"}, "--gradient_checkpointing is none, full or a number"),
+        (OptimConfig, {"warmup_steps": 1.5}, "--warmup_steps is a whole number of steps or, below 1, a share of the run"),
         (EvaluationConfig, {"early_stopping_patience": 1, "metric_for_best_model": "none"}, "patience needs"),
         (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
         (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file"),

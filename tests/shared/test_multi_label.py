@@ -1,5 +1,6 @@
 """Images with several labels: how they are read and held out, mixed, weighted, scored."""
 
+import csv
 import json
 
 import numpy as np
@@ -168,6 +169,10 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     pictures = predictions.write(tmp_path / "run", images)
     assert [path.name for path in pictures] == ["average_precision.png", "mistakes.png"]
     assert "warning" not in capsys.readouterr().err
+    with (tmp_path / "run/predictions.csv").open(newline="") as file:
+        row = list(csv.DictReader(file))[5]
+    assert row["image"] == "image 5" and row["label"] == "|".join(np.array(names)[labels[5]])
+    assert float(row["score of class number 3"]) == pytest.approx(scores[5, 4], abs=1e-4)
     content = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert (
         content["classes"]["class number 6"] | {"recall": 0.0, "f1": 0.0, "support": 0, "threshold": 0.5}

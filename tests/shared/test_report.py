@@ -1,5 +1,6 @@
 """Figures of an evaluation equal those by hand and scikit-learn's, and the files are what they say."""
 
+import csv
 import json
 
 import numpy as np
@@ -183,7 +184,12 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
             {"image": "image 1001", "label": "cat", "predicted": "dog", "confidence": 0.6},
         ],
     }
-    assert sorted(p.name for p in run_dir.iterdir()) == ["confusion_matrix.png", "evaluation.json", "mistakes.png"]
+    names = ["confusion_matrix.png", "evaluation.json", "mistakes.png", "predictions.csv"]
+    assert sorted(p.name for p in run_dir.iterdir()) == names
+    with (run_dir / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image"] for row in rows] == [f"image {1000 + i}" for i in range(4)]  # in the order of the data
+    assert rows[1] == {"image": "image 1001", "label": "cat", "predicted": "dog", "confidence": "0.6"}
     for name in ("confusion_matrix.png", "mistakes.png"):
         with Image.open(run_dir / name) as image:
             image.load()
@@ -207,6 +213,8 @@ def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
     written = made(labels, (labels + 1) % 100, names).write(run_dir, pictures(100))
     assert [path.name for path in written] == ["confusion_matrix.png", "mistakes.png"]
     assert "warning" not in capsys.readouterr().err
+    assert set(names) == set(json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["classes"])
+    assert "caf\\udce9" in (run_dir / "predictions.csv").read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of characters without a font

@@ -64,7 +64,7 @@ def test_equals_a_plain_loop_with_frozen_layers(tiny_model, chat_file, tmp_path,
 
 def _all_in_one(model, chats, size, steps, packing):
     flags = ("--model_name_or_path", model, "--train_file", chats, "--validation_file", chats, "--seq_length", 96, packing)
-    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_ratio", 0, "--max_grad_norm", 0, "--num_generations", 0)
+    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--num_generations", 0)
     return (*flags, "--max_steps", steps, "--global_batch_size", size, "--per_device_train_batch_size", size)
 
 

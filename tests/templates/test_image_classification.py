@@ -185,7 +185,7 @@ def test_equals_a_plain_loop(architectures, tmp_path):
         *("image_classification", tmp_path / "run", "--train_dir", tmp_path / "data", "--image_size", 16),
         *("--model_name_or_path", model_folder),
         *("--crop_min_scale", 1, "--horizontal_flip", 0, "--crop_pct", 1, "--label_smoothing", 0.1),
-        *("--learning_rate", peak, "--weight_decay", 0.1, "--warmup_ratio", warmup / steps, "--max_steps", steps),
+        *("--learning_rate", peak, "--weight_decay", 0.1, "--warmup_steps", warmup / steps, "--max_steps", steps),
         *("--max_grad_norm", 0.5, "--global_batch_size", 21, "--per_device_train_batch_size", 21),
         *("--class_weights", "balanced", "--metric_for_best_model", "none", "--dataloader_num_workers", 0),
         *("--ema_decay", ema_decay, "--eval_steps", steps),
@@ -402,7 +402,7 @@ def test_a_model_with_these_classes_keeps_its_head_and_its_order(base, architect
 def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     """A learning rate that ruins the model: the best evaluation is an early one."""
     flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0.2, "--max_grad_norm", 0, "--eval_steps", 2)
-    flags = (*flags, "--max_steps", 60, "--learning_rate", 0.3, "--early_stopping_patience", 3, "--warmup_ratio", 0.2)
+    flags = (*flags, "--max_steps", 60, "--learning_rate", 0.3, "--early_stopping_patience", 3, "--warmup_steps", 0.2)
     flags = (*flags, "--metric_for_best_model", "loss")
     folder = tmp_path / "run"
     done = run_here_and_read(folder, flags)

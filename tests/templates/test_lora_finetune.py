@@ -98,7 +98,7 @@ def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path, packing):
     theirs = run(
         *("lora_finetune", tmp_path, "--model_name_or_path", tiny_model, "--train_file", chat_file),
         *("--validation_file", chat_file, "--seq_length", 96, "--lora_r", 4, "--lora_alpha", 8, "--learning_rate", rate),
-        *("--lr_scheduler_type", "constant", "--warmup_ratio", 0, "--max_steps", steps, "--max_grad_norm", 0),
+        *("--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_steps", steps, "--max_grad_norm", 0),
         *("--global_batch_size", size, "--per_device_train_batch_size", size, "--num_generations", 0, packing),
     )
 

@@ -116,7 +116,7 @@ def test_equals_a_plain_loop_and_scikit_learn(architectures, tmp_path):
     theirs = run(
         *("image_classification", tmp_path / "run", *flags, "--model_name_or_path", model_folder, "--crop_pct", 1),
         *("--crop_min_scale", 1, "--horizontal_flip", 0, "--label_smoothing", smoothing, "--class_weights", "balanced"),
-        *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_ratio", 0),
+        *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_steps", 0),
         *("--max_steps", steps, "--max_grad_norm", 0, "--global_batch_size", 21, "--per_device_train_batch_size", 21),
         *("--metric_for_best_model", "none", "--per_device_eval_batch_size", 4),
     )

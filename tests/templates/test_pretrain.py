@@ -57,7 +57,7 @@ def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
     theirs = run(
         *("pretrain", tmp_path / "run", "--model_name_or_path", tiny_model, "--train_file", text_file),
         *("--validation_file", validation_file, "--seq_length", length, "--optim", "adamw", "--learning_rate", peak),
-        *("--weight_decay", 0.1, "--warmup_ratio", warmup / steps, "--max_steps", steps, "--max_grad_norm", 0.5),
+        *("--weight_decay", 0.1, "--warmup_steps", warmup / steps, "--max_steps", steps, "--max_grad_norm", 0.5),
         *("--global_batch_size", len(windows), "--per_device_train_batch_size", len(windows), "--eval_samples", 8),
     )
 

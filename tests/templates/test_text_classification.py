@@ -121,7 +121,7 @@ def test_equals_a_plain_loop_and_the_pipeline(tiny_model, tmp_path, architecture
     columns = PAIR if pairs else (*PAIR[:2], *PAIR[4:])
     run_here(
         *("text_classification", *flags, *columns, *weighted, "--model_name_or_path", name, "--output_dir", folder),
-        *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_ratio", 0),
+        *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_steps", 0),
         *("--max_steps", steps, "--max_grad_norm", 0, "--global_batch_size", len(train), "--seq_length", 90),
         *("--per_device_train_batch_size", len(train), "--metric_for_best_model", "none"),
         *("--per_device_eval_batch_size", 4, *HERE),

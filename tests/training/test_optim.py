@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torchao.optim
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import (
@@ -220,7 +220,7 @@ CONFIGS = st.builds(
     OptimConfig,
     learning_rate=st.floats(1e-8, 10),
     lr_scheduler_type=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
-    warmup_ratio=SHARES,
+    warmup_steps=st.floats(0, 1, exclude_max=True) | st.integers(1, 50),
     decay_ratio=SHARES,
     min_lr_ratio=SHARES,
 )
@@ -232,7 +232,8 @@ TOTALS = st.integers(1, 400)
 def test_every_schedule(config, total):
     """It rises in equal steps to exactly the peak, never rises again, and ends at its final share of the peak."""
     peak, low = config.learning_rate, config.min_lr_ratio * config.learning_rate
-    warmup = math.ceil(config.warmup_ratio * total)
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * total)
+    assume(warmup <= total)
     rates = [optim.learning_rate(config, step, total) for step in range(total + 1)]
     assert all(0 < rate <= peak * (1 + 1e-9) for rate in rates[:-1])
     assert rates[:warmup] == pytest.approx([peak * (i + 1) / warmup for i in range(warmup)])
@@ -253,10 +254,10 @@ def test_every_schedule(config, total):
 
 def test_known_points_of_each_shape():
     def at(kind, step):
-        config = OptimConfig(learning_rate=1.0, lr_scheduler_type=kind, warmup_ratio=0.1, min_lr_ratio=0.2, decay_ratio=0.2)
+        config = OptimConfig(learning_rate=1.0, lr_scheduler_type=kind, warmup_steps=0.1, min_lr_ratio=0.2, decay_ratio=0.2)
         return optim.learning_rate(config, step, 100)
 
-    assert optim.learning_rate(OptimConfig(learning_rate=1.0, warmup_ratio=0.0), 0, 100) == 1.0
+    assert optim.learning_rate(OptimConfig(learning_rate=1.0, warmup_steps=0.0), 0, 100) == 1.0
     assert [at("linear", s) for s in (0, 4, 9, 10, 55, 100)] == pytest.approx([0.1, 0.5, 1, 1, 0.6, 0.2])
     assert [at("cosine", s) for s in (10, 32.5, 55, 100)] == pytest.approx([1, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2])
     assert [at("constant", s) for s in (0, 10, 99)] == pytest.approx([0.1, 1, 1])
@@ -264,7 +265,7 @@ def test_known_points_of_each_shape():
 
 
 def test_set_learning_rate_keeps_the_factors_of_the_layers():
-    config = OptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_ratio=0.0, layer_decay=0.5)
+    config = OptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=0.0, layer_decay=0.5)
     model = tiny_llama()
     optimizers = optim.build(model, config)
     assert len(optimizers) == 2

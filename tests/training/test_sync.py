@@ -23,7 +23,7 @@ def flags(text_file, tiny_model):
     return (
         *("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", LENGTH, "--eval_samples", 7),
         *("--global_batch_size", BATCH, "--per_device_train_batch_size", 2, "--max_steps", STEPS, "--logging_steps", 1),
-        *("--learning_rate", 1e-3, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_ratio", 0),
+        *("--learning_rate", 1e-3, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_steps", 0),
         *("--adam_beta2", 0.999, "--max_grad_norm", 0.5, "--eval_steps", 5, "--audit_data", "--report_to", "none"),
     )
 
