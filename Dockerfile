@@ -38,6 +38,8 @@ ENV PATH=/opt/venv/bin:${PATH}
 ARG EXTRA_REQUIREMENTS=""
 # Another build of torch, as that for the CPU alone: --build-arg TORCH_INDEX=, an index of packages that has it.
 ARG TORCH_INDEX=""
+# A mirror of PyPI, for pip to read: --build-arg PIP_INDEX_URL=https://... (without a password: the image keeps it).
+ARG PIP_INDEX_URL
 COPY requirements.* ./
 # The lock, if there is one, has a hash for each package. It holds PyPI's build of torch. To save space, packages lose
 # their tests, and on the CPU alone bitsandbytes its libraries for GPUs.

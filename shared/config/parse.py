@@ -158,6 +158,8 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
         SystemExit: with code 0 after `--help`.
     """
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of how torchao registers its types
+    alarm = "Setting accelerator to CPU"  # where DeepSpeed is installed; the summary says what a run is on
+    logging.getLogger("DeepSpeed").addFilter(lambda record: alarm not in record.getMessage())
     tokens = list(sys.argv[1:] if argv is None else argv)
     kinds = {name: kind for name, kind, _ in fields(config_class)}
     if {"-h", "--help"} & set(tokens):

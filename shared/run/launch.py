@@ -120,6 +120,15 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
     return accelerator
 
 
+def cadence_line(eval_steps: int, save_steps: int, total_steps: int) -> str:
+    """How often a run evaluates and saves, for the summary."""
+    often = (
+        f"{what} every {every:,} steps" if every < total_steps else f"not {what} on the way"
+        for what, every in (("evaluated", eval_steps), ("saved", save_steps))
+    )
+    return f"{', '.join(often)}, both at the end"
+
+
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
     (at_once, accumulation), readers = batch.micro_batch(), ranks.data_parallel_size()

@@ -198,10 +198,7 @@ class Run:
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{self.total_steps:,} steps{epochs}",
-                "cadence": ", ".join(
-                    f"{what} {'only ' * (every >= self.total_steps) or f'every {every:,} steps and '}at the end"
-                    for what, every in (("evaluated", self.eval_steps), ("saved", self.save_steps))
-                ),
+                "cadence": launch.cadence_line(self.eval_steps, self.save_steps, self.total_steps),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 "output": self.dir,
             },

@@ -359,7 +359,7 @@ def describe(samples: Conversations | MixedConversations, config: ChatConfig) ->
         template = ", texts are joined as they are, without a chat template"
     return (
         f"{meta['source']}: {', '.join(forms)}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
-        f"tokens, {meta['dropped']:,} dropped with nothing to learn; {len(samples):,} to train on, "
+        f"tokens, {meta['dropped']:,} dropped because no answer is left; {len(samples):,} to train on, "
         f"{lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), the loss counts "
         f"{samples.targets.sum() / lengths.sum():.0%} of them; to validate on: {meta['validation']}"
         f"{records.not_used(meta['unused'])}"
