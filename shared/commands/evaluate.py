@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("command", nargs="+", help="after --: how the template is launched, without its flags")
     options = parser.parse_args()
     if not (options.run / "config.yaml").exists() or not (options.run / "final").is_dir():
-        raise ConfigError(f"{options.run}: no finished run, which has config.yaml and final/")
+        raise ConfigError(f"{options.run}: no finished run, which has config.yaml and final/: its own command finishes it")
     chosen = {"validation_file": options.test_file, "validation_dir": options.test_dir}
     given: dict[str, Any] = {key: str(Path(value).resolve()) for key, value in chosen.items() if value}
     places = [options.run / name for name in ("final", "merged") if (options.run / name).is_dir()]

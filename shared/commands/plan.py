@@ -175,7 +175,7 @@ def main() -> None:
         bf16_weights=config.weights_dtype == "bf16",
         eight_bits=config.optim == "adamw_8bit",
     )
-    print("measuring a few blocks on fake tensors ...", file=sys.stderr, flush=True)
+    print("measuring a few blocks on fake tensors, about a minute ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         numbers = memory.count(job)
         try:

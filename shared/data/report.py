@@ -29,6 +29,9 @@ class Validated(Protocol):
     def shown(self, number: int) -> dict[str, Any]:
         """What evaluation.json and predictions.csv say of a sample: where it is from."""
 
+    def position(self, number: int) -> int:
+        """What orders the samples as the data has them; here they may be sorted by length."""
+
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Draw samples, each with its text, if they can be drawn."""
 
@@ -97,7 +100,8 @@ def write_report(
     written: Any = {"encoding": "utf-8", "errors": "backslashreplace"}  # names of files may be no text
     (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1, ensure_ascii=False), **written)
     with (run_dir / "predictions.csv").open("w", newline="", **written) as file:
-        lines = ({**samples.shown(i), **predictions.told(i)} for i in range(len(predictions.labels)))
+        in_order = sorted(range(len(predictions.labels)), key=samples.position)
+        lines = ({**samples.shown(i), **predictions.told(i)} for i in in_order)
         first = next(lines)
         writer = csv.DictWriter(file, list(first))
         writer.writeheader()

@@ -81,6 +81,9 @@ class Images(Dataset):
     def shown(self, number: int) -> dict[str, Any]:
         return {"image": self.where(number)}
 
+    def position(self, number: int) -> int:
+        return int(self.index[number, 0])
+
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Draw images with a text above each, if there are any.
 

@@ -120,13 +120,13 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
     return accelerator
 
 
-def cadence_line(eval_steps: int, save_steps: int, total_steps: int) -> str:
+def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int) -> str:
     """How often a run evaluates and saves, for the summary."""
-    often = (
-        f"{what} every {every:,} steps" if every < total_steps else f"not {what} on the way"
-        for what, every in (("evaluated", eval_steps), ("saved", save_steps))
-    )
-    return f"{', '.join(often)}, both at the end"
+    parts = []
+    for what, every, flag in (("evaluated", eval_steps, "eval_steps"), ("saved", save_steps, "save_steps")):
+        parts.append(f"{what} every {every:,} steps" if every < total_steps else f"not {what} on the way (--{flag})")
+    parts += ["and whenever it is the best so far"] * (config.evaluation.metric_for_best_model != "none")
+    return f"{', '.join(parts)}; both at the end"
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:

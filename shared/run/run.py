@@ -198,7 +198,7 @@ class Run:
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{self.total_steps:,} steps{epochs}",
-                "cadence": launch.cadence_line(self.eval_steps, self.save_steps, self.total_steps),
+                "cadence": launch.cadence_line(config, self.eval_steps, self.save_steps, self.total_steps),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 "output": self.dir,
             },

@@ -103,6 +103,9 @@ class Texts:
             "text": self.tokenizer.decode(ids, skip_special_tokens=not self.meta["pairs"]),
         }
 
+    def position(self, number: int) -> int:
+        return int(self.index[number])
+
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Texts are read in evaluation.json."""
 

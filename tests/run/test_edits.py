@@ -1,5 +1,6 @@
 """The edits of docs/editing_the_step.md: each diff applies to its template, trains, and survives a kill."""
 
+import csv
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from sklearn.metrics import cohen_kappa_score
 
 from shared import demo
 from tests.conftest import LAUNCHER, ROOT, Run, command, slow
@@ -32,11 +34,15 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     shutil.copytree(ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, check=True)
     template = re.search(r"a/templates/(\w+)\.py", diff)[1]
+    classes = ["bad", "fair", "good"]
+    texts = [f"{name} {'and so on ' * (n % 7)}{n},{name}" for n, name in enumerate(classes * 30)]
+    (tmp_path / "stars.csv").write_text("\n".join(["text,label", *texts]))
     for script in (tmp_path / "templates").glob("*.py"):  # a model that is there, and the student's own base
         script.write_text(script.read_text().replace("org/teacher", str(demo.MODEL)))
     flags = {
         "lora_finetune": ["--seq_length", 128, "--num_generations", 0],
         "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
+        "text_classification": ["--train_file", tmp_path / "stars.csv", "--eval_steps", 2],
         "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],
     }[template]
     flags = [*flags, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 5, "--save_steps", 2]
@@ -54,14 +60,19 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     if "teacher" in diff:
         apart = [row["divergence"] for row in straight.rows if "divergence" in row]
         assert apart[0] == 0 and all(value > 0 for value in apart[1:])  # the adapters begin as nothing
-    if "worst_recall" in diff:
-        measured = json.loads((tmp_path / "straight/evaluation.json").read_text())
-        assert measured["worst_recall"] == min(v["recall"] for v in measured["classes"].values() if v["support"])
-        assert "best by worst_recall: step" in straight.output
+    if "kappa" in diff:
+        with (tmp_path / "straight/predictions.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        lines = [int(row["where"].rpartition(":")[2]) for row in rows]
+        assert lines == sorted(lines)  # in the order of the file, though batches hold texts of one length
+        pairs = [[classes.index(row[name]) for row in rows] for name in ("label", "predicted")]
+        measured = json.loads((tmp_path / "straight/evaluation.json").read_text())["kappa"]
+        assert measured == pytest.approx(cohen_kappa_score(*pairs, weights="quadratic", labels=range(3)))
+        assert "best by kappa: step" in straight.output
     if "z_loss" in diff:  # the documented test of it
         (block,) = re.findall(r"```python\n(import torch\n.*?from train import own_loss.*?)```", PAGE, re.S)
         (tmp_path / "templates/pretrain.py").rename(tmp_path / "train.py")
-        (tmp_path / "test_train.py").write_text(block.replace("shared/demo/tiny-llama", str(demo.MODEL)))
+        (tmp_path / "test_train.py").write_text(block)
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_train.py"]
         environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
