@@ -601,5 +601,5 @@ def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wron
     launch[launch.index(str(ROOT / "templates/pretrain.py"))] = str(edited)
     bad = verify_resume("--steps", 4, "--keep", tmp_path / "kept", "--", *launch)
     assert bad.returncode == 3, bad.stdout + bad.stderr
-    assert "samples of each step   same" in bad.stdout and "losses                 DIFFERS" in bad.stdout
+    assert "samples of each step   same" in bad.stdout and "losses and own values  DIFFERS" in bad.stdout
     assert "error: the resumed run differs from the uninterrupted one" in bad.stderr
