@@ -132,7 +132,7 @@ def test_every_flag_exists():
     for path in (ROOT / "shared/commands").glob("*.py"):
         known |= set(re.findall(r'add_argument\("--([\w-]+)"', path.read_text()))
     docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
-    cluster = {"exclusive", "from-file", "gpus-per-node", "mem", "nodes", "time", "wrap"}
+    cluster = {"dependency", "from-file", "gpus-per-node", "nodes", "time"}
     text = "\n".join(row for row in ALL.splitlines() if kind(row) != "other tool")
     given = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
     assert given - known - docker - cluster == set()
@@ -207,7 +207,7 @@ def launched_on(tokens: list[str]) -> list[int]:
     value = dict(itertools.pairwise(tokens))
     if "sbatch" in tokens:
         (default,) = re.findall(r"#SBATCH --gpus-per-node=(\d+)", (ROOT / "jobs/slurm.sh").read_text())
-        return [int(value.get("--nodes", 1)) * int(value.get("--gpus-per-node", default))]
+        return [int(value.get("--nodes", 1)) * (int(value.get("--gpus-per-node", default)) or 1)]  # no GPU: one process
     number = value.get("--num_processes")
     if number is None and "--config_file" in value:
         number = yaml.safe_load((ROOT / value["--config_file"]).read_text())["num_processes"]

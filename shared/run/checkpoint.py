@@ -367,7 +367,7 @@ class Checkpointer:
                 if manifest.get("run", self.run) != self.run:
                     raise CheckpointError(f"{folder}: another run has written it")
             except CheckpointError as error:
-                print_main(f"warning: {error}; the one before it is used")
+                print_main(f"warning: {error}" + "; the one before it is used" * (folder != own[0]))
                 self.passed_over.append(folder)
                 continue
             on_main(partial(self._require_compatible, folder, manifest))
@@ -378,7 +378,7 @@ class Checkpointer:
             return folder
         if own:
             raise CheckpointError(
-                f"{self.run_dir}: none of its {len(own)} checkpoints is whole and its own; choose another --output_dir"
+                f"{self.run_dir}: none of its {len(own)} checkpoints is whole and its own; another --output_dir starts anew"
             )
         return None
 

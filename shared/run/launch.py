@@ -5,6 +5,7 @@ import datetime
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -207,6 +208,12 @@ def _refuse_second_answers() -> None:
             )
         if os.environ.get("FSDP_VERSION", "1") != "2":
             raise ConfigError("fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2")
+
+
+def require_compiler() -> None:
+    """Raise ConfigError where nothing is installed that compiles what --torch_compile writes."""
+    if not any(map(shutil.which, (os.environ.get("CC", ""), os.environ.get("CXX", ""), "gcc", "g++", "clang"))):
+        raise ConfigError("--torch_compile needs a compiler: apt install g++, in an image --build-arg EXTRA_PACKAGES=g++")
 
 
 def _refuse_to_leave_gpus_idle() -> None:
