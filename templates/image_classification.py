@@ -80,7 +80,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, ResNetConf
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
-from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy
+from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy, keep_thresholds
 from shared.data.order import IGNORED, Batch, Order
 from shared.data.report import Predictions
 from shared.images import files as images
@@ -181,7 +181,7 @@ def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, class
         for window in run.read(loader):
             (batch,) = window.micro_batches
             batches.append(kind.of_batch(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
-    return kind.gather(run.accelerator, batches, loader.order.num_samples, classes)
+    return keep_thresholds(kind.gather(run.accelerator, batches, loader.order.num_samples, classes), run, model)
 
 
 def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageData, predictions: Any) -> None:

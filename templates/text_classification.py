@@ -67,7 +67,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.data.loader import Loader
-from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy
+from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy, keep_thresholds
 from shared.data.order import IGNORED, Batch, Order
 from shared.data.report import MISTAKES, Predictions
 from shared.models import adapters, classifier
@@ -163,7 +163,8 @@ def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData)
         (batch,) = window.micro_batches
         labels = batch.pop("labels")
         batches.append(kind.of_batch(model(**batch).logits, labels))
-    return kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
+    found = kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
+    return keep_thresholds(found, run, model)
 
 
 def evaluate(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Any:

@@ -33,11 +33,14 @@ class Failed(CleanExit):
     """The template could not evaluate."""
 
 
-def settings(run: Path, weights: Path) -> dict[str, Any]:
+def settings(run: Path, weights: Path, data: dict[str, str]) -> dict[str, Any]:
     """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or base (no folder)."""
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     if not any(given.get(source) for source in SOURCES):
         raise ConfigError(f"{run} trained on the demo's data: evaluate a run on data of your own")
+    for kind in ("file", "dir"):
+        if given.get(f"train_{kind}") and f"validation_{kind}" not in data:
+            raise ConfigError(f"{run} trained on --train_{kind}: give --test_{kind}")
     of_adapters = set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     kept = {key: value for key, value in given.items() if key not in DROPPED | of_adapters}
     kept |= {key: value for key, value in ONLY.items() if key in given}
@@ -47,11 +50,12 @@ def settings(run: Path, weights: Path) -> dict[str, Any]:
     return kept | {name: str(weights)}
 
 
-def evaluate(run: Path, weights: Path, data: dict[str, str], folder: Path, command: list[str]) -> dict[str, float]:
-    """What the template measures of these weights. What it writes is in `folder`, which is made anew."""
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier evaluation: a run that is finished would not start again
+def evaluate(run: Path, weights: Path, data: dict[str, str], whole: Path, command: list[str]) -> dict[str, float]:
+    """What the template measures of these weights. What it writes is in `whole`, in place of an earlier evaluation."""
+    folder = whole.with_name(f".tmp-{whole.name}")
+    shutil.rmtree(folder, ignore_errors=True)  # of one that failed: a run that is finished would not start again
     folder.mkdir(parents=True)
-    flags = settings(run, weights) | data | {"output_dir": str(folder)}
+    flags = settings(run, weights, data) | data | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
     done = subprocess.run([*command, "--config", str(folder / "settings.yaml")], capture_output=True, text=True)
@@ -63,7 +67,9 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], folder: Path, comma
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)
     (folder / "curves.png").unlink(missing_ok=True)  # of one point
-    rows = [row for row in read_json_lines(folder / "metrics.jsonl") if any(key.startswith("eval_") for key in row)]
+    shutil.rmtree(whole, ignore_errors=True)
+    folder.rename(whole)
+    rows = [row for row in read_json_lines(whole / "metrics.jsonl") if any(key.startswith("eval_") for key in row)]
     return {key.removeprefix("eval_"): value for key, value in rows[-1].items() if key.startswith("eval_")}
 
 

@@ -1,5 +1,6 @@
 """Samples with several labels each, or none: the loss, and the evaluation."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -68,6 +69,7 @@ class MultiLabelPredictions:
     losses: np.ndarray  # [samples], without weights and smoothing
     classes: tuple[str, ...]
     noun: str = "images"  # what the samples are
+    kept: tuple[float, ...] = ()  # thresholds of the model, see `keep_thresholds`
 
     @staticmethod
     def of_batch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,9 @@ class MultiLabelPredictions:
 
     @cached_property
     def thresholds(self) -> np.ndarray:
-        """[classes], see `best_threshold`."""
+        """[classes], those of the model or see `best_threshold`."""
+        if self.kept:
+            return np.array(self.kept)
         return np.array([best_threshold(*pair) for pair in zip(self.labels.T, self.scores.T, strict=True)])
 
     @cached_property
@@ -207,3 +211,11 @@ class MultiLabelPredictions:
             for i, c in mistakes[:MISTAKES]
         ]
         samples.draw(file, f"the most confident of {len(mistakes):,} mistakes", tiles)
+
+
+def keep_thresholds(predictions: Any, run: Any, model: Any) -> Any:
+    """Predictions by the thresholds that the model was saved with, where it is not trained: a test must not choose them."""
+    kept = getattr(run.unwrap(model).config, "thresholds", None)
+    if run.total_steps or not kept or not isinstance(predictions, MultiLabelPredictions):
+        return predictions
+    return dataclasses.replace(predictions, kept=tuple(kept[name] for name in predictions.classes))

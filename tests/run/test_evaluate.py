@@ -37,7 +37,10 @@ def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path
 def test_a_demo_has_no_settings_for_other_data(tmp_path):
     (tmp_path / "config.yaml").write_text("train_file: []\nlearning_rate: 1e-4\n")
     with pytest.raises(ConfigError, match="trained on the demo's data"):
-        settings(tmp_path, tmp_path / "final")
+        settings(tmp_path, tmp_path / "final", {})
+    (tmp_path / "config.yaml").write_text("train_dir: [photos]\n")
+    with pytest.raises(ConfigError, match="trained on --train_dir: give --test_dir"):
+        settings(tmp_path, tmp_path / "final", {"validation_file": "test.csv"})
 
 
 @pytest.mark.slow

@@ -237,14 +237,24 @@ def test_a_model_whose_documents_are_not_apart_is_not_packed_and_keeps_its_mode(
 class RoundsOtherwise(SumsAll):
     """As 32 blocks in 16 bits do, whose kernel for a mask is another one: measured up to 0.021 from fp32, on either side."""
 
+    precision, shift = torch.bfloat16, 0.0
+
     def forward(self, input_ids, position_ids=None, use_cache=None):
         logits = self.embedding(input_ids)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-        return SimpleNamespace(logits=logits * (1 + 0.03 * noise * (position_ids is None)))
+        if position_ids is None:
+            logits = logits * (1 + 0.03 * noise)
+        else:  # documents but the first are off
+            logits = logits * (1 + self.shift * (torch.arange(logits.shape[1]) >= 8)[:, None])
+        return SimpleNamespace(logits=logits.to(self.precision))
 
 
 def test_the_rounding_of_a_deep_model_in_16_bits_does_not_end_packing():
     assert attention.isolate_documents(RoundsOtherwise(), CPU, VOCAB)[0]
+    for name, value in (("precision", torch.float32), ("shift", 0.07)):
+        subject = RoundsOtherwise()
+        setattr(subject, name, value)
+        assert not attention.isolate_documents(subject, CPU, VOCAB)[0]
 
 
 class LeaksOverSeveralRows(SumsAll):

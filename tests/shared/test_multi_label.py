@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from PIL import Image
 from sklearn.metrics import f1_score
 
 from shared.data.labels import rarest
-from shared.data.multi_label import MultiLabelPredictions, best_threshold
+from shared.data.multi_label import MultiLabelPredictions, best_threshold, keep_thresholds
 from shared.data.order import IGNORED
 from shared.images.augment import mix
 from shared.images.files import Images, prepare
@@ -183,3 +184,15 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     assert content["num_mistakes"] > len(content["mistakes"]) == 1000
     apart = [abs(mistake["score"] - mistake["is_there"]) for mistake in content["mistakes"]]
     assert apart == pytest.approx(sorted(apart, reverse=True))
+
+
+def test_a_model_that_is_not_trained_keeps_its_thresholds():
+    rng = np.random.default_rng(0)
+    predictions = MultiLabelPredictions(rng.random((40, 2)) < 0.4, rng.random((40, 2)), np.ones(40), ("a", "b"))
+    model = SimpleNamespace(config=SimpleNamespace(thresholds={"b": 0.25, "a": 0.75}))
+    run = SimpleNamespace(unwrap=lambda model: model, total_steps=0)
+    kept = keep_thresholds(predictions, run, model)
+    assert kept.thresholds.tolist() == [0.75, 0.25]
+    assert kept.summary()["eval_macro_f1"] < predictions.summary()["eval_macro_f1"]
+    run.total_steps = 9
+    assert keep_thresholds(predictions, run, model) is predictions
