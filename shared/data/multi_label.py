@@ -215,7 +215,11 @@ class MultiLabelPredictions:
 
 def keep_thresholds(predictions: Any, run: Any, model: Any) -> Any:
     """Predictions by the thresholds that the model was saved with, where it is not trained: a test must not choose them."""
-    kept = getattr(run.unwrap(model).config, "thresholds", None)
-    if run.total_steps or not kept or not isinstance(predictions, MultiLabelPredictions):
+    config = run.unwrap(model).config
+    if not isinstance(predictions, MultiLabelPredictions):
+        config.__dict__.pop("thresholds", None)  # of the several labels that it was trained for before
+        return predictions
+    kept = getattr(config, "thresholds", None)
+    if run.total_steps or not kept:
         return predictions
     return dataclasses.replace(predictions, kept=tuple(kept[name] for name in predictions.classes))

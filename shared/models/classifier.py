@@ -157,6 +157,8 @@ def load_text_classifier(
     keeps_head, classes = _keeps_head(config, classes)
     name_classes(config, classes)
     config.problem_type = problem_type
+    if problem_type != "multi_label_classification":
+        config.__dict__.pop("thresholds", None)
     config.get_text_config().pad_token_id = pad_token_id
     any_head = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
     load = AutoModelForSequenceClassification
@@ -178,7 +180,8 @@ def name_classes(config: Any, classes: tuple[str, ...]) -> None:
     """Put the names of the classes, and so their number, into a model's config. What it said of several labels goes."""
     if config.problem_type == "multi_label_classification":
         config.problem_type = None
-    config.__dict__.pop("thresholds", None)
+    if set(getattr(config, "thresholds", ())) != set(classes):  # of other classes
+        config.__dict__.pop("thresholds", None)
     config.num_labels = len(classes)  # PVT's configs have a number of their own
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: number for number, name in config.id2label.items()}

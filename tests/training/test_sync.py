@@ -5,12 +5,12 @@ import os
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.commands.verify_resume import compare
 from shared.data.loader import Loader
 from shared.data.order import Order
+from shared.run.tensors import TensorReader
 from shared.text import corpus
 from shared.text.options import CorpusConfig
 from tests.conftest import LAUNCHER, ROOT, run, slow
@@ -247,6 +247,6 @@ def test_lora_sends_adapters_only(chat_file, tiny_model, tmp_path):
     flags = (*flags, "--global_batch_size", 4, "--per_device_train_batch_size", 2, "--save_steps", 3, "--lora_r", 4)
     flags = (*flags, "--seq_length", 64)
     ended = run("lora_finetune", tmp_path / "run", *flags, config="ddp", processes=2)
-    names = FileSystemReader(ended.folder / "checkpoint-000003").read_metadata().state_dict_metadata
+    names = TensorReader(ended.folder / "checkpoint-000003").pieces
     moved = {name.removeprefix("outer.") for name in names if name.startswith("outer.")}
     assert moved and all("lora_" in name for name in moved)
