@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,11 +100,10 @@ def write_report(
     (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1, ensure_ascii=False), **written)
     with (run_dir / "predictions.csv").open("w", newline="", **written) as file:
         in_order = sorted(range(len(predictions.labels)), key=samples.position)
-        lines = ({**samples.shown(i), **predictions.told(i)} for i in in_order)
-        first = next(lines)
-        writer = csv.DictWriter(file, list(first))
+        lines = [{**samples.shown(i), **predictions.told(i)} for i in in_order]
+        writer = csv.DictWriter(file, list(lines[0]))
         writer.writeheader()
-        writer.writerows(chain([first], lines))
+        writer.writerows(lines)
     for name, draw in pictures.items():
         (run_dir / name).unlink(missing_ok=True)  # of an evaluation before
         try:

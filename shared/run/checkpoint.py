@@ -296,7 +296,7 @@ class Checkpointer:
             remove(old)
 
     def _wrote(self, folder: Path) -> bool:
-        return run_of(folder) in ("", self.run)
+        return run_of(folder) == self.run
 
     def resume(self, named: Path | None = None) -> TrainState:
         """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls this.
@@ -364,7 +364,7 @@ class Checkpointer:
         for folder in reversed(own):
             try:
                 manifest = self._verify(folder)
-                if manifest.get("run", self.run) != self.run:
+                if manifest["run"] != self.run:
                     raise CheckpointError(f"{folder}: another run has written it")
             except CheckpointError as error:
                 print_main(f"warning: {error}" + "; the one before it is used" * (folder != own[0]))

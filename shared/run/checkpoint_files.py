@@ -36,9 +36,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def run_of(folder: Path) -> str | None:
-    """The number of the run that wrote a checkpoint, "" of one before runs had any; None where no manifest tells."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("run", ""))
+    """The number of the run that wrote a checkpoint; None where no manifest tells."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["run"])
     return None
 
 
