@@ -85,6 +85,9 @@ FSDP2 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 FSDP2 |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 FSDP2 |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}
+BIG = "--model_preset 125M --vocab_size 32768 --seq_length 2048 --torch_compile"
+TOO_BIG = BIG.replace("--torch_compile", "--find_batch_size --per_device_train_batch_size 192 --global_batch_size 192")
+BIG += " --per_device_train_batch_size 16 --global_batch_size 16"
 LABEL = {"125M": "125M", "1B": "1.2B", "8B": "8B"}
 
 
@@ -94,9 +97,9 @@ def _trains(template: str, *needs: str, flags: str = "") -> Row:
     return Row(f"{name} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed)
 
 
-def _resumes(template: str, deterministic: bool, *needs: str) -> Row:
-    options, needs = {"name": template, "deterministic": deterministic}, (*LAUNCHED, *needs)
-    name = f"{template} resumes {'bit for bit' if deterministic else 'without --deterministic'}"
+def _resumes(template: str, deterministic: bool, *needs: str, flags: str = "") -> Row:
+    options, needs = {"name": template, "deterministic": deterministic, "flags": flags}, (*LAUNCHED, *needs)
+    name = " ".join([template, *flags.split(), f"resumes {'bit for bit' if deterministic else 'without --deterministic'}"])
     return Row(name, measures.resumes, 120, options, needs, timed=False, rehearsed=False)
 
 
@@ -134,6 +137,7 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     Row("memory bandwidth", measures.bandwidth, 4),
     _trains("pretrain"),
     _trains("lora_finetune", "peft"),
+    _trains("lora_finetune", "peft", "bitsandbytes", flags="--load_in_4bit"),
     _trains("full_finetune", "torchao", flags="--optim adamw_8bit"),
     _trains("full_finetune", flags="--weights_dtype bf16"),
     _trains("dpo", "peft"),
@@ -142,8 +146,11 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     _trains("pretrain_pipeline"),
     _resumes("pretrain", True),
     _resumes("lora_finetune", True, "peft"),
+    _resumes("pretrain", True, flags="--torch_compile --async_save"),
     _resumes("pretrain", False),
+    Row("pretrain --find_batch_size", measures.trains, 90, {"name": "pretrain", "flags": TOO_BIG}, LAUNCHED),
     _pretrain("125M", "16 x 2048", ", compiled", 15, compiled=True),
+    Row("125M, 16 x 2048, compiled, as launched", measures.launched, 90, {"name": "pretrain", "flags": BIG}, LAUNCHED),
     _pretrain("125M", "16 x 2048", "", 10),
     _pretrain("1B", "4 x 2048", ", compiled", 18, compiled=True),
     _pretrain("1B", "4 x 2048", "", 10),

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -508,6 +509,12 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     call = seconds(partial(saver.save, loop.state))
     figures: dict[str, Any] = {"stands_still_seconds": call, "gb": size / 1e9, "usual_step_ms": 1000 * usual}
     note = f"{size / 1e9:.1f} GB; a step takes {1000 * usual:.0f} ms"
+    if not in_background:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        beside = seconds(lambda: torch.save(tensors, folder / "all.pt"))
+        figures["torch_save_seconds"] = beside
+        note += f"; torch.save of the same stands still for {beside:.1f} s"
     if in_background and saver.pending is not None:
         start, taken = time.perf_counter(), 0
         while not saver.pending.done() and time.perf_counter() - start < 10:
@@ -603,15 +610,39 @@ def trains(*, name: str, flags: str) -> dict[str, Any]:
     losses = list(logged_losses(folder).values())
     passed = len(losses) == steps and all(map(math.isfinite, losses)) and any((folder / "final").iterdir())
     note = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps; {taken:.0f} s from start to end"
+    if "--find_batch_size" in flags:
+        tried = re.findall(r"out of memory with (\d+) at once; trying (\d+)", log.read_text(errors="replace"))
+        passed &= bool(tried) or toy
+        note += (
+            f"; out of memory with {', '.join(n for n, _ in tried)} rows at once, trained with {tried[-1][1]}"
+            if tried
+            else ""
+        )
     return {"passed": passed, "note": note}
 
 
-def resumes(*, name: str, deterministic: bool) -> dict[str, Any]:
+def launched(*, name: str, flags: str) -> dict[str, Any]:
+    """What a template logs of its own speed, launched as users do: medians from step 60 on."""
+    folder, sizes = Path(tempfile.mkdtemp()), "" if toy else flags
+    steps = ["--max_steps", "12", "--logging_steps", "1"] if toy else ["--max_steps", "240", "--logging_steps", "20"]
+    common = [*steps, "--eval_samples", "16", "--report_to", "none", "--output_dir", str(folder)]
+    subprocess.run([*launch_command(name), *common, *sizes.split()], stderr=subprocess.STDOUT, check=True)
+    rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row and row["step"] >= (3 if toy else 60)]
+    middle = {key: statistics.median(row[key] for row in rows) for key in rows[0] if key != "step"}
+    mfu = f"it logs an MFU of {middle['mfu']:.1%}, and " if "mfu" in middle else ""
+    note = f"{mfu}waits for data for {middle['data_wait_share']:.1%} of the time; loss {rows[0]['loss']:.3f} to "
+    note += f"{rows[-1]['loss']:.3f}"
+    return {"a_second": middle["trained_tokens_per_second"], "peak_gb": middle["peak_memory_gb"], "note": note}
+
+
+def resumes(*, name: str, deterministic: bool, flags: str) -> dict[str, Any]:
     """`verify-resume` on a template, `--deterministic` or not: without it, how far the losses of both runs are apart."""
     from shared.commands.verify_resume import verify
 
     folder = Path(tempfile.mkdtemp())
-    found = verify(launch_command(name), folder, 12 if toy else 30, verbose=True, deterministic=deterministic)
+    command = [*launch_command(name), *flags.split()]
+    found = verify(command, folder, 12 if toy else 30, verbose=True, deterministic=deterministic)
     unlike = [f"{part} differ {how}" for part, how in found.items() if how]
     one, other = (logged_losses(folder / run) for run in ("straight", "killed"))
     apart = max(abs(one[step] - other.get(step, math.nan)) for step in one)

@@ -255,7 +255,7 @@ NAMES = either(["a", "..", ".", "", "folder", "/etc/passwd", "../run.yaml", "a/.
 FILES = st.dictionaries(NAMES, either([RIGHT, RIGHT | {"size": 7.0}, {"size": 7}]), max_size=3)
 MANIFESTS = st.fixed_dictionaries(
     {"files": either([{"a": RIGHT}], FILES | JSON), "step": either([1]), "format": either([FORMAT], JSON)},
-    optional={"identity": JSON},
+    optional={"settings": JSON},
 )
 
 
@@ -277,5 +277,5 @@ def test_any_manifest_is_verified_or_one_line(saved, content):
         assert str(error).startswith(f"{saved}: ")
         return
     assert (
-        type(manifest["step"]) is int and set(manifest["files"]) <= {"a"} and isinstance(manifest.get("identity", {}), dict)
+        type(manifest["step"]) is int and set(manifest["files"]) <= {"a"} and isinstance(manifest.get("settings", {}), dict)
     )

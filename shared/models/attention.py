@@ -315,16 +315,24 @@ def isolate_documents(
     def packed(ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
 
+    autocasts = False
+
+    def look(*_: Any) -> None:
+        nonlocal autocasts
+        autocasts = torch.is_autocast_enabled(device.type)
+
     def logits(*batches: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[Heads, bool]]]:
         """(logits of each batch, calls of attention)"""
         global _calls
         calls: list[tuple[Heads, bool]] = []
         _calls = calls
+        hook = whole.get_decoder().register_forward_pre_hook(look)
         try:
             with _as_in_an_evaluation(model):
                 found = [forward_rows(model, batch).logits for batch in batches]
         finally:
             _calls = None
+            hook.remove()
         return [part.reshape(rows, 16, -1) for part in found], calls
 
     def apart(before: torch.Tensor, changed: torch.Tensor) -> bool:
@@ -332,7 +340,8 @@ def isolate_documents(
 
     def as_alone(masked: torch.Tensor, unpacked: torch.Tensor, alone: torch.Tensor) -> bool:
         """Whether the second document has the logits that it has alone, up to what 16 bits do to the first one's."""
-        rounding = _relative(masked[:, :8], unpacked[:, :8]) if masked.dtype.itemsize == 2 else 0.0
+        in_16_bits = masked.dtype.itemsize == 2 or autocasts  # Accelerate hands autocast's logits on in fp32
+        rounding = _relative(masked[:, :8], unpacked[:, :8]) if in_16_bits else 0.0
         return _relative(masked[:, 8:], alone[:, :8]) < max(MAX_ERROR, min(2 * rounding, 4 * MAX_ERROR))
 
     _give_positions_to_masks(whole)

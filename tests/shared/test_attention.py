@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -251,6 +252,9 @@ class RoundsOtherwise(SumsAll):
 
 def test_the_rounding_of_a_deep_model_in_16_bits_does_not_end_packing():
     assert attention.isolate_documents(RoundsOtherwise(), CPU, VOCAB)[0]
+    prepared = RoundsOtherwise()  # as Accelerate does under mixed precision
+    prepared.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(prepared.forward))
+    assert attention.isolate_documents(prepared, CPU, VOCAB)[0]
     for name, value in (("precision", torch.float32), ("shift", 0.07)):
         subject = RoundsOtherwise()
         setattr(subject, name, value)
