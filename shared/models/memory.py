@@ -222,6 +222,8 @@ def _measure(job: Job, chosen: tuple[int, ...], checkpointing: str, gathered: bo
         set_gradient_checkpointing(model, checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
+        # Frozen embeddings would spare the first block, and only it, the gradient of its input.
+        model.get_input_embeddings().register_forward_hook(lambda _, __, states: states.requires_grad_())
         peaks: list[float] = []
         live = _LiveBytes([*model.parameters(), *model.buffers()])
         for module in (*repeated_blocks(model), model.get_input_embeddings()):
