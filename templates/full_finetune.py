@@ -32,6 +32,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"final_dtype", "num_generations", "max_new_tokens"})
+    TINY: ClassVar = {"learning_rate": ["1e-4"]}  # in place of the default below where no model is named
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     # Precision of the weights in training. bf16: half the memory, also of gradients and moments; rounding is stochastic
@@ -46,7 +47,7 @@ class Config:
     max_new_tokens: int = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(learning_rate=1e-4, weight_decay=0.0, adam_beta2=0.999)
+    optim: OptimConfig = OptimConfig(learning_rate=2e-5, weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)

@@ -3,7 +3,6 @@
     accelerate launch templates/image_classification.py                         # offline demo, any machine
     accelerate launch templates/image_classification.py --train_dir photos/ --model_name_or_path microsoft/resnet-50
     accelerate launch --config_file accelerate_configs/ddp.yaml templates/image_classification.py --dataset_name ORG/NAME
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/image_classification.py --train_dir photos/
     docker run --gpus all IMAGE accelerate launch templates/image_classification.py
 
 The augmentations are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of torchvision's references.
@@ -32,6 +31,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"export_onnx"})
+    TINY: ClassVar = {"learning_rate": ["1e-3"]}  # in place of the default below where no model is named
 
     model_name_or_path: str | None = None  # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     config_name: str | None = None  # Architecture with random weights; if not given, a ResNet of 0.3M parameters
@@ -46,7 +46,7 @@ class Config:
     batch: BatchConfig = BatchConfig(
         global_batch_size=64, per_device_train_batch_size=64, per_device_eval_batch_size=64, dataloader_num_workers=2
     )
-    optim: OptimConfig = OptimConfig(learning_rate=1e-3, weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
+    optim: OptimConfig = OptimConfig(learning_rate=3e-4, weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="accuracy")
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -32,6 +32,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"num_generations", "max_new_tokens"})
+    TINY: ClassVar = {"learning_rate": ["1e-3"]}  # in place of the default below where no model is named
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
@@ -39,7 +40,7 @@ class Config:
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(learning_rate=1e-3, weight_decay=0.0, adam_beta2=0.999)
+    optim: OptimConfig = OptimConfig(learning_rate=2e-4, weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)

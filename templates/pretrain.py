@@ -30,6 +30,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"final_dtype", "sample_prompt"})
+    TINY: ClassVar = {"learning_rate": ["3e-3"]}  # in place of the default below where no model is named
 
     seq_length: int = 256  # Tokens of one sequence
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
@@ -39,7 +40,7 @@ class Config:
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(learning_rate=3e-3)
+    optim: OptimConfig = OptimConfig(learning_rate=3e-4)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)

@@ -30,6 +30,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset[str]()
+    TINY: ClassVar = {"learning_rate": ["1e-4"]}  # in place of the default below where no model is named
 
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
     lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
@@ -43,7 +44,7 @@ class Config:
         global_batch_size=16, per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
     )
     optim: OptimConfig = OptimConfig(
-        learning_rate=1e-4, weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06
+        learning_rate=5e-5, weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06
     )
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="loss")

@@ -8,6 +8,7 @@ What it writes is in RUN/evaluations/<name of your data>/.
 """
 
 import argparse
+import contextlib
 import re
 import shutil
 import subprocess
@@ -33,14 +34,11 @@ class Failed(CleanExit):
     """The template could not evaluate."""
 
 
-def settings(run: Path, weights: Path, data: dict[str, str]) -> dict[str, Any]:
+def settings(run: Path, weights: Path) -> dict[str, Any]:
     """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or base (no folder)."""
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     if not any(given.get(source) for source in SOURCES):
         raise ConfigError(f"{run} trained on the demo's data: evaluate a run on data of your own")
-    for kind in ("file", "dir"):
-        if given.get(f"train_{kind}") and f"validation_{kind}" not in data:
-            raise ConfigError(f"{run} trained on --train_{kind}: give --test_{kind}")
     of_adapters = set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
     kept = {key: value for key, value in given.items() if key not in DROPPED | of_adapters}
     kept |= {key: value for key, value in ONLY.items() if key in given}
@@ -55,14 +53,18 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], whole: Path, comman
     folder = whole.with_name(f".tmp-{whole.name}")
     shutil.rmtree(folder, ignore_errors=True)  # of one that failed: a run that is finished would not start again
     folder.mkdir(parents=True)
-    flags = settings(run, weights, data) | data | {"output_dir": str(folder)}
+    flags = settings(run, weights) | data | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
     done = subprocess.run([*command, "--config", str(folder / "settings.yaml")], capture_output=True, text=True)
     if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        raise Failed("the template ended with an error: see above")
-    if read := re.search(r"^  data +(.*)", done.stderr, re.M):
+        shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # they hold an earlier evaluation
+            whole.parent.rmdir()
+            whole.parent.parent.rmdir()
+        errors = re.findall("^error: .*", done.stderr, re.M)
+        raise Failed(errors[0].removeprefix("error: ") if errors else f"{done.stderr}\nthe template ended with an error")
+    if read := re.search(r"^  data .*?; ([^;\n]*\bvalidat[^;\n]*)", done.stderr, re.M):
         print(f"  {read[1]}", file=sys.stderr)
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)

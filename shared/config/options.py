@@ -124,7 +124,9 @@ class OptimConfig(SyncConfig):
     # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: 8-bit moments. sgd: with
     # Nesterov momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
-    learning_rate: float = 3e-4  # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's
+    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's. Where no model is named, the template's own
+    # tiny one learns at a higher rate: the summary shows it
+    learning_rate: float = 3e-4
     weight_decay: float = 0.1  # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
     adam_beta1: float = 0.9  # Decay of the first moment
     adam_beta2: float = 0.95  # Decay of the second moment
@@ -155,7 +157,8 @@ class OptimConfig(SyncConfig):
         """A line of the summary."""
         long = f"{self.warmup_steps:,} steps" if self.warmup_steps >= 1 else f"{self.warmup_steps:.0%} of the run"
         warmup = f"after a warm-up of {long}" if self.warmup_steps else "without warm-up"
-        return f"{self.optim}, {self.lr_scheduler_type} from {self.learning_rate:g} {warmup}"
+        line = f"{self.optim}, {self.lr_scheduler_type} from {self.learning_rate:g} {warmup}"
+        return f"{line}, layer_decay {self.layer_decay:g}" if self.layer_decay < 1 else line
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,9 @@ class EvaluationConfig:
     # fiftieth of a run of more than 2,500); None: an epoch. One more is made before training (not of images) and at its end.
     eval_steps: int | float | None = 0.02
     # final/ holds the weights of the evaluation that was best by this metric; none: the last weights
-    metric_for_best_model: Literal["loss", "accuracy", "macro_f1", "map", "matthews", "pearson", "spearman", "none"] = "loss"
+    metric_for_best_model: Literal[
+        "loss", "accuracy", "balanced_accuracy", "macro_f1", "map", "matthews", "pearson", "spearman", "none"
+    ] = "loss"
     early_stopping_patience: int = 0  # Stop after so many evaluations without a better one; 0: never
     ema_decay: float = 0.0  # Evaluate and save a moving average of the weights with this decay a step; 0: off
 

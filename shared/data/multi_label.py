@@ -157,7 +157,7 @@ class MultiLabelPredictions:
             name: "|".join(self.classes[number] for number in np.flatnonzero(rows[i]))
             for name, rows in (("label", self.labels), ("predicted", self.predicted))
         }
-        return names | {f"score of {c}": round(float(v), 4) for c, v in zip(self.classes, self.scores[i], strict=True)}
+        return names | {f"score of {c}": round(float(v), 6) for c, v in zip(self.classes, self.scores[i], strict=True)}
 
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The most confident mistakes in words."""

@@ -38,7 +38,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.train_file and self.dataset_name:
             raise ConfigError("--train_file and --dataset_name both name the training data: drop one of them")
-        if self.validation_file and not self.train_file:
+        if self.validation_file and (self.is_demo or self.dataset_name):
             raise ConfigError("--validation_file needs --train_file")
         for name in ("dataset_config_name", "train_split_name", "validation_split_name"):
             if not self.dataset_name and getattr(self, name) != getattr(type(self), name):

@@ -154,14 +154,16 @@ class Predictions:
         return dict(zip(("precision", "recall", "f1", "support"), values, strict=True))
 
     def summary(self) -> dict[str, float]:
-        """The figures of an evaluation; the mean F1 is over the classes that occur."""
+        """The figures of an evaluation; means over classes are over those that occur."""
         from sklearn.metrics import matthews_corrcoef
 
         by_class = self.per_class()
         values = {"eval_loss": self.losses.mean(), "eval_accuracy": (self.labels == self.predicted).mean()}
         if len(self.classes) > 5:
             values["eval_top5_accuracy"] = (self.above < 5).mean()
-        values["eval_macro_f1"] = by_class["f1"][by_class["support"] > 0].mean()
+        occurs = by_class["support"] > 0
+        values["eval_macro_f1"] = by_class["f1"][occurs].mean()
+        values["eval_balanced_accuracy"] = by_class["recall"][occurs].mean()
         values["eval_matthews"] = matthews_corrcoef(self.labels, self.predicted)
         return {name: float(value) for name, value in values.items()}
 
@@ -186,7 +188,7 @@ class Predictions:
     def told(self, i: int) -> dict[str, Any]:
         """What predictions.csv says of the sample's prediction."""
         names = {"label": self.classes[self.labels[i]], "predicted": self.classes[self.predicted[i]]}
-        return names | {"confidence": round(float(self.confidence[i]), 4)}
+        return names | {"confidence": round(float(self.confidence[i]), 6)}
 
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The mistakes in words, in their order."""

@@ -205,12 +205,10 @@ def _prepare(config: ImageConfig) -> ImageData:
     def find() -> dict[str, Any]:
         if table:
             found.append(sources.rows_of(config, table))
-        elif root:
-            found.append(sources.in_folders(root, config.validation_dir))
         elif tars:
             found.append(shards.found(config, tars))
         else:
-            found.append(sources.listed(config))
+            found.append(sources.in_files(config, root))
         return found[0].describe()
 
     meta = on_main(find)

@@ -43,10 +43,12 @@ class ImageConfig(DataConfig):
             raise ConfigError("--train_file: a list names images beside it, so it has to be a local file")
         if self.train_dir and (self.train_file or self.dataset_name):
             raise ConfigError("--train_dir and --train_file or --dataset_name both name the training data: keep one")
-        if self.validation_dir and not self.train_dir:
-            raise ConfigError("--validation_dir needs --train_dir")
-        if self.is_multi_label and not (self.train_file or self.dataset_name):
-            raise ConfigError("--problem_type multi_label needs the labels of each image: --train_file or --dataset_name")
+        if self.validation_dir and not (self.train_dir or self.train_file):
+            raise ConfigError("--validation_dir needs --train_dir or --train_file")
+        if self.validation_dir and self.validation_file:
+            raise ConfigError("--validation_dir and --validation_file both name what to validate on: keep one")
+        if self.is_multi_label and (self.validation_dir or not (self.train_file or self.dataset_name)):
+            raise ConfigError("--problem_type multi_label needs the labels of each image: a list, or --dataset_name")
         for flag, folders in {"train_dir": self.train_dir, "validation_dir": filter(None, [self.validation_dir])}.items():
             for folder in folders:
                 if not folder.is_dir():

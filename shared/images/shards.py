@@ -39,8 +39,9 @@ def index(config: ImageConfig) -> Path | None:
     def find() -> str | None:
         named[0].extend(_tars(config.train_file, "train_file"))
         named[1].extend(_tars(config.validation_file, "validation_file"))
-        if named[0] and config.validation_file and not named[1]:
-            raise ConfigError(f"--validation_file {config.validation_file[0]}: no tar file, but --train_file names some")
+        if named[0] and not named[1] and (config.validation_file or config.validation_dir):
+            other = config.validation_dir or config.validation_file[0]
+            raise ConfigError(f"to validate on {other}: no tar file, but --train_file names some")
         if len({_is_to_validate(file) for file in named[0]}) > 1 and not named[1]:
             raise ConfigError(
                 f"--train_file {config.train_file[0]}: names tar files to validate on, too, "
@@ -98,9 +99,9 @@ def found(config: ImageConfig, folder: Path) -> Found:
     return Found(
         _short(config.train_file),
         labels,
+        paths.tolist(),
         known["held_out_from"],
         _short(config.validation_file),
-        paths.tolist(),
         facts=np.column_stack([places[:, 2], times]),
         places=places,
     )

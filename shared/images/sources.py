@@ -110,9 +110,9 @@ class Found:
 
     name: str
     labels: list[Any]  # names of classes; with --problem_type multi_label a tuple of names for each image
-    held_out_from: int | None  # images from this number on are for validation; None: not split yet
-    about: str  # where the validation images come from, for people
     paths: list[bytes] = field(default_factory=list)  # empty for the rows of a table
+    held_out_from: int | None = None  # images from this number on are for validation; None: not split yet
+    about: str = ""  # where the validation images come from, for people
     version: str = ""  # of a table's contents
     facts: np.ndarray | None = None  # [n, 2] int64, bytes and nanoseconds of each image; None: `describe` looks
     places: np.ndarray | None = None  # of `Files`
@@ -185,8 +185,26 @@ def _size_and_time(path: bytes) -> tuple[int, int]:
 # Class folders ---------------------------------------------------------------------------------------------------------
 
 
-def in_folders(root: Path, validation: Path | None) -> Found:
-    train, inside = root, {path.name for path in _folders(root)}
+def in_files(config: ImageConfig, root: Path | None) -> Found:
+    """The images in class folders or in a list. Those to validate on may be named in the other way."""
+    if root:
+        train, validation = _train_and_validation(root, config)
+        found = Found(str(root), *_class_folders(train, training=True))
+    else:
+        validation = config.validation_dir
+        found = Found(" ".join(config.train_file), *_listed(config, "train_file"))
+        if not found.paths:
+            raise ConfigError(f"--train_file {found.name}: no records in it")
+    if validation or config.validation_file:
+        found.held_out_from, found.about = len(found.paths), str(validation or " ".join(config.validation_file))
+        more = _class_folders(validation, training=False) if validation else _listed(config, "validation_file")
+        found.labels, found.paths = found.labels + more[0], found.paths + more[1]
+    return found
+
+
+def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path | None]:
+    """The folder with the class folders to train on, and that to validate on."""
+    train, validation, inside = root, config.validation_dir, {path.name for path in _folders(root)}
     others = inside - {"train", "test", *VALIDATION}
     if others and "train" in inside and inside & set(VALIDATION):
         raise ConfigError(
@@ -194,14 +212,11 @@ def in_folders(root: Path, validation: Path | None) -> Found:
         )
     if "train" in inside and not others:
         train = root / "train"
-        validation = validation or next((root / name for name in VALIDATION if name in inside), None)
+        if not config.validation_file:
+            validation = validation or next((root / name for name in VALIDATION if name in inside), None)
     if validation is not None and train.resolve() in validation.resolve().parents:
         raise ConfigError(f"{validation}: lies within {train}, whose folders are all trained on: move it out")
-    labels, paths = _class_folders(train, training=True)
-    if validation is None:
-        return Found(str(root), labels, None, "", paths)
-    more_labels, more_paths = _class_folders(validation, training=False)
-    return Found(str(root), labels + more_labels, len(paths), str(validation), paths + more_paths)
+    return train, validation
 
 
 def _folders(root: Path) -> list[Path]:
@@ -232,24 +247,18 @@ def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[bytes
 # Lists -----------------------------------------------------------------------------------------------------------------
 
 
-def listed(config: ImageConfig) -> Found:
-    found = Found(" ".join(config.train_file), [], None, " ".join(config.validation_file))
-    for flag in ("train_file", "validation_file"):
-        files = find_files(getattr(config, flag), flag=flag) if getattr(config, flag) else []
-        if flag == "validation_file" and files:
-            found.held_out_from = len(found.paths)
-        for file in files:
-            for where, record in records.read_records([file]):
-                image = record[column_of(record, config, "image", where)]
-                label = label_of(record[column_of(record, config, "label", where)], config.problem_type, where)
-                if not isinstance(image, str) or not image:
-                    instead = "; images in its rows: give its folder as --dataset_name" * isinstance(image, bytes | dict)
-                    raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path{instead}")
-                found.paths.append(os.fsencode(os.path.join(file.parent, image)))
-                found.labels.append(label)
-    if not found.paths:
-        raise ConfigError(f"--train_file {found.name}: no records in it")
-    return found
+def _listed(config: ImageConfig, flag: str) -> tuple[list[Any], list[bytes]]:
+    """(labels, paths) of the lists that --train_file or --validation_file names, in their order."""
+    labels, paths = [], []
+    for file in find_files(getattr(config, flag), flag=flag):
+        for where, record in records.read_records([file]):
+            image = record[column_of(record, config, "image", where)]
+            labels.append(label_of(record[column_of(record, config, "label", where)], config.problem_type, where))
+            if not isinstance(image, str) or not image:
+                instead = "; images in its rows: give its folder as --dataset_name" * isinstance(image, bytes | dict)
+                raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path{instead}")
+            paths.append(os.fsencode(os.path.join(file.parent, image)))
+    return labels, paths
 
 
 def column_of(record: Any, config: ImageConfig, kind: str, where: str) -> str:
@@ -303,7 +312,7 @@ def rows_of(config: ImageConfig, table: Table) -> Found:
     sizes = [len(rows) for rows in table.splits.values()]
     version = " ".join(rows._fingerprint for rows in table.splits.values())
     held_out_from = sizes[0] if len(sizes) > 1 else None
-    return Found(table.name, labels, held_out_from, f"split {[*table.splits][-1]}", version=version)
+    return Found(table.name, labels, [], held_out_from, f"split {[*table.splits][-1]}", version)
 
 
 # The embedded default -------------------------------------------------------------------------------------------------

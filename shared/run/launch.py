@@ -126,8 +126,9 @@ def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int
     parts = []
     for what, every, flag in (("evaluated", eval_steps, "eval_steps"), ("saved", save_steps, "save_steps")):
         parts.append(f"{what} every {every:,} steps" if every < total_steps else f"not {what} on the way (--{flag})")
-    parts += ["and whenever it is the best so far"] * (config.evaluation.metric_for_best_model != "none")
-    return f"{', '.join(parts)}; both at the end"
+    metric, decay = config.evaluation.metric_for_best_model, config.evaluation.ema_decay
+    parts += [f"and whenever it is the best so far by {metric}"] * (metric != "none")
+    return f"{', '.join(parts)}; both at the end" + f"; of averaged weights (--ema_decay {decay:g})" * bool(decay)
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:

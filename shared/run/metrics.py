@@ -246,7 +246,7 @@ class Logger:
         if len(self.recent) >= 5:
             middle = statistics.median(self.recent)
             spread = statistics.median(abs(value - middle) for value in self.recent)
-            if loss > middle + max(8 * spread, 0.1 * abs(middle)):
+            if loss > middle + max(8 * spread, 0.25 * abs(middle)):
                 print_main(f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of {middle:.4g} before")
         if math.isfinite(loss):
             self.recent.append(loss)

@@ -40,6 +40,7 @@ WARNINGS = {  # what is counted: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
     "unlike": "answers are learned after other tokens than the template's generation prompt gives at inference",
     "empty": "records have an empty answer, from which the model learns to say nothing",
+    "joined": "texts with a prompt are joined as they are, although the model has a chat template: messages would get it",
     "marked": "records mark a place for what is not text, and the mark is read as text",
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
@@ -198,6 +199,7 @@ class ToSamples:
         self.counts.update(f"unused {name}" for name in unused(record, form, example, template))
         marks = re.findall("<(?:image|video|audio)>", repr(example))[:1]
         self.found["empty"] += [where] * example.has_empty_answer
+        self.found["joined"] += [where] * bool(example.prompt and self.encoder.came_with_template)
         self.found["marked"] += [f"{where}: {mark}" for mark in marks]
         ids, learned = self.encoder(example, where)
         if learned.any() and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None:

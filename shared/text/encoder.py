@@ -45,7 +45,8 @@ class Encoder:
             raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer, self.loss_on = tokenizer, loss_on
         self.bos = prepared.leading_bos(tokenizer)
-        if not tokenizer.chat_template:
+        self.came_with_template = bool(tokenizer.chat_template)
+        if not self.came_with_template:
             tokenizer.chat_template = ("{{ bos_token }}" if self.bos else "") + DEFAULT_TEMPLATE
         self.has_own_template = not str(tokenizer.chat_template).endswith(DEFAULT_TEMPLATE)
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))

@@ -72,7 +72,7 @@ class RegressionPredictions:
 
     def told(self, i: int) -> dict[str, Any]:
         """What predictions.csv says of the sample's prediction."""
-        return {"label": round(float(self.labels[i]), 4), "predicted": round(float(self.predicted[i]), 4)}
+        return {"label": round(float(self.labels[i]), 6), "predicted": round(float(self.predicted[i]), 6)}
 
     def write(self, run_dir: Path, samples: Validated) -> list[Path]:
         """Write evaluation.json, predictions.csv and predictions.png into the run's folder. Call on one rank.

@@ -78,7 +78,8 @@ class Step:
             self.waited += time.perf_counter() - start
             if batch is None:
                 return
-            self.positions += batch["labels"].numel()
+            labels = batch["labels"]  # tokens or classes; numbers, or a yes or no for each class, are one target a row
+            self.positions += len(labels) if labels.is_floating_point() else labels.numel()
             yield batch
 
     def backward(self, loss: torch.Tensor, name: str = "loss") -> None:

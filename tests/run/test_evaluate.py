@@ -37,10 +37,7 @@ def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path
 def test_a_demo_has_no_settings_for_other_data(tmp_path):
     (tmp_path / "config.yaml").write_text("train_file: []\nlearning_rate: 1e-4\n")
     with pytest.raises(ConfigError, match="trained on the demo's data"):
-        settings(tmp_path, tmp_path / "final", {})
-    (tmp_path / "config.yaml").write_text("train_dir: [photos]\n")
-    with pytest.raises(ConfigError, match="trained on --train_dir: give --test_dir"):
-        settings(tmp_path, tmp_path / "final", {"validation_file": "test.csv"})
+        settings(tmp_path, tmp_path / "final")
 
 
 @pytest.mark.slow
@@ -50,3 +47,7 @@ def test_a_classifier_of_images_is_measured_on_other_folders(image_folder, tmp_p
     again = evaluated(ended.folder, "--test_dir", image_folder / "val", "image_classification")
     assert again["accuracy"] == pytest.approx([ended.last("eval_accuracy")], abs=1e-4)
     assert (ended.folder / "evaluations/val/final/evaluation.json").exists()
+    files = sorted((image_folder / "val").rglob("*.*"))
+    lines = [f"{file.parent.name},{file}" for file in files]
+    (tmp_path / "list.csv").write_text("\n".join(["label,path", *lines]))
+    assert evaluated(ended.folder, "--test_file", tmp_path / "list.csv", "image_classification") == again

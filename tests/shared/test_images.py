@@ -778,7 +778,7 @@ def test_tar_files_are_named_as_files(tmp_path):
     assert refused(train_dir=(train,)) == f"--train_dir {train}: a tar file; give it as --train_file"
     assert refused(train_dir=(tmp_path,)).endswith("; --train_file takes tar files")
     list_ = listed(tmp_path, csv_lines())
-    expected = f"--validation_file {list_}: no tar file, but --train_file names some"
+    expected = f"to validate on {list_}: no tar file, but --train_file names some"
     assert refused(train_file=(str(train),), validation_file=(list_,)) == expected
 
 
