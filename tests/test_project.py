@@ -173,7 +173,9 @@ def contents(folder):
 def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, tmp_path):
     project = tmp_path / "project"
     shared("new", "pretrain", project, cwd=origin)
-    assert "no change in the templates since" in shared("upgrade", "--source", origin, cwd=project).stdout
+    shutil.copytree(project, tmp_path / "colleague")  # a clone has another name
+    for folder in (project, tmp_path / "colleague"):
+        assert "no change in the templates since" in shared("upgrade", "--source", origin, cwd=folder).stdout
 
     with (project / "train.py").open("a") as script:  # edits of the user
         script.write("# mine\n")
@@ -194,8 +196,9 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
         (origin / f"accelerate_configs/{removed}.yaml").unlink()
 
     before = contents(project)
-    told = shared("upgrade", "--check", "--source", origin, cwd=project).stdout
-    assert before == contents(project)
+    checked = shared("upgrade", "--check", "--source", origin, cwd=project, check=False)
+    assert before == contents(project) and checked.returncode == 1
+    told = checked.stdout
     for line in (
         "train.py: merged with your edits",
         "shared/data/loader.py: updated",

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -371,6 +372,27 @@ def test_a_launch(part, world, tmp_path):
     launch(part, world, tmp_path)
 
 
+AFTER_TRAINING = re.findall(r"```python\n(.*?)```", PAGES["docs/after_training.md"], re.DOTALL)
+
+
+@pytest.mark.slow
+def test_images_without_labels_are_classified_as_the_page_says(image_folder, tmp_path, monkeypatch):
+    flags = ("--train_dir", image_folder, "--image_size", 32, "--max_steps", 3, "--global_batch_size", 16, "--export_onnx")
+    run_here("image_classification", *flags, "--report_to", "none", "--output_dir", tmp_path / "runs/photos")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").symlink_to(image_folder / "val/cat")
+    _, classify, with_onnx = AFTER_TRAINING
+    made = {}
+    exec(classify, made)
+    exec(with_onnx, made)
+    lines = [line.split(",") for line in (tmp_path / "predictions.csv").read_text().splitlines()]
+    assert len(lines) == len([*(image_folder / "val/cat").iterdir()])
+    (logits,) = made["logits"]
+    shares = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    assert float(lines[0][2]) == pytest.approx(shares.max(), abs=1e-4)
+    assert lines[0][1] == made["classify"].model.config.id2label[int(shares.argmax())]
+
+
 @pytest.mark.slow
 def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, monkeypatch):
     """The adapter in the page's Python, and merged/ behind the page's server, give the same answer."""
@@ -378,9 +400,8 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
     flags += ("--max_steps", 8, "--learning_rate", 1e-2, "--eval_samples", 4, "--num_generations", 0, "--report_to", "none")
     run_here("lora_finetune", *flags, "--output_dir", tmp_path / "runs/chat")
     monkeypatch.chdir(tmp_path)
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGES["docs/after_training.md"], re.DOTALL)
     made = {}
-    exec(snippet, made)
+    exec(AFTER_TRAINING[0], made)
     tokens = made["model"].generate(**made["chat"], max_new_tokens=20)[0, made["chat"]["input_ids"].shape[1] :]
     (command,) = [part for part in PARTS if part.startswith("transformers serve ")]
     _, *arguments = shlex.split(command.removesuffix(" &"))

@@ -255,20 +255,20 @@ def main() -> None:
     folder, names = options.folder, tuple(dict.fromkeys(options.templates))
     called = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
     files = build(names, called)
-    create(folder, names, files)
+    create(folder, names, files, called)
     print(f"{folder}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.1f} MB. Next:")
     print(f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}")
     print("  git add -A && git commit -m templates    # so that git shows your edits, and can undo an upgrade")
 
 
-def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes]) -> None:
+def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes], called: str) -> None:
     """Write a project, with a record for `upgrade`, and make it a git repository if it is not inside one.
 
     Raises:
         ConfigError: the folder is not empty, or cannot be written.
     """
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    origin = {"templates": list(names), "version": version(), "files": hashes}
+    origin = {"name": called, "templates": list(names), "version": version(), "files": hashes}
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not empty: choose another folder, nothing is overwritten")

@@ -49,6 +49,7 @@ def read_origin(made: Path, project: Path) -> dict:
     """
     try:
         origin = json.loads(inside(made, ORIGIN).read_text(encoding="utf-8"))
+        origin["name"] = Path(origin["name"]).name or "new"  # of the folder that it was made in, not of a clone
         for name in (ORIGIN, *origin["files"]):
             inside(project, name)
             inside(inside(project, BASE), name)
@@ -134,7 +135,7 @@ def main() -> None:
     if unsolved:
         raise Conflicts(f"first solve the conflicts of an earlier upgrade in {', '.join(unsolved)}")
     with tempfile.TemporaryDirectory() as temporary:
-        new = Path(temporary) / (folder.name or "new")
+        new = Path(temporary) / origin["name"]
         make_latest(options.source.resolve(), origin["templates"], new)
         made, latest = plan(folder, new, origin), read_origin(new, folder)
         if made.notes and options.check:
@@ -143,6 +144,8 @@ def main() -> None:
             print(shown(f"  {name}: {note}"))
         if not made.notes:
             print(shown(f"no change in the templates since {origin['version']}"))
+        if options.check and made.conflicts:
+            raise Conflicts(f"it would leave conflicts in {', '.join(made.conflicts)}")
         if options.check:
             return
         for name, content in made.writes.items():

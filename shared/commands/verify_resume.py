@@ -36,7 +36,7 @@ OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps
 OURS |= {"report_to", "audit_data", "resume_from_checkpoint", "deterministic"}
 WHY = (
     "a step may depend only on its number, the seed (launch.seed_step) and what the checkpoint holds: the model, the "
-    "optimizers and state.notes"
+    "optimizers, run.state.notes and run.keep"
 )
 
 
@@ -134,8 +134,12 @@ def _rows(run_dir: Path, wanted: Callable[[str], bool]) -> dict[int, dict[str, A
 
 def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     for step in sorted(one.keys() | other.keys()):
+        mine, theirs = one.get(step), other.get(step)
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            name = next((name for name in mine | theirs if mine.get(name) != theirs.get(name)), "")
+            mine, theirs = f"{name} {mine.get(name)}", f"{theirs.get(name)}"
         if one.get(step) != other.get(step):
-            return f"first at step {step}: {str(one.get(step))[:60]}, resumed {str(other.get(step))[:60]}"
+            return f"first at step {step}: {str(mine)[:60]}, resumed {str(theirs)[:60]}"
     return "" if one else "nothing was recorded"
 
 

@@ -148,9 +148,8 @@ def require_compatible(
             f"{folder} belongs to a run that learns something else ({'; '.join(lines[n] for n in refused)}): use the "
             f"same settings, another --output_dir, or --allow_changed {' '.join(refused)}"
         )
-    precision = [str(text).rsplit(", ", 1)[-1] for text in (manifest.get("strategy", ""), own["strategy"])]
-    if precision[0] != precision[1]:
-        lines["mixed_precision"] = f"mixed_precision was {precision[0]}, now {precision[1]}"
+    if manifest.get("strategy") != own["strategy"]:
+        lines["strategy"] = f"run on {manifest.get('strategy')}, now {own['strategy']}"
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
         note(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))

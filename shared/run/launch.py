@@ -125,10 +125,12 @@ def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int
     """How often a run evaluates and saves, for the summary."""
     parts = []
     for what, every, flag in (("evaluated", eval_steps, "eval_steps"), ("saved", save_steps, "save_steps")):
-        parts.append(f"{what} every {every:,} steps" if every < total_steps else f"not {what} on the way (--{flag})")
+        often = f"every {every:,} steps and " if every < total_steps else ""
+        parts.append(f"{what} {often}at the end" + f" alone (--{flag})" * (not often))
     metric, decay = config.evaluation.metric_for_best_model, config.evaluation.ema_decay
-    parts += [f"and whenever it is the best so far by {metric}"] * (metric != "none")
-    return f"{', '.join(parts)}; both at the end" + f"; of averaged weights (--ema_decay {decay:g})" * bool(decay)
+    parts += [f"the best by {metric} is kept"] * (metric != "none")
+    parts += [f"weights are averaged (--ema_decay {decay:g})"] * bool(decay)
+    return "; ".join(parts)
 
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:

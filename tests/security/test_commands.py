@@ -23,7 +23,7 @@ def project(tmp_path, monkeypatch):
     """A project in the current folder, and beside it a file that is none of its business."""
     (tmp_path / "victim.txt").write_text("dear to me")
     folder = tmp_path / "project"
-    new.create(folder, ("pretrain",), new.build(("pretrain",), "project"))
+    new.create(folder, ("pretrain",), new.build(("pretrain",), "project"), "project")
     monkeypatch.chdir(folder)
     return folder
 
@@ -72,7 +72,7 @@ def test_an_upgrade_does_not_leave_the_project(attack, project, monkeypatch):
     def made(source, names, into):  # the templates of today have one file more, and one that is changed
         files = new.build(tuple(names), "project")
         files |= {"accelerate_configs/fresh.yaml": b"num_processes: 2\n", "train.py": files["train.py"] + b"# better\n"}
-        new.create(into, tuple(names), files)
+        new.create(into, tuple(names), files, "project")
 
     monkeypatch.setattr(upgrade, "make_latest", made)
     ATTACKS[attack](project)

@@ -121,6 +121,8 @@ def test_equals_a_plain_loop_and_scikit_learn(architectures, tmp_path):
         *("--metric_for_best_model", "none", "--per_device_eval_batch_size", 4),
     )
     assert "its head is kept" in theirs.output
+    logged = [row for row in theirs.rows if "loss" in row]
+    assert all(row["processed_images_per_second"] == row["trained_images_per_second"] for row in logged)
 
     def load(split):
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
