@@ -95,6 +95,7 @@ def test_the_summary_by_hand():
         "eval_loss": 3.0,
         "eval_accuracy": pytest.approx(0.6),
         "eval_macro_f1": pytest.approx((2 / 3 + 1 / 2) / 2),
+        "eval_balanced_accuracy": pytest.approx((2 / 3 + 1 / 2) / 2),
         "eval_matthews": pytest.approx(1 / 6),
     }
     by_class = predictions.per_class()
@@ -164,7 +165,7 @@ def run_dir(tmp_path):
 
 def test_the_files_of_an_evaluation(run_dir, pictures):
     predictions = made(
-        [0, 0, 1, 1], [0, 1, 1, 0], ["cat", "dog", "eel"], confidence=[0.9, 0.6, 0.8, 0.70004], losses=[0, 1, 2, 5]
+        [0, 0, 1, 1], [0, 1, 1, 0], ["cat", "dog", "eel"], confidence=[0.9, 0.6, 0.8, 0.7000004], losses=[0, 1, 2, 5]
     )
     assert predictions.write(run_dir, pictures(4)) == [run_dir / "confusion_matrix.png", run_dir / "mistakes.png"]
     content = json.loads((run_dir / "evaluation.json").read_text())
@@ -172,6 +173,7 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
         "loss": 2.0,
         "accuracy": 0.5,
         "macro_f1": 0.5,
+        "balanced_accuracy": 0.5,
         "matthews": 0.0,
         "images": 4,
         "classes": {
