@@ -30,7 +30,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"final_dtype", "sample_prompt"})
-    TINY: ClassVar = {"learning_rate": ["3e-3"]}  # in place of the default below where no model is named
+    RATES: ClassVar = {"3M": 3e-3}  # learning rate by model, where none is given; of others as below
 
     seq_length: int = 256  # Tokens of one sequence
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs

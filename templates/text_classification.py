@@ -30,7 +30,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset[str]()
-    TINY: ClassVar = {"learning_rate": ["1e-4"]}  # in place of the default below where no model is named
+    RATES: ClassVar = {str(demo.MODEL): 1e-4}  # learning rate by model, where none is given; of others as below
 
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
     lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained

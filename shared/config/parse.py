@@ -51,7 +51,7 @@ def require(config: Any, bounds: str, *names: str) -> None:
                 raise ConfigError(f"--{name} must be {bounds}, not {value}")
 
 
-MODELS = {"model_name_or_path", "model_preset", "config_name"}
+MODELS = ("model_name_or_path", "config_name", "model_preset")  # the first one that is given counts
 BUDGETS = {"max_steps", "num_train_epochs", "max_tokens"}
 COMPARE = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 
@@ -151,8 +151,8 @@ def _require_shared_beside(script: Path) -> None:
 def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
     """Parse the command line, and the YAML file that `--config` names, into a `config_class`.
 
-    Where neither names a model, the values of `config_class.TINY`, as text, come before the defaults: a template's own tiny
-    model learns best at a rate that would ruin a real one.
+    Where neither gives a learning rate, `config_class.RATES` has it for some models: a template's own tiny one learns best
+    at a rate that would ruin a real one.
 
     Every rank calls this; only the main one prints.
 
@@ -176,11 +176,14 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
             in_file = {key: texts for key, texts in in_file.items() if key not in BUDGETS}
         where = {key: place for key, place in where.items() if key not in given}
         given = in_file | given
-    if not MODELS & given.keys():
-        given = getattr(config_class, "TINY", {}) | given
     try:
         args = [token for key, texts in given.items() for token in _as_tokens(key, kinds[key], texts)]
-        return _build(config_class, args, description)
+        config = _build(config_class, args, description)
+        if "learning_rate" not in given and (rates := getattr(config_class, "RATES", {})):
+            values = flatten(config)
+            model = next((values[name] for name in MODELS if values.get(name)), None)
+            config = replace(config, learning_rate=rates[model]) if model in rates else config
+        return config
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
         if flag and flag[1] in where:
