@@ -188,7 +188,8 @@ def main(config: Config) -> None:
     if config.loss_type not in REFERENCE_FREE:  # the model is at its start here, also in a run that continues
         options = {"seq_length": config.data.seq_length, "per_device": config.batch.per_device_eval_batch_size}
         told = [add_reference(run.accelerator, model, pairs, start, **options) for pairs in (train, held_out)]
-        reference = f"the model before training; log-probabilities {told[0]}, no second model in memory"
+        whose = config.adapter.adapter_name_or_path or "the model"
+        reference = f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
     data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
     steps = config.batch.total_steps(data.train.steps_per_epoch, default=DEMO_STEPS if config.data.is_demo else None)
     makes = "merged" if config.adapter.merge_adapter else "final"

@@ -95,9 +95,10 @@ def main() -> None:
         for place in places
     }
     names = list(dict.fromkeys(name for values in found.values() for name in values))
-    print("\n".join(["".join(f"{cell:>16}" for cell in ("", *found))]))
+    wide = max(map(len, names)) + 2
+    print(" " * wide + "".join(f"{place:>16}" for place in found))
     for name in names:
-        print(f"{name:>16}" + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values()))
+        print(f"{name:>{wide}}" + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values()))
     print("more in " + ", ".join(str(into / name) for name in found), file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -84,6 +85,9 @@ def launch() -> None:
     """`accelerate launch`, in a process of its own, without its traceback where the training has said why it ended."""
     from accelerate.commands import launch as accelerate
 
+    alarms = ("(exitcode: 143)", "closing signal SIGTERM")  # of torch's launcher, also after a stop that was asked for
+    log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    log.addFilter(lambda record: not any(alarm in record.getMessage() for alarm in alarms))
     try:
         accelerate.main()
     except Exception as error:

@@ -122,7 +122,7 @@ def _settle_head(
             f"{name}: {len(of_backbone)} weights of the backbone are missing or of another shape: {min(of_backbone)}"
         )
     if new:
-        note(f"{name}: its {may_be_new} has no weights in the files, so it begins anew")
+        note(f"{name}: its {may_be_new} has no weights in the files, so it begins anew (on resume the checkpoint has it)")
     if not keeps_head:
         for part in (part for module in head for part in module.modules()):
             if isinstance(part, nn.Linear | nn.Conv2d):
@@ -130,7 +130,7 @@ def _settle_head(
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
     outputs = "one number" if model.config.num_labels == 1 else f"{model.config.num_labels} classes"
-    note(f"{name}: {'its head is kept' if keeps_head else f'a new head for {outputs}'}")
+    note(f"{name}: {'its head is kept' if keeps_head else f'a new head for {outputs} (on resume the checkpoint has it)'}")
 
 
 def text_heads(model: Any) -> dict[str, nn.Module]:

@@ -364,7 +364,7 @@ class Run:
         if best:
             if best != self.state.step and not self.saver.load_best(best):  # it is damaged
                 self.state.best_step, self.state.results = self.state.step, self.state.latest
-            print_main(f"best by {metric}: step {self.state.best_step}")
+            print_main(f"best by {metric}: step {self.state.best_step}, {self.state.results[f'eval_{metric}']:.4f}")
         for other in (self.replicas and self.replicas.agreed, self.ema):
             if other:
                 other.swap()

@@ -79,8 +79,8 @@ def build_loaders(
     if len(samples) < batch.global_batch_size:
         raise ConfigError(
             f"{len(train):,} samples in {len(samples):,} {'packed ' * packed}rows are fewer than one "
-            f"--global_batch_size of {batch.global_batch_size} rows: choose {len(samples)} or less (a tenth of it "
-            "gives ten steps an epoch)" + (", a shorter --seq_length, or --packing off" if packed else "")
+            f"--global_batch_size of {batch.global_batch_size} rows: choose {max(1, len(samples) // 10)} for ten steps "
+            "an epoch" + (", and a shorter --seq_length or --packing off for more rows" if packed else "")
         )
     order = rows_order(samples, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
     share, size = sharding.share(accelerator), batch.per_device_eval_batch_size
