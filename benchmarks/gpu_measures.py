@@ -590,9 +590,14 @@ def launch_command(name: str) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.launch", *flags, f"{ROOT}/templates/{name}.py"]
 
 
-def logged_losses(run_dir: Path) -> dict[int, float]:
+def logged(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run logged of its training steps."""
     rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return [row for row in rows if "loss" in row]
+
+
+def logged_losses(run_dir: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in logged(run_dir)}
 
 
 def trains(*, name: str, flags: str) -> dict[str, Any]:
@@ -613,26 +618,21 @@ def trains(*, name: str, flags: str) -> dict[str, Any]:
     if "--find_batch_size" in flags:
         tried = re.findall(r"out of memory with (\d+) at once; trying (\d+)", log.read_text(errors="replace"))
         passed &= bool(tried) or toy
-        note += (
-            f"; out of memory with {', '.join(n for n, _ in tried)} rows at once, trained with {tried[-1][1]}"
-            if tried
-            else ""
-        )
+        note += "".join(f"; out of memory with {rows} rows at once, so {fewer}" for rows, fewer in tried)
     return {"passed": passed, "note": note}
 
 
-def launched(*, name: str, flags: str) -> dict[str, Any]:
-    """What a template logs of its own speed, launched as users do: medians from step 60 on."""
-    folder, sizes = Path(tempfile.mkdtemp()), "" if toy else flags
-    steps = ["--max_steps", "12", "--logging_steps", "1"] if toy else ["--max_steps", "240", "--logging_steps", "20"]
-    common = [*steps, "--eval_samples", "16", "--report_to", "none", "--output_dir", str(folder)]
-    subprocess.run([*launch_command(name), *common, *sizes.split()], stderr=subprocess.STDOUT, check=True)
-    rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row and row["step"] >= (3 if toy else 60)]
-    middle = {key: statistics.median(row[key] for row in rows) for key in rows[0] if key != "step"}
+def launched(*, flags: str) -> dict[str, Any]:
+    """What pretraining logs of its own speed, launched as users do: medians from step 60 on."""
+    folder, steps, every, first = Path(tempfile.mkdtemp()), *((12, 1, 3) if toy else (240, 20, 60))
+    common = ["--max_steps", str(steps), "--logging_steps", str(every), "--eval_samples", "16", "--report_to", "none"]
+    command = [*launch_command("pretrain"), *common, "--output_dir", str(folder), *([] if toy else flags.split())]
+    subprocess.run(command, stderr=subprocess.STDOUT, check=True)
+    rows = [row for row in logged(folder) if row["step"] >= first]
+    middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     mfu = f"it logs an MFU of {middle['mfu']:.1%}, and " if "mfu" in middle else ""
-    note = f"{mfu}waits for data for {middle['data_wait_share']:.1%} of the time; loss {rows[0]['loss']:.3f} to "
-    note += f"{rows[-1]['loss']:.3f}"
+    note = f"{mfu}waits for data for {middle['data_wait_share']:.1%} of the time; "
+    note += f"loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f}"
     return {"a_second": middle["trained_tokens_per_second"], "peak_gb": middle["peak_memory_gb"], "note": note}
 
 

@@ -35,7 +35,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"num_generations", "max_new_tokens"})
-    RATES: ClassVar = {str(demo.MODEL): 1e-3}  # learning rate by model, where none is given; of others as below
+    RATES: ClassVar = {str(demo.MODEL): 1e-3}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     full: bool = False  # Train all weights, in fp32, and no adapters

@@ -32,7 +32,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"final_dtype", "num_generations", "max_new_tokens"})
-    RATES: ClassVar = {str(demo.MODEL): 1e-4}  # learning rate by model, where none is given; of others as below
+    RATES: ClassVar = {str(demo.MODEL): 1e-4}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     # Precision of the weights in training. bf16: half the memory, also of gradients and moments; rounding is stochastic

@@ -31,7 +31,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"export_onnx"})
-    RATES: ClassVar = {None: 1e-3}  # learning rate by model, where none is given; of others as below
+    RATES: ClassVar = {None: 1e-3}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str | None = None  # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     config_name: str | None = None  # Architecture with random weights; if not given, a ResNet of 0.3M parameters

@@ -32,7 +32,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"final_dtype", "pipeline_ranks", "stages_per_rank"})
-    RATES: ClassVar = {"3M": 3e-3}  # learning rate by model, where none is given; of others as below
+    RATES: ClassVar = {"3M": 3e-3}  # learning rate of this model, if none is given; others: `optim` below
 
     seq_length: int = 256  # Tokens of one sequence
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs

@@ -30,7 +30,7 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset[str]()
-    RATES: ClassVar = {str(demo.MODEL): 1e-4}  # learning rate by model, where none is given; of others as below
+    RATES: ClassVar = {str(demo.MODEL): 1e-4}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
     lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained

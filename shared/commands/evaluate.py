@@ -62,8 +62,8 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], whole: Path, comman
         with contextlib.suppress(OSError):  # they hold an earlier evaluation
             whole.parent.rmdir()
             whole.parent.parent.rmdir()
-        errors = re.findall("^error: .*", done.stderr, re.M)
-        raise Failed(errors[0].removeprefix("error: ") if errors else f"{done.stderr}\nthe template ended with an error")
+        cause = re.search(r"^error: (.*)", done.stderr, re.M)
+        raise Failed(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
     if read := re.search(r"^  data .*?; ([^;\n]*\bvalidat[^;\n]*)", done.stderr, re.M):
         print(f"  {read[1]}", file=sys.stderr)
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it

@@ -318,7 +318,7 @@ def test_columns_files_and_heads(base, tmp_path, capsys):
         (
             [{"text": "a", "label": n % 2} for n in range(40)],
             ("--metric_for_best_model", "spearman"),
-            "--metric_for_best_model spearman: an evaluation of this run measures loss, accuracy, macro_f1, balanced",
+            "spearman: an evaluation of this run measures loss, accuracy, macro_f1, balanced_accuracy, matthews",
         ),
     ],
 )
