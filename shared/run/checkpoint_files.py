@@ -149,7 +149,7 @@ def require_compatible(
             f"same settings, another --output_dir, or --allow_changed {' '.join(refused)}"
         )
     if manifest.get("strategy") != own["strategy"]:
-        lines["strategy"] = f"run on {manifest.get('strategy')}, now {own['strategy']}"
+        lines["strategy"] = f"ran on {manifest.get('strategy')}, now on {own['strategy']}"
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
         note(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
