@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from shared.process.errors import ConfigError
+from shared.process.printing import quieten_imports
 from shared.process.signals import clean_exit
 
 
@@ -21,6 +22,7 @@ def main() -> None:
         print(__doc__ + "\n")
         print("\n".join(f"  {name:<14} {about}" for name, about in commands().items()))
         return
+    quieten_imports()
     command = sys.argv.pop(1)
     sys.argv[0] = f"python -m shared {command}"  # as --help shows it
     with clean_exit():

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shared.commands import ask
 from shared.config import parse as configs
 from shared.process import ranks
 from tests.conftest import LAUNCHER, ROOT, free_port, load_template, run_here
@@ -393,7 +394,7 @@ def test_images_without_labels_are_classified_as_the_page_says(image_folder, tmp
 
 
 @pytest.mark.slow
-def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, monkeypatch):
+def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, monkeypatch, capsys):
     """The adapter in the page's Python, and merged/ behind the page's server, give the same answer."""
     flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--merge_adapter", "--seq_length", 64)
     flags += ("--max_steps", 8, "--learning_rate", 1e-2, "--eval_samples", 4, "--num_generations", 0, "--report_to", "none")
@@ -418,7 +419,12 @@ def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, 
             answer = json.load(urllib.request.urlopen(post))["choices"][0]["message"]["content"]
         finally:
             server.terminate()
-    assert answer.strip() == made["tokenizer"].decode(tokens, skip_special_tokens=True).strip() != ""
+    expected = made["tokenizer"].decode(tokens, skip_special_tokens=True).strip()
+    assert answer.strip() == expected != ""
+    monkeypatch.setattr(sys, "argv", ["ask", "runs/chat", "Hello", "--max_new_tokens", "20"])
+    ask.main()
+    base, tuned = capsys.readouterr().out.removeprefix("--- base\n").split("--- chat\n")
+    assert tuned.strip() == expected != base.strip()
 
 
 @pytest.mark.slow

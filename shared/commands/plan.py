@@ -91,6 +91,8 @@ def aligned(table: list[tuple[str, ...]]) -> str:
 
 def throughput_report(job: Any, config: PlanConfig) -> str:
     """Where an optimizer step's time goes, eager and compiled, and what other settings would give."""
+    from tqdm import tqdm
+
     from shared.models import memory, throughput
     from shared.models.counts import GPUS, experts_of, find_gpu
 
@@ -120,7 +122,7 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
     settings += [throughput.Setting(True, fp8=True, micro_batches=steps)] if gpu.fp8 else []
     for larger in (job, replace(job, batch=2 * job.batch)):
         peak = next(memory.plan(replace(stored, batch=larger.batch), 1))[2]
-        for chosen in settings:
+        for chosen in tqdm(settings, f"measuring {larger.batch} x {larger.length}", leave=False, disable=None):
             seconds = throughput.estimate(larger, chosen, gpu).sum(0)[4]
             rate = larger.batch * job.length * chosen.micro_batches / seconds
             used = throughput.mfu(larger, rate, gpu)
@@ -129,7 +131,7 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
             words += f", checkpointing {chosen.checkpointing}" * (chosen.checkpointing != "none")
             gigabytes = peak.total(chosen.checkpointing) / 1e9
             memory_gb = f"{gigabytes:.0f}{'!' * (gigabytes > usable)}" if chosen.fused else "more"
-            hours = (f"{config.train_tokens / rate / 3600:,.1f}",) if config.train_tokens else ()
+            hours = (f"{config.train_tokens / rate / 3600:,.2f}",) if config.train_tokens else ()
             row = (words, f"{1e3 * seconds:.0f}", f"{rate:,.0f}", f"{used:.1%}", memory_gb, *hours)
             rows.append((gigabytes <= usable, used, row))
     header = ("settings", "ms", "tokens/s", "MFU", "memory, GB") + ("hours",) * bool(config.train_tokens)
@@ -154,6 +156,7 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
 def main() -> None:
     config = configs.parse(PlanConfig, description=__doc__)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from tqdm import tqdm
     from transformers import AutoConfig
 
     from shared.models import memory
@@ -180,7 +183,7 @@ def main() -> None:
         numbers = memory.count(job)
         try:
             report = throughput_report(job, config) if config.throughput else ""
-            rows = [] if report else list(memory.plan(job, config.gpus))
+            rows = [] if report else list(tqdm(memory.plan(job, config.gpus), "measuring", leave=False, disable=None))
         except (AssertionError, RuntimeError) as error:  # a forward that looks at the values of its tensors
             raise ConfigError(f"{type(architecture).__name__} cannot be measured: {first_line(error)}") from None
     if report:

@@ -8,7 +8,7 @@ builds the config from the text.
 import contextlib
 import dataclasses
 import difflib
-import logging
+import hashlib
 import math
 import operator
 import os
@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 
 from shared.process.errors import ConfigError, first_line
+from shared.process.printing import quieten_imports
 from shared.process.ranks import env_flag, is_main_rank
 from shared.process.redaction import redact
 from shared.process.signals import clean_exit, stop_on_signals_before_training
@@ -88,6 +89,14 @@ def free_fields(config_class: type) -> frozenset[str]:
     return frozenset().union(*(getattr(kind, "FREE", ()) for kind in (config_class, *groups)))
 
 
+def measured_by(config: Any) -> str:
+    """A digest of the settings of template, model and data, not its files: what an evaluation measures depends on them."""
+    apart = {"batch", "optim", "speed", "evaluation", "checkpoint", "log"}
+    free, values = free_fields(type(config)) - {"eval_samples"}, flatten(config)
+    names = {name for name, _, group in fields(type(config)) if group not in apart} - free - {*MODELS}  # base is checked
+    return hashlib.sha256(repr(sorted((name, values[name]) for name in names)).encode()).hexdigest()[:16]
+
+
 def save(config: Any, path: Path) -> None:
     """Write every value of `config`, defaults included and secrets masked, as flat YAML. Call on one rank."""
     path.write_text(yaml.safe_dump(redact(flatten(config)), sort_keys=False), encoding="utf-8")
@@ -116,8 +125,6 @@ def parse_or_exit(config_class: type[T]) -> T:
     stop_on_signals_before_training()
     if env_flag("ACCELERATE_USE_CPU"):  # otherwise parts of torch would use a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # On newer CPUs, the import of bitsandbytes asks for a package that is not needed.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     about = (sys.modules["__main__"].__doc__ or "").strip()
     names = {name for name, _, _ in fields(config_class)}
     about += "\n\nMost runs need no more than these; all are explained below:\n\n    "
@@ -161,9 +168,7 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
             that its type or a group's `__post_init__` refuses.
         SystemExit: with code 0 after `--help`.
     """
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of how torchao registers its types
-    alarm = "Setting accelerator to CPU"  # where DeepSpeed is installed; the summary says what a run is on
-    logging.getLogger("DeepSpeed").addFilter(lambda record: alarm not in record.getMessage())
+    quieten_imports()
     tokens = list(sys.argv[1:] if argv is None else argv)
     kinds = {name: kind for name, kind, _ in fields(config_class)}
     if {"-h", "--help"} & set(tokens):
@@ -226,7 +231,9 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
             raise ConfigError(f"{flag} is given twice: give all of its values after one")
         given[key] = texts
     if unknown:
-        raise ConfigError(f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; --help lists all")
+        strange = any(": " not in flag for flag in unknown)
+        where = "--help lists all" + "; docs/coming_from.md has those of Trainer, TRL, timm and others" * strange
+        raise ConfigError(f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; {where}")
     for key, texts in given.items():
         if _is_switch(kinds.get(key)):
             texts[:] = texts or ["true"]
@@ -328,6 +335,8 @@ RENAMED = {
     "max_length": "seq_length",
     "workers": "dataloader_num_workers",
     "label_smoothing_factor": "label_smoothing",
+    **dict.fromkeys(("eval_file", "test_file", "val_file"), "validation_file"),
+    **dict.fromkeys(("data_dir", "data"), "train_dir"),
 }
 ELSEWHERE = {
     "overwrite_output_dir": "a run continues in its --output_dir; a new run takes another",

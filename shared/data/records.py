@@ -290,7 +290,8 @@ def _read_csv(path: File, delimiter: str) -> Records:
             for record in reader:
                 if None in record or None in record.values():
                     raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
-                yield f"{path}:{reader.line_num}", dict(record)
+                first = reader.line_num - sum(value.count("\n") for value in record.values())  # it stands on
+                yield f"{path}:{first}", dict(record)
                 file.record, file.line = 0, reader.line_num + 1
         except csv.Error as error:
             raise ConfigError(f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})") from None

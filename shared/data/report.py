@@ -101,7 +101,7 @@ def write_report(
     with (run_dir / "predictions.csv").open("w", newline="", **written) as file:
         in_order = sorted(range(len(predictions.labels)), key=samples.position)
         lines = [{**samples.shown(i), **predictions.told(i)} for i in in_order]
-        writer = csv.DictWriter(file, list(lines[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for line in lines for name in line)))
         writer.writeheader()
         writer.writerows(lines)
     for name, draw in pictures.items():

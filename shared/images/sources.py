@@ -208,7 +208,8 @@ def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path |
     others = inside - {"train", "test", *VALIDATION}
     if others and "train" in inside and inside & set(VALIDATION):
         raise ConfigError(
-            f"{root}: holds train/ and a validation folder, but {min(others)}/ too; give train/ as --train_dir"
+            f"{root}: holds train/ and a validation folder, but {min(others)}/ too; name those that count: --train_dir "
+            f"{root / 'train'} --validation_dir {root / min(inside & set(VALIDATION))}"
         )
     if "train" in inside and not others:
         train = root / "train"

@@ -93,6 +93,7 @@ def _given_adapters(base: Any, name: str) -> Any:
     wrong = {"missing in its file": lost, "unused in its file": unused}
     if found := [f"{len(keys)} weights are {what}, such as {keys[0]}" for what, keys in wrong.items() if keys]:
         raise ConfigError(f"{name}: {'; '.join(found)}: rename them, or take the base that the adapter was made for")
+    note(f"the adapter of {name} is trained further")
     lora = model.peft_config["default"]
     if (before := lora.base_model_name_or_path) and before != base.name_or_path:
         note(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")

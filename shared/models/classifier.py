@@ -253,4 +253,4 @@ def export_onnx(folder: Path, image_size: int) -> str:
             error = error.__cause__  # type: ignore[assignment]
         problem = re.sub(r"\x1b\[[0-9;]*m", "", first_line(error))
         return f"warning: model.onnx could not be written ({problem}); everything else in final/ is complete"
-    return "model.onnx takes any number of images"
+    return f"model.onnx takes any number of images of {image_size} x {image_size} pixels"

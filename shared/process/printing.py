@@ -1,11 +1,20 @@
 """What is printed: lines on the main rank, without secrets and without what moves the cursor."""
 
+import logging
 import sys
 from typing import Any
 
 from shared.process import ranks
 from shared.process.errors import shown
 from shared.process.redaction import masked, redact
+
+
+def quieten_imports() -> None:
+    """Keep from the console what imports of libraries print and a user cannot act on. Call before them."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # how torchao registers its types
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # a package that is not needed
+    alarm = "Setting accelerator to CPU"  # where DeepSpeed is installed; the summary says what a run is on
+    logging.getLogger("DeepSpeed").addFilter(lambda record: alarm not in record.getMessage())
 
 
 def label(name: str) -> str:

@@ -113,11 +113,11 @@ class Logger:
                 share = readers / data_parallel_size() / len(each)
                 own = {name: share * sum(sums[name] for sums in each) for name in own}
             self.sums.update(own)
-        self.mark = self.drawn = self.printed = time.perf_counter()
+        self.mark = self.drawn = self.printed = self.begun = time.perf_counter()
         self.drawing = 0.5  # seconds that the curves take, the first time by a guess
 
     def _reset(self) -> None:
-        self.targets = self.positions = self.counted = 0
+        self.targets = self.positions = 0
         self.seconds = self.waited = 0.0
         self.sums: dict[str, float] = {}  # of this rank, by name: values per target, summed over the finite steps
         self.steps = 0  # that are finite
@@ -158,11 +158,12 @@ class Logger:
             self.recorder.write(self.state.step, step.window)
         assert step.finite is not None and step.grad_norm is not None
         self.unread.append((step.sums, step.finite, step.num_targets))
-        self.counted += 1
         self.targets += step.num_targets
         self.positions += step.positions
         self.waited += step.waited
         self.bar.update()
+        if self.state.step == self.first + 1:
+            self.begun = time.perf_counter()
         if self.profiler is not None:
             self.profiler.step()
         if not due and self.state.step != self.total_steps:
@@ -208,7 +209,9 @@ class Logger:
             progress += ", epochs " + ", ".join(f"{name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
-            left = tqdm.format_interval((self.total_steps - self.state.step) * seconds / self.counted)
+            done, took = self.state.step - self.first - 1, now - self.begun  # with evaluations; the first step is no measure
+            each = took / done if done else seconds
+            left = tqdm.format_interval((self.total_steps - self.state.step) * each)
             print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
             self.printed = now
         self.log(values)

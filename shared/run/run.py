@@ -151,7 +151,7 @@ class Run:
         self.saver = Checkpointer(self.accelerator, self.models, self.optimizers, self.dir, config, **more)
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
         train.place = self.state.place
-        self.state.begin_scoring(config.evaluation.metric_for_best_model, data)
+        self.state.begin_scoring(config.evaluation.metric_for_best_model, data, configs.measured_by(config))
         if self.state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
             self.state.stopped_early = []
         self.is_last = self.state.step >= total_steps or bool(self.state.stopped_early)

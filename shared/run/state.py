@@ -6,6 +6,7 @@ from typing import Any
 
 from shared.data.loader import Window
 from shared.process.errors import ConfigError
+from shared.process.printing import print_main
 
 
 @dataclass
@@ -23,7 +24,7 @@ class TrainState:
     best_step: int = 0  # step of the best evaluation, 0: none yet
     best_score: list[float] = field(default_factory=list)  # higher is better; equal scores go by loss
     improved_step: int = 0  # step at which the metric itself was last improved
-    scored_by: list[str] = field(default_factory=list)  # metric and data: other scores cannot be compared
+    scored_by: list[str] = field(default_factory=list)  # metric, data, settings: other scores cannot be compared
     stopped_early: list[int] = field(default_factory=list)  # [budget in steps, patience] that ended the run
     started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
@@ -42,12 +43,18 @@ class TrainState:
         """Let the next evaluation be the best."""
         self.best_step, self.best_score, self.improved_step, self.results = 0, [], self.step, {}
 
-    def begin_scoring(self, metric: str, data: str) -> None:
-        """Forget scores of another metric or other data; the present step is then to be evaluated again."""
-        if self.scored_by and self.scored_by != [metric, data]:
+    def begin_scoring(self, *by: str) -> None:
+        """Forget scores of another metric, other data or settings; the present step is then to be evaluated again.
+
+        Args:
+            by: metric, data, and `configs.measured_by`.
+        """
+        if self.scored_by and self.scored_by != [*by]:
+            if self.best_step:
+                print_main(f"step {self.best_step} was the best of another metric, other data or settings: forgotten")
             self.forget_scores()
-            self.evaluated = min(self.evaluated, self.step - 1)
-        self.scored_by = [metric, data]
+            self.before, self.evaluated = {}, min(self.evaluated, self.step - 1)
+        self.scored_by = [*by]
 
     def score(self, values: dict[str, float], metric: str) -> None:
         """Note an evaluation's `eval_*` values, and whether it is the best. One before training is never the best."""

@@ -70,8 +70,7 @@ class Texts:
         self, folder: Path, index: np.ndarray, labels: np.ndarray, tokenizer: Any, sources: dict[str, int] | None = None
     ) -> None:
         self.folder, self.index, self.labels, self.tokenizer, self.sources = folder, index, labels, tokenizer, sources or {}
-        self.meta = json.loads((folder / "meta.json").read_text())
-        self.arrays = _arrays(folder, self.meta["chunks"])
+        self.arrays = _arrays(folder, json.loads((folder / "meta.json").read_text())["chunks"])
         self.ends = np.load(folder / "ends.npy")
         self.starts = np.concatenate([[0], self.ends[:-1]])
         self.lengths = (self.ends - self.starts)[index]
@@ -91,17 +90,13 @@ class Texts:
         return len(indices)
 
     @cached_property
-    def places(self) -> dict[str, str]:
-        """Where the texts to validate on are from, by their numbers."""
-        return json.loads((self.folder / "places.json").read_text())
+    def records(self) -> dict[str, dict[str, Any]]:
+        """The records to validate on, without their labels, by their numbers."""
+        return json.loads((self.folder / "records.json").read_text())
 
     def shown(self, number: int) -> dict[str, Any]:
-        """Where a text is from, and its tokens as text; of a pair with the tokens that part them."""
-        ids = self.arrays["input_ids"][self._part(number)].tolist()
-        return {
-            "where": self.places[str(self.index[number])],
-            "text": self.tokenizer.decode(ids, skip_special_tokens=not self.meta["pairs"]),
-        }
+        """Where a text is from, and its record."""
+        return self.records[str(self.index[number])]
 
     def position(self, number: int) -> int:
         return int(self.index[number])
@@ -274,7 +269,8 @@ class _Building:
         lengths = np.concatenate(self.lengths)
         read = lengths[index[0]]
         index[1] = index[1][np.argsort(-lengths[index[1]], kind="stable")]  # batches of similar lengths
-        self._save(classes, labels, lengths, index)
+        self._save(labels, lengths, index)
+        self._save_records([validation] if validation else [*trained.values()], size if validation else 0, index[1])
         of = np.searchsorted(np.cumsum([*sizes.values()]), index[0], side="right")
         most = [f"{classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
         most += [f"{len(counts) - 10:,} more classes"] * (len(counts) > 10)
@@ -290,7 +286,6 @@ class _Building:
         }
         meta |= {"chunks": [int(some.sum()) for some in self.lengths]}
         meta |= {"sha256": self._digest(labels, index, classes, _arrays(self.folder, meta["chunks"]))}
-        meta |= {"pairs": self.config.text_pair_column is not None}
         meta |= {"sources": dict(zip(sizes, np.bincount(of, minlength=len(sizes)).tolist(), strict=True))}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
@@ -338,7 +333,8 @@ class _Building:
             if column not in record and (named or usual):
                 wanted = repr(named) if named else " or ".join(usual)
                 has = ", ".join(map(str, record))
-                raise ConfigError(f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column")
+                unlabelled = ". Texts without labels: see docs/after_training.md" * (kind == "label")
+                raise ConfigError(f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column{unlabelled}")
             if column:
                 found[kind] = column
         return found
@@ -377,13 +373,22 @@ class _Building:
             row[[number_of[name] for name in of_one]] = 1
         return classes, hot
 
-    def _save(self, classes: list[str], labels: np.ndarray, lengths: np.ndarray, index: list[np.ndarray]) -> None:
+    def _save(self, labels: np.ndarray, lengths: np.ndarray, index: list[np.ndarray]) -> None:
         np.save(self.folder / "ends.npy", np.cumsum(lengths))
         np.save(self.folder / "labels.npy", labels)
         for name, numbers in zip(("train", "validation"), index, strict=True):
             np.save(self.folder / f"{name}.npy", numbers)
-        places = {number: self.places[number] for number in index[1].tolist()}
-        (self.folder / "places.json").write_text(json.dumps(places))
+
+    def _save_records(self, sources: list[Source], first: int, wanted: np.ndarray) -> None:
+        """Read once more, and keep the `wanted` records for reports; `first`: the number of the first that is read."""
+        chosen, kept, number = set(wanted.tolist()), {}, first
+        for source in sources:
+            for where, record in source.read():
+                if number in chosen:
+                    label = self._columns(record, where)["label"]
+                    kept[number] = {"where": where} | {k: v for k, v in record.items() if k not in (label, "where")}
+                number += 1
+        (self.folder / "records.json").write_text(json.dumps(kept, default=str))
 
     def _digest(self, labels: np.ndarray, index: list[np.ndarray], classes: list[str], arrays: dict[str, Joined]) -> str:
         digest = hashlib.sha256(json.dumps(classes).encode())

@@ -38,10 +38,10 @@ class RegressionPredictions:
         return cls(labels, predicted, noun)
 
     def summary(self) -> dict[str, float]:
-        """eval_loss, the mean squared error, and the correlations; 0 where nothing defines them."""
+        """Mean squared error (eval_loss), mean absolute error, and the correlations; 0 where nothing defines them."""
         from scipy.stats import pearsonr, spearmanr
 
-        varies = np.ptp(self.labels) > 0 and np.ptp(self.predicted) > 0
+        varies = np.ptp(self.labels) > 0 and not self.is_constant
         found = {
             f"eval_{name}": f(self.labels, self.predicted).statistic if varies else 0.0
             for name, f in (
@@ -49,14 +49,21 @@ class RegressionPredictions:
                 ("spearman", spearmanr),
             )
         }
-        return {"eval_loss": float(((self.labels - self.predicted) ** 2).mean())} | {k: float(v) for k, v in found.items()}
+        apart = self.labels - self.predicted
+        found |= {"eval_loss": (apart**2).mean(), "eval_mae": np.abs(apart).mean()}
+        return {name: float(found[name]) for name in ("eval_loss", "eval_mae", "eval_pearson", "eval_spearman")}
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the predictions differ by no more than rounding: correlations of such are noise."""
+        return bool(np.ptp(self.predicted) <= 1e-5 * (np.abs(self.predicted).max() + np.ptp(self.labels)))
 
     def headline(self) -> str:
-        values = self.summary()
-        return (
-            f"Pearson's correlation {values['eval_pearson']:.4f}, Spearman's {values['eval_spearman']:.4f} on "
-            f"{len(self.labels):,} validation {self.noun}"
-        )
+        values, number = self.summary(), f"{len(self.labels):,} validation {self.noun}"
+        if self.is_constant:
+            low, high = self.labels.min(), self.labels.max()
+            return f"the model gives all {number} {self.predicted[0]:.4g}, where labels are from {low:.4g} to {high:.4g}"
+        return f"Pearson's correlation {values['eval_pearson']:.4f}, Spearman's {values['eval_spearman']:.4f} on {number}"
 
     def for_config(self) -> dict[str, Any]:
         """What final/config.json says: pipelines then give the number as it is."""

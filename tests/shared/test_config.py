@@ -153,7 +153,10 @@ def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
     ("argv", "message"),
     [
         ("--lable x", "unknown flag --lable: did you mean --label?; --help lists all"),
-        ("--zzzzqqq", "unknown flag --zzzzqqq; --help lists all"),
+        (
+            "--zzzzqqq",
+            "unknown flag --zzzzqqq; --help lists all; docs/coming_from.md has those of Trainer, TRL, timm and others",
+        ),
         (
             "--lable x --rats 1",
             "unknown flags --lable: did you mean --label?; --rats: did you mean --rate?; --help lists all",
