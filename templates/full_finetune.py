@@ -147,7 +147,7 @@ def main(config: Config) -> None:
     before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",
-        f"model in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it",
+        f"model in {run.dir}/final, in {dtype}; curves.png, metrics.jsonl and config.yaml beside it",
     )
 
 

@@ -204,7 +204,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
         "shared/data/loader.py: updated",
         "shared/data/extra.py: new",
         "accelerate_configs/ddp.yaml: merged, 1 conflict to solve in it",
-        "accelerate_configs/hsdp.yaml: changed in the templates; stays removed",
+        "accelerate_configs/hsdp.yaml: changed in the templates, not here: if renamed, name it so while you upgrade",
         "accelerate_configs/fp8.yaml: removed from the templates; deleted here\n",
         "accelerate_configs/cpu.yaml: removed from the templates; kept, since you edited it",
     ):
@@ -225,6 +225,11 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     gone = ("accelerate_configs/fp8.yaml", "accelerate_configs/hsdp.yaml")
     assert all((project / name).exists() for name in there) and not any((project / name).exists() for name in gone)
     (project / "accelerate_configs/ddp.yaml").write_text(config.split("<<<<<<<")[0])
+    there = project / "accelerate_configs/hsdp.yaml"  # under its name again, it is upgraded
+    there.write_bytes((project / ".template/base/accelerate_configs/hsdp.yaml").read_bytes())
+    assert "mixed_precision: bf16" in there.read_text()
+    assert shared("upgrade", "--source", origin, cwd=project).stdout.startswith("  accelerate_configs/hsdp.yaml: updated\n")
+    assert "mixed_precision: fp8" in there.read_text()
     assert "no change in the templates since" in shared("upgrade", "--source", origin, cwd=project).stdout
 
 

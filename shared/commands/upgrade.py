@@ -37,6 +37,7 @@ class Plan:
 
     writes: dict[str, bytes] = field(default_factory=dict)
     removes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # are not here, so that their changes stay to be made
     notes: dict[str, str] = field(default_factory=dict)  # what happens to each file, for the user
     conflicts: list[str] = field(default_factory=list)
 
@@ -88,7 +89,8 @@ def plan(folder: Path, new: Path, origin: dict) -> Plan:
                 made.notes[name] = f"removed from the templates; {fate}"
                 made.removes += [] if edited else [name]
         elif mine is None and name in then:
-            made.notes[name] = "changed in the templates; stays removed"
+            made.notes[name] = "changed in the templates, not here: if renamed, name it so while you upgrade"
+            made.missing.append(name)
         elif mine is None or not edited:
             made.writes[name] = theirs
             made.notes[name] = "new" if mine is None else "updated"
@@ -152,10 +154,13 @@ def main() -> None:
             put(folder / name, content)
         for name in made.removes:
             (folder / name).unlink(missing_ok=True)
+        for name in made.missing:
+            put(new / BASE / name, (folder / BASE / name).read_bytes())
+            latest["files"][name] = origin["files"][name]
         shutil.rmtree(folder / BASE, ignore_errors=True)
         shutil.copytree(new / BASE, folder / BASE)
         put(folder / ORIGIN, (json.dumps(latest, indent=1) + "\n").encode())
     if made.conflicts:
-        raise Conflicts(f"conflicts to solve in {', '.join(made.conflicts)} (`git checkout .` undoes the upgrade)")
+        raise Conflicts(f"conflicts to solve in {', '.join(made.conflicts)} (`git stash -u` puts the upgrade aside)")
     if made.notes:
         print(f"now at {latest['version']}")

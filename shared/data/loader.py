@@ -81,7 +81,12 @@ class _Rows:
         row = self.samples[max(index, 0)]
         if self.transform is not None:
             seed_all(self.seed, epoch, max(index, 0), 1, devices=False)
+            before = np.count_nonzero(row["labels"] != IGNORED)
             row = self.transform(row)
+            if (after := np.count_nonzero(row["labels"] != IGNORED)) != before:  # the loss would be divided by `before`
+                raise ConfigError(
+                    f"sample {index}: the loader's transform makes {after} targets of {before}: keep their number"
+                )
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
     def __call__(self, keys: list[tuple[int, int]]) -> Batch:
@@ -227,8 +232,8 @@ class Loader:
         rank, world_size: this rank's place among those that read different data.
         device: where the batches are put.
         num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes over one range.
-        transform: applied to each row where it is read, for example augmentation. Its random draws (torch, Python,
-            NumPy) are a function of (order.seed, epoch, sample index).
+        transform: applied to each row where it is read, for example augmentation. It keeps the number of targets. Its
+            random draws (torch, Python, NumPy) are a function of (order.seed, epoch, sample index).
     """
 
     def __init__(

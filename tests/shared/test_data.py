@@ -455,6 +455,14 @@ def test_an_error_of_a_transform_arrives_too(num_workers, end_readers):
         plain(next(subject.windows(0, 1)))
 
 
+def test_a_transform_that_changes_the_number_of_targets_is_refused():
+    """The loss of a step is divided by the targets that the samples say."""
+    subject = loader()
+    subject.transform = lambda row: {**row, "labels": np.full_like(row["labels"], IGNORED)}
+    with pytest.raises(ConfigError, match=r"sample \d+: the loader's transform makes 0 targets of \d+: keep their number"):
+        plain(next(subject.windows(0, 1)))
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_nobody_foresaw_keeps_its_type(num_workers, end_readers):
     subject = loader(num=8, size=2, num_workers=num_workers)
