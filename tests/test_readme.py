@@ -39,11 +39,11 @@ KINDS = {
     r"(ACCELERATE_USE_CPU=true )?accelerate launch ": "launch",
     r"python -m shared ": "shared",
     r"docker run ": "container",
-    r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ )?sbatch ": "job",
+    r"docker build |(\w+=\S+ )?docker compose -f jobs/compose\.yaml up|kubectl apply -f jobs/|(\w+=\S+ +)*sbatch ": "job",
     "sky jobs launch ": "job",
     r"pip install -r (tests/)?requirements\.txt$|pytest -n 2$|python3 -m venv \.venv$|\. \.venv/bin/activate$": "setup",
     r"jobs/rehearse/": "rehearsal",
-    r"transformers (serve|chat) |lm_eval |hf upload |vllm serve |pip install \"": "other tool",
+    r"transformers (serve|chat) |lm_eval |(\w+=\S+ )?hf (up|down)load |vllm serve |pip install \"": "other tool",
     r"git clone |python llama\.cpp/|echo \"FROM|ollama ": "other tool",
     r"mkdir -p runs$|cat runs/chat/exit\.json$|pytest tests/known_bugs$": "shell",
 }
