@@ -213,10 +213,12 @@ def _refuse_second_answers() -> None:
             raise ConfigError("fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2")
 
 
-def require_compiler() -> None:
-    """Raise ConfigError where nothing is installed that compiles what --torch_compile writes."""
+def require_compiler(device: torch.device) -> None:
+    """Raise ConfigError where nothing is installed that compiles what --torch_compile writes. Note that a CPU takes long."""
     if not any(map(shutil.which, (os.environ.get("CC", ""), os.environ.get("CXX", ""), "gcc", "g++", "clang"))):
         raise ConfigError("--torch_compile needs a compiler: apt install g++, in an image --build-arg EXTRA_PACKAGES=g++")
+    if device.type == "cpu":
+        note("compiling for a CPU takes minutes before the first step; --no_torch_compile does not")
 
 
 def _refuse_to_leave_gpus_idle() -> None:

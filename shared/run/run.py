@@ -72,7 +72,7 @@ class Run:
         self.dir = Path()
         if not getattr(config.data, "preprocess_only", False):  # preprocessing makes no run folder, and compiles nothing
             if speed.torch_compile:
-                launch.require_compiler()
+                launch.require_compiler(self.device)
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
         self.state, self.total_steps, self.eval_steps, self.save_steps = TrainState(), 0, 1, 1
         self.models: dict[str, nn.Module] = {}

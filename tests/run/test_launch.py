@@ -51,11 +51,11 @@ def test_no_value_has_two_owners(monkeypatch, variables, message):
 
 
 def test_compiling_without_a_compiler_is_one_line_before_training(monkeypatch):
-    launch.require_compiler()
+    launch.require_compiler(torch.device("cpu"))
     for name, value in (("PATH", "/nowhere"), ("CC", ""), ("CXX", "")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="--torch_compile needs a compiler: apt install g"):
-        launch.require_compiler()
+        launch.require_compiler(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
