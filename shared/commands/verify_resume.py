@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import yaml
+from tqdm import tqdm
 
 from shared.commands.run import kill
 from shared.data import audit
@@ -68,9 +69,18 @@ def without_ours(command: Sequence[str], folder: Path) -> list[str]:
 
 
 def train(
-    command: Sequence[str], run_dir: Path, *, steps: int, kill_after: int | None = None, deterministic: bool = True
+    command: Sequence[str],
+    run_dir: Path,
+    *,
+    steps: int,
+    kill_after: int | None = None,
+    deterministic: bool = True,
+    on_step: Callable[[int], Any] = lambda step: None,
 ) -> None:
     """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after` and saved a checkpoint.
+
+    Args:
+        on_step: called again and again with the step that was logged last.
 
     Raises:
         ConfigError: it fails by itself, or ends before it could be killed.
@@ -83,7 +93,8 @@ def train(
     with log.open("a") as output:
         process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
         while process.poll() is None:
-            if kill_after is not None and logged(run_dir) >= kill_after and checkpoints(run_dir):
+            on_step(step := logged(run_dir))
+            if kill_after is not None and step >= kill_after and checkpoints(run_dir):
                 kill(process.pid)
                 process.wait()
                 return
@@ -135,11 +146,12 @@ def _rows(run_dir: Path, wanted: Callable[[str], bool]) -> dict[int, dict[str, A
 def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     for step in sorted(one.keys() | other.keys()):
         mine, theirs = one.get(step), other.get(step)
+        if mine == theirs:
+            continue
         if isinstance(mine, dict) and isinstance(theirs, dict):
-            name = next((name for name in mine | theirs if mine.get(name) != theirs.get(name)), "")
-            mine, theirs = f"{name} {mine.get(name)}", f"{theirs.get(name)}"
-        if one.get(step) != other.get(step):
-            return f"first at step {step}: {str(mine)[:60]}, resumed {str(theirs)[:60]}"
+            name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
+            mine, theirs = f"{name} {mine.get(name)}", theirs.get(name)
+        return f"first at step {step}: {str(mine)[:60]}, resumed {str(theirs)[:60]}"
     return "" if one else "nothing was recorded"
 
 
@@ -162,7 +174,9 @@ def verify(
     ):
         if verbose:
             print(f"{text} ...", file=sys.stderr, flush=True)
-        train(command, run_dir, steps=steps, kill_after=kill_after, deterministic=deterministic)
+        how: Any = {"steps": steps, "kill_after": kill_after, "deterministic": deterministic}
+        with tqdm(total=steps, unit="step", leave=False, disable=None if verbose else True) as bar:
+            train(command, run_dir, **how, on_step=lambda step: bar.update(step - bar.n))
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
         raise Differs("the run did not resume: it started from scratch, so equal results prove nothing")
     return compare(straight, killed)
