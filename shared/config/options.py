@@ -124,8 +124,8 @@ class OptimConfig(SyncConfig):
     # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: 8-bit moments. sgd: with
     # Nesterov momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
-    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's. The tiny models of
-    # the templates' demos learn at a higher rate, if none is given: the summary shows it
+    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's. The tiny models of the templates' demos
+    # learn at a higher rate, if none is given: the summary shows it
     learning_rate: float = 3e-4
     weight_decay: float = 0.1  # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
     adam_beta1: float = 0.9  # Decay of the first moment

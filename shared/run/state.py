@@ -53,7 +53,7 @@ class TrainState:
             if self.best_step:
                 print_main(f"step {self.best_step} was the best of another metric, other data or settings: forgotten")
             self.forget_scores()
-            self.before, self.evaluated = {}, min(self.evaluated, self.step - 1)
+            self.evaluated = min(self.evaluated, self.step - 1)
         self.scored_by = [*by]
 
     def score(self, values: dict[str, float], metric: str) -> None:
