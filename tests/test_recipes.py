@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoConfig, AutoModel, AutoTokenizer, ModernBertConfig
 
 from shared import demo
-from shared.commands.plan import RESERVED
+from shared.commands.plan import RESERVED, PlanConfig
 from shared.commands.recipes import FOLDER, HEAD, head
 from shared.config import parse as configs
 from shared.models import memory
@@ -19,29 +19,8 @@ from tests.conftest import ROOT, load_template, run, save_classifier, slow
 from tests.model_families import make
 
 RECIPES = sorted(FOLDER.glob("*.yaml"))
-LLAMA8 = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
-LLAMA8 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-QWEN8 = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
-QWEN8 |= {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-SMALLER = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-GEMMA_TEXT = {"vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
-GEMMA_TEXT |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024}
-GEMMA_VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
-# What `plan` reads in the config.json of each repository of the Hub.
-ARCHITECTURES = {
-    "meta-llama/Llama-3.1-8B-Instruct": LLAMA8,
-    "runs/sft/final": LLAMA8,
-    "meta-llama/Llama-3.1-70B-Instruct": LLAMA8
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    "Qwen/Qwen3-8B": QWEN8,
-    "Qwen/Qwen3-0.6B": QWEN8 | SMALLER | {"tie_word_embeddings": True},
-    "google/gemma-3-4b-it": {
-        "model_type": "gemma3",
-        "text_config": GEMMA_TEXT,
-        "vision_config": GEMMA_VISION | {"image_size": 896, "patch_size": 14},
-    },
-    "openai-community/gpt2": {"model_type": "gpt2"},
-}
+KNOWN = json.loads((FOLDER / "architectures.json").read_text())
+ARCHITECTURES = KNOWN | {"runs/sft/final": KNOWN["meta-llama/Llama-3.1-8B"]}
 
 
 def parts(path):
@@ -97,6 +76,14 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
         f"{gigabytes:.0f} GB by `plan`" if gigabytes else "not by `plan`, which is for causal language models"
     )
     assert not gigabytes or gigabytes < (1 - RESERVED) * int(needs[2])
+    if gigabytes:  # the command takes the same from the file
+        told = configs.parse(PlanConfig, ["--config", str(path)], only_known=True)
+        assert bool(told.loss_type) == (template == "dpo") and told.load_in_4bit == given.get("load_in_4bit", False)
+        model = told.model_preset or told.config_name or told.model_name_or_path
+        assert model in (given.get("model_preset"), given.get("config_name"), given.get("model_name_or_path"))
+        assert (told.lora_r, told.seq_length, told.per_device_train_batch_size) == (
+            *(given.get("lora_r", 0), given["seq_length"], given["per_device_train_batch_size"]),
+        )
     assert "arXiv" in said["source"]
 
 

@@ -2,10 +2,12 @@
 
 python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8 --gpu_memory 80
 
+python -m shared plan --config recipes/qwen3_8b_qlora_24gb.yaml --gpus 1 --gpu_memory 24
 python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_train_batch_size 4 --throughput --gpu H100
 """
 
 import contextlib
+import json
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared import demo
+from shared.commands.recipes import FOLDER
 from shared.config import parse as configs
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError, first_line
@@ -26,6 +29,8 @@ class PlanConfig:
     """Model, or architecture only, on the Hub or in a folder; its weights are not read."""
     model_preset: str | None = None
     """Plan pretrain.py's --model_preset instead."""
+    config_name: str | None = None
+    """Plan pretrain.py's --config_name instead."""
     config_overrides: str | None = None
     """Changes to the architecture: hidden_size=256,num_hidden_layers=4."""
     seq_length: int = 2048
@@ -46,8 +51,8 @@ class PlanConfig:
     """Of trained weights, as full_finetune.py has it."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
     """As the templates have it."""
-    preferences: bool = False
-    """Plan dpo.py: a sample is a pair of answers, two rows that go forward together."""
+    loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] | None = None
+    """Plan dpo.py, whose loss this is: a sample is a pair of answers, two rows that go forward together."""
     throughput: bool = False
     """Instead estimate where the time of an optimizer step goes on one GPU, on paper."""
     gpu: str = "H100"
@@ -65,11 +70,12 @@ class PlanConfig:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
         if self.model_preset:
             ModelConfig(self.model_preset)  # refuses an unknown one
-        if self.config_overrides and not self.model_preset and self.model_name_or_path == PlanConfig.model_name_or_path:
+        named = self.model_preset or self.config_name or self.model_name_or_path != PlanConfig.model_name_or_path
+        if self.config_overrides and not named:
             raise ConfigError("--config_overrides changes a model: name it by --model_name_or_path or --model_preset")
         if self.load_in_4bit and not self.lora_r:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
-        if self.weights_dtype == "bf16" and (self.lora_r or self.optim != "adamw" or self.preferences):
+        if self.weights_dtype == "bf16" and (self.lora_r or self.optim != "adamw" or self.loss_type):
             raise ConfigError("--weights_dtype bf16 is for full fine-tuning with AdamW: drop the others")
         if self.throughput and self.mixed_precision == "no":
             raise ConfigError("--throughput estimates bf16: drop --mixed_precision no")
@@ -87,6 +93,17 @@ def aligned(table: list[tuple[str, ...]]) -> str:
         [f"{first:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(rest, widths[1:], strict=True))] for first, *rest in table
     )
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def architecture_of(name: str) -> Any:
+    """The config of a model: of the recipes' models without the Hub, some of which need a login there."""
+    from transformers import AutoConfig
+
+    from shared.models.hub import from_hub
+
+    known = FOLDER / "architectures.json"  # what this command reads in their config.json
+    facts = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
+    return AutoConfig.for_model(**facts[name]) if name in facts else from_hub(AutoConfig, name)
 
 
 def throughput_report(job: Any, config: PlanConfig) -> str:
@@ -154,27 +171,30 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
 
 
 def main() -> None:
-    config = configs.parse(PlanConfig, description=__doc__)
+    config = configs.parse(PlanConfig, description=__doc__, only_known=True)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from tqdm import tqdm
-    from transformers import AutoConfig
 
     from shared.models import memory
-    from shared.models.hub import from_hub, override
+    from shared.models.hub import override
     from shared.models.pretraining import preset
     from shared.run import launch
 
     launch.quieten_libraries()
-    architecture = preset(config.model_preset) if config.model_preset else from_hub(AutoConfig, config.model_name_or_path)
+    architecture = (
+        preset(config.model_preset)
+        if config.model_preset
+        else architecture_of(config.config_name or config.model_name_or_path)
+    )
     override(architecture, config.config_overrides)
     job = memory.Job(
         architecture,
-        config.per_device_train_batch_size * (2 if config.preferences else 1),
+        config.per_device_train_batch_size * (2 if config.loss_type else 1),
         config.seq_length,
         config.mixed_precision == "bf16",
         config.lora_r,
         config.load_in_4bit,
-        packed=config.lora_r > 0 and not config.preferences,  # as lora_finetune.py does
+        packed=config.lora_r > 0 and not config.loss_type,  # as lora_finetune.py does
         bf16_weights=config.weights_dtype == "bf16",
         eight_bits=config.optim == "adamw_8bit",
     )
@@ -222,10 +242,10 @@ def main() -> None:
     spread = f" --parallelism_config_tp_size {gpus}" if name == "tensor_parallel" else ""
     print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
     template = "lora_finetune" if config.lora_r else "full_finetune" if config.weights_dtype == "bf16" else "pretrain"
-    template = "dpo" if config.preferences else template
+    template = "dpo" if config.loss_type else template
     places = (f"templates/{template}.py", f"{template}.py")  # here and in a project of several templates
     script = next((place for place in places if (Path(__file__).parents[2] / place).exists()), "train.py")
-    flags += " --full" * (config.preferences and not config.lora_r) + " --weights_dtype bf16" * job.bf16_weights
+    flags += " --full" * bool(config.loss_type and not config.lora_r) + " --weights_dtype bf16" * job.bf16_weights
     flags += " --optim adamw_8bit" * job.eight_bits
     if config.lora_r:
         flags += f" --lora_r {config.lora_r}" + (" --load_in_4bit" if config.load_in_4bit else "")

@@ -155,13 +155,18 @@ def _require_shared_beside(script: Path) -> None:
         )
 
 
-def parse(config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None) -> T:
+def parse(
+    config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None, only_known: bool = False
+) -> T:
     """Parse the command line, and the YAML file that `--config` names, into a `config_class`.
 
     Where neither gives a learning rate, `config_class.RATES` has it for some models: a template's own tiny one learns best
     at a rate that would ruin a real one.
 
     Every rank calls this; only the main one prints.
+
+    Args:
+        only_known: read of the file only what `config_class` has: it is of another program.
 
     Raises:
         ConfigError: unknown flag or key (the error suggests a similar one), unreadable or ill-formed YAML, or a value
@@ -176,7 +181,7 @@ def parse(config_class: type[T], argv: Sequence[str] | None = None, *, descripti
     given = _read_command_line(tokens, kinds)
     where: dict[str, str] = {}  # file and line of each value from YAML
     if path := given.pop("config", None):
-        in_file, where = _read_yaml(Path(os.path.expanduser(path[-1])), kinds)
+        in_file, where = _read_yaml(Path(os.path.expanduser(path[-1])), kinds, only_known)
         if BUDGETS & given.keys():  # another budget of the command line replaces that of the file, too
             in_file = {key: texts for key, texts in in_file.items() if key not in BUDGETS}
         where = {key: place for key, place in where.items() if key not in given}
@@ -247,7 +252,7 @@ def _is_switch(kind: Any) -> bool:
     return kind is bool or {"on", "off"} <= set(get_args(kind))
 
 
-def _read_yaml(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _read_yaml(path: Path, kinds: dict[str, Any], only_known: bool) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The values of each key of a YAML file as text, and the file and line of each key. YAML tags create no objects."""
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -264,6 +269,8 @@ def _read_yaml(path: Path, kinds: dict[str, Any]) -> tuple[dict[str, list[str]],
     for name, node in root.value if root else ():
         key, place = str(name.value).replace("-", "_"), f"{path}:{name.start_mark.line + 1}"
         if key not in kinds:
+            if only_known:
+                continue
             raise ConfigError(f"{place}: unknown key {key!r}{_suggest(key, kinds)}")
         if key in given:
             raise ConfigError(f"{place}: the key {key!r} is there twice")
