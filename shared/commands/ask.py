@@ -33,6 +33,7 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from shared.models.generation import first_lines
     from shared.models.hub import from_hub
     from shared.run import launch
 
@@ -56,4 +57,5 @@ def main() -> None:
         for who, as_it in ({**with_base, options.run.name: contextlib.nullcontext}).items():
             with as_it(), torch.no_grad():
                 found = model.generate(**ids, max_new_tokens=options.max_new_tokens)[0, ids["input_ids"].shape[1] :]
-            print(f"--- {who}\n{tokenizer.decode(found, skip_special_tokens=True).strip()}")
+            answer = tokenizer.decode(found, skip_special_tokens=True).strip()
+            print(f"--- {who}\n{first_lines(answer) if who == 'base' else answer}")

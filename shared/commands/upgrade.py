@@ -121,6 +121,12 @@ def _merge(folder: Path, new: Path, name: str, made: Plan) -> None:
     made.conflicts += [name] if count else []
 
 
+def _uncommitted() -> list[str]:
+    """Files here that git knows and that differ from the last commit; none where there is no repository."""
+    command = ["git", "diff", "HEAD", "--name-only", "--relative"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m shared upgrade", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -136,6 +142,8 @@ def main() -> None:
     unsolved = [name for name in origin["files"] if (folder / name).is_file() and MARK in (folder / name).read_bytes()]
     if unsolved:
         raise Conflicts(f"first solve the conflicts of an earlier upgrade in {', '.join(unsolved)}")
+    if not options.check and (changed := _uncommitted()):
+        raise ConfigError(f"first commit your edits, so that git can undo the upgrade: {', '.join(changed)}")
     with tempfile.TemporaryDirectory() as temporary:
         new = Path(temporary) / origin["name"]
         make_latest(options.source.resolve(), origin["templates"], new)

@@ -266,12 +266,12 @@ def _read_yaml(path: Path, kinds: dict[str, Any], only_known: bool) -> tuple[dic
         raise ConfigError(f"{path}: expected 'key: value' lines")
     given: dict[str, list[str]] = {}
     where: dict[str, str] = {}
+    unknown: list[str] = []
     for name, node in root.value if root else ():
         key, place = str(name.value).replace("-", "_"), f"{path}:{name.start_mark.line + 1}"
         if key not in kinds:
-            if only_known:
-                continue
-            raise ConfigError(f"{place}: unknown key {key!r}{_suggest(key, kinds)}")
+            unknown.append(f"{place}: unknown key {key!r}{_suggest(key, kinds)}")
+            continue
         if key in given:
             raise ConfigError(f"{place}: the key {key!r} is there twice")
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
@@ -283,6 +283,8 @@ def _read_yaml(path: Path, kinds: dict[str, Any], only_known: bool) -> tuple[dic
             raise ConfigError(f"{place}: {key} is empty")
         given[key] = ["None"] if is_null else [item.value for item in items]
         where[key] = place
+    if unknown and not only_known:
+        raise ConfigError("; ".join(unknown))
     return given, where
 
 
@@ -342,7 +344,7 @@ RENAMED = {
     "max_length": "seq_length",
     "workers": "dataloader_num_workers",
     "label_smoothing_factor": "label_smoothing",
-    **dict.fromkeys(("eval_file", "test_file", "val_file"), "validation_file"),
+    **dict.fromkeys(("eval_file", "val_file"), "validation_file"),
     **dict.fromkeys(("data_dir", "data"), "train_dir"),
 }
 ELSEWHERE = {
@@ -352,6 +354,9 @@ ELSEWHERE = {
     "group_by_length": "where samples are padded, they are grouped by length",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "give --eval_steps"),
     "save_strategy": "give --save_steps",
+    "test_file": "after training, `python -m shared evaluate RUN --test_file`",
+    "assistant_only_loss": "give --loss_on assistant, which is the default",
+    "completion_only_loss": "give --loss_on completion",
     "neftune_noise_alpha": "full_finetune.py has it",
     "warmup_ratio": "give --warmup_steps, which takes a share of the run, too",
     "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",

@@ -84,9 +84,10 @@ class _Rows:
             before = np.count_nonzero(row["labels"] != IGNORED)
             row = self.transform(row)
             if (after := np.count_nonzero(row["labels"] != IGNORED)) != before:  # the loss would be divided by `before`
-                raise ConfigError(
-                    f"sample {index}: the loader's transform makes {after} targets of {before}: keep their number"
-                )
+                raise ConfigError(f"sample {index}: the transform makes {after} targets of {before}: keep their number")
+            places = row.get("position_ids", np.zeros(0))
+            if not ((np.diff(places) == 1) | (places[1:] == 0)).all():  # a gap would begin another document
+                raise ConfigError(f"sample {index}: the transform leaves gaps in position_ids: number each document anew")
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
     def __call__(self, keys: list[tuple[int, int]]) -> Batch:
@@ -232,8 +233,9 @@ class Loader:
         rank, world_size: this rank's place among those that read different data.
         device: where the batches are put.
         num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes over one range.
-        transform: applied to each row where it is read, for example augmentation. It keeps the number of targets. Its
-            random draws (torch, Python, NumPy) are a function of (order.seed, epoch, sample index).
+        transform: applied to each row where it is read, for example augmentation. It keeps the number of targets, and
+            `position_ids` of a packed row count from 0 in each document. Its random draws (torch, Python, NumPy) are a
+            function of (order.seed, epoch, sample index).
     """
 
     def __init__(

@@ -154,15 +154,15 @@ class Predictions:
         return dict(zip(("precision", "recall", "f1", "support"), values, strict=True))
 
     def summary(self) -> dict[str, float]:
-        """The figures of an evaluation; means over classes are over those that occur."""
-        from sklearn.metrics import matthews_corrcoef
+        """The figures of an evaluation, as scikit-learn has them: a class without samples counts once it is predicted."""
+        from sklearn.metrics import f1_score, matthews_corrcoef
 
         by_class = self.per_class()
         values = {"eval_loss": self.losses.mean(), "eval_accuracy": (self.labels == self.predicted).mean()}
         if len(self.classes) > 5:
             values["eval_top5_accuracy"] = (self.above < 5).mean()
         occurs = by_class["support"] > 0
-        values["eval_macro_f1"] = by_class["f1"][occurs].mean()
+        values["eval_macro_f1"] = f1_score(self.labels, self.predicted, average="macro", zero_division=0.0)
         values["eval_balanced_accuracy"] = by_class["recall"][occurs].mean()
         values["eval_matthews"] = matthews_corrcoef(self.labels, self.predicted)
         return {name: float(value) for name, value in values.items()}

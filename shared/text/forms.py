@@ -15,9 +15,9 @@ Messages = list[dict[str, Any]]
 ROLES = ["assistant", "system", "tool", "user"]
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # form: the columns that tell it, and others of its messages
-    "chat messages": (("messages",), ("tools", "chat_template_kwargs")),  # the first match counts
+    "chat messages": (("messages",), ("system", "tools", "chat_template_kwargs")),  # the first match counts
     "ShareGPT conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
-    "prompt and completion": (("prompt", "completion"), ("tools", "chat_template_kwargs")),
+    "prompt and completion": (("prompt", "completion"), ("system", "tools", "chat_template_kwargs")),
     "Alpaca instructions": (("instruction", "output"), ("input", "history", "system", "tools", "chat_template_kwargs")),
     "plain text": (("text",), ()),
 }
@@ -59,13 +59,15 @@ def recognise(record: dict[str, Any], where: str) -> str:
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
     raise ConfigError(
         f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known}): rename them, say a "
-        "question to instruction and its answer to output"
+        "question to instruction and its answer to output; for several turns, see docs/data.md"
     )
 
 
 def refuse_other_meanings(record: dict[str, Any], form: str, where: str, allowed: Collection[str] = ()) -> None:
     """Raise ConfigError if columns of a record change what an answer means, except for the `allowed` ones."""
-    if found := {name: _MEANINGS[name] for name in records.unused(record, allowed) if name in _MEANINGS}:
+    joined = form == "plain text" or (form == "prompt and completion" and isinstance(record.get("prompt"), str))
+    meanings = _MEANINGS | ({"system": "data with a system text"} if joined else {})  # which only a chat template takes
+    if found := {name: meanings[name] for name in records.unused(record, allowed) if name in meanings}:
         taker = f"{_taker(set(found), form) or 'no template here'} takes it"
         alone = f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}" if form else ""
         what = " and ".join(dict.fromkeys(found.values()))
@@ -109,8 +111,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     if form == "prompt and completion" and not isinstance(record["prompt"], list):
         return Example(prompt=_text(record, "prompt", where), completion=_text(record, "completion", where))
 
-    has_system = record.get("system") and form in ("Alpaca instructions", "ShareGPT conversations")
-    messages: Messages = [{"role": "system", "content": _text(record, "system", where)}] if has_system else []
+    messages: Messages = []
     if form == "Alpaca instructions":
         question = _text(record, "instruction", where)
         if record.get("input"):
@@ -133,6 +134,10 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         messages = prompt + _list(record, "completion", where)
     else:
         messages = _list(record, "messages", where)
+    if record.get("system"):
+        messages = [{"role": "system", "content": _text(record, "system", where)}, *messages]
+        if sum(message.get("role") in ("system", "developer") for message in messages) > 1:
+            raise ConfigError(f"{where}: a system text is in the column 'system' and among the messages: keep one")
     tools = _list({"tools": _from_cell(record.get("tools")) or []}, "tools", where)
     options = _from_cell(record.get("chat_template_kwargs")) or {}
     if not isinstance(options, dict):

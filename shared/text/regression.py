@@ -56,7 +56,7 @@ class RegressionPredictions:
     @property
     def is_constant(self) -> bool:
         """Whether the predictions differ by no more than rounding: correlations of such are noise."""
-        return bool(np.ptp(self.predicted) <= 1e-5 * (np.abs(self.predicted).max() + np.ptp(self.labels)))
+        return bool(np.ptp(self.predicted) <= 1e-6 * (np.abs(self.predicted).max() + np.ptp(self.labels)))
 
     def headline(self) -> str:
         values, number = self.summary(), f"{len(self.labels):,} validation {self.noun}"
@@ -79,7 +79,7 @@ class RegressionPredictions:
 
     def told(self, i: int) -> dict[str, Any]:
         """What predictions.csv says of the sample's prediction."""
-        return {"label": round(float(self.labels[i]), 6), "predicted": round(float(self.predicted[i]), 6)}
+        return {"label": float(f"{self.labels[i]:.7g}"), "predicted": float(f"{self.predicted[i]:.7g}")}  # digits of fp32
 
     def write(self, run_dir: Path, samples: Validated) -> list[Path]:
         """Write evaluation.json, predictions.csv and predictions.png into the run's folder. Call on one rank.

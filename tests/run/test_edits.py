@@ -12,18 +12,18 @@ import pytest
 from sklearn.metrics import cohen_kappa_score
 
 from shared import demo
-from tests.conftest import LAUNCHER, ROOT, Run, command, slow
+from tests.conftest import LAUNCHER, ROOT, Run, command, run, slow
 
 PAGE = (ROOT / "docs/editing_the_step.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
-NAMES = ("z_loss", "two_optimizers", "adversary", "teacher", "penalty", "metric")
+NAMES = ("z_loss", "two_optimizers", "adversary", "teacher", "augmented", "penalty", "metric")
 FIRST_TIER = ("metric",)
 CASES = [diff if name in FIRST_TIER else slow(diff) for name, diff in zip(NAMES, DIFFS, strict=True)]
 KILLED = "adversary"  # the edit that is killed and resumed
 
 
 def test_each_edit_is_small():
-    assert len(DIFFS) == 6
+    assert len(DIFFS) == 7
     for diff in DIFFS:
         changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+])", line)]
         assert 0 < len(changed) <= 24
@@ -41,6 +41,7 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
         script.write_text(script.read_text().replace("org/teacher", str(demo.MODEL)))
     flags = {
         "lora_finetune": ["--seq_length", 128, "--num_generations", 0],
+        "full_finetune": ["--seq_length", 128, "--num_generations", 0],
         "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
         "text_classification": ["--train_file", tmp_path / "stars.csv", "--eval_steps", 2],
         "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],
@@ -60,6 +61,12 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     if "teacher" in diff:
         apart = [row["divergence"] for row in straight.rows if "divergence" in row]
         assert apart[0] == 0 and all(value > 0 for value in apart[1:])  # the adapters begin as nothing
+    if "drop_tokens" in diff:  # other tokens, as many targets
+        plain = run("full_finetune", tmp_path / "plain", *flags)
+        assert [row["tokens"] for row in plain.rows if "loss" in row] == [
+            row["tokens"] for row in straight.rows if "loss" in row
+        ]
+        assert all(plain.losses[step] != straight.losses[step] for step in range(1, 6))
     if "kappa" in diff:
         with (tmp_path / "straight/predictions.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))

@@ -19,7 +19,7 @@ from shared.data.records import read_records
 from shared.process.errors import ConfigError
 from shared.text import chat, encoder
 from shared.text.encoder import Encoder
-from shared.text.forms import Example, read_example, recognise, unused
+from shared.text.forms import Example, read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig
 from shared.text.packing import GroupedOrder, Packed, best_fit_decreasing, collate_packed, collate_padded
 from tests.conftest import put_a_token_before_texts
@@ -103,8 +103,17 @@ def test_what_the_system_says_is_read_from_each_form():
         {"system": "the model reads", "instruction": "a line", "output": "says what"},
         {"system": "the model reads", "conversations": talk},
         {"messages": [{"role": "developer", "content": "the model reads"}, *TURNS[1:3]]},
+        {"system": "the model reads", "messages": TURNS[1:3]},
     ):
         assert read_example(record, recognise(record, "here"), "here").messages == TURNS[:3]
+    with pytest.raises(ConfigError, match="in the column 'system' and among the messages: keep one"):
+        read_example({"system": "be brief", "messages": TURNS}, "chat messages", "here")
+    joined = {"system": "the model reads", "prompt": "a line", "completion": "says what"}
+    with pytest.raises(
+        ConfigError, match=r"data with a system text .*, no template here takes it; .* --allow_unused_columns"
+    ):
+        refuse_other_meanings(joined, "prompt and completion", "here")
+    refuse_other_meanings(joined | {"system": ""}, "prompt and completion", "here")
 
 
 MARKED = (

@@ -455,11 +455,15 @@ def test_an_error_of_a_transform_arrives_too(num_workers, end_readers):
         plain(next(subject.windows(0, 1)))
 
 
-def test_a_transform_that_changes_the_number_of_targets_is_refused():
+def test_a_transform_that_changes_what_is_counted_is_refused():
     """The loss of a step is divided by the targets that the samples say."""
     subject = loader()
     subject.transform = lambda row: {**row, "labels": np.full_like(row["labels"], IGNORED)}
-    with pytest.raises(ConfigError, match=r"sample \d+: the loader's transform makes 0 targets of \d+: keep their number"):
+    with pytest.raises(ConfigError, match=r"sample \d+: the transform makes 0 targets of \d+: keep their number"):
+        plain(next(subject.windows(0, 1)))
+    subject = loader()
+    subject.transform = lambda row: {**row, "position_ids": np.array([0, 1, 0, 1, 3])}
+    with pytest.raises(ConfigError, match=r"sample \d+: the transform leaves gaps in position_ids"):
         plain(next(subject.windows(0, 1)))
 
 
