@@ -56,15 +56,22 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], whole: Path, comman
     flags = settings(run, weights) | data | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
-    done = subprocess.run([*command, "--config", str(folder / "settings.yaml")], capture_output=True, text=True)
-    if done.returncode:
+    output: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--config", str(folder / "settings.yaml")], **output) as process:
+        lines = []
+        for line in process.stderr or ():
+            lines.append(line)
+            if line.startswith("evaluating: "):
+                print(f"  {line}", end="", file=sys.stderr, flush=True)
+    said = "".join(lines)
+    if process.returncode:
         shutil.rmtree(folder)
         with contextlib.suppress(OSError):  # they hold an earlier evaluation
             whole.parent.rmdir()
             whole.parent.parent.rmdir()
-        cause = re.search(r"^error: (.*)", done.stderr, re.M)
-        raise Failed(cause[1] if cause else f"{done.stderr}\nthe template ended with an error")
-    if read := re.search(r"^  data .*?; ([^;\n]*\bvalidat[^;\n]*)", done.stderr, re.M):
+        cause = re.search(r"^error: (.*)", said, re.M)
+        raise Failed(cause[1] if cause else f"{said}\nthe template ended with an error")
+    if read := re.search(r"^  data .*?; ([^;\n]*\bvalidat[^;\n]*)", said, re.M):
         print(f"  {read[1]}", file=sys.stderr)
     for copy in ("final", "adapter"):  # of the weights, since a run ends with it
         shutil.rmtree(folder / copy, ignore_errors=True)

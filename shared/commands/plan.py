@@ -9,8 +9,10 @@ python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_
 import contextlib
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -238,23 +240,22 @@ def main() -> None:
         print("Nothing fits: a smaller micro-batch or --seq_length, more GPUs, LoRA (--lora_r), 4 bits (--load_in_4bit).")
         return
     name, checkpointing, gpus, total = several[0]
-    flags = "" if checkpointing == "none" else f" --gradient_checkpointing {checkpointing}"
-    spread = f" --parallelism_config_tp_size {gpus}" if name == "tensor_parallel" else ""
-    print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
+    recipe = next((path for flag, path in pairwise(sys.argv) if flag == "--config"), "")
+    named = re.search(r"templates/(\w+)\.py", Path(recipe).read_text(encoding="utf-8")) if recipe else None
     template = "lora_finetune" if config.lora_r else "full_finetune" if config.weights_dtype == "bf16" else "pretrain"
-    template = "dpo" if config.loss_type else template
-    places = (f"templates/{template}.py", f"{template}.py")  # here and in a project of several templates
-    script = next((place for place in places if (Path(__file__).parents[2] / place).exists()), "train.py")
+    template = named[1] if named else "dpo" if config.loss_type else template
+    flags = f" --config {recipe}" * bool(recipe)
+    flags += f" --gradient_checkpointing {checkpointing}" * bool(recipe or checkpointing != "none")
     flags += " --full" * bool(config.loss_type and not config.lora_r) + " --weights_dtype bf16" * job.bf16_weights
-    flags += " --optim adamw_8bit" * job.eight_bits
-    if config.lora_r:
-        flags += f" --lora_r {config.lora_r}" + (" --load_in_4bit" if config.load_in_4bit else "")
-    flags += f" --seq_length {config.seq_length}"
+    flags += " --optim adamw_8bit" * job.eight_bits + f" --lora_r {config.lora_r}" * bool(config.lora_r)
+    flags += " --load_in_4bit" * config.load_in_4bit + f" --seq_length {config.seq_length}"
+    spread = f" --parallelism_config_tp_size {gpus}" if name == "tensor_parallel" else ""
     at_once = config.per_device_train_batch_size * (1 if name == "tensor_parallel" else gpus)
+    rest = "" if recipe else f" --global_batch_size {-(-16 // at_once) * at_once} ..."
+    print(f"Of those that fit, this should cost least time on {gpus} GPU(s); {total:.1f} GB on each:\n")
     print(
         f"  accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus}{spread} \\\n"
-        f"    {script}{flags} --per_device_train_batch_size {config.per_device_train_batch_size} "
-        f"--global_batch_size {-(-16 // at_once) * at_once} ..."
+        f"    templates/{template}.py{flags} --per_device_train_batch_size {config.per_device_train_batch_size}{rest}"
     )
     if config.gpus > 8:
         print("\nOver several machines: multi_node_ddp.yaml for ddp, multi_node_hsdp.yaml for fsdp2; see docs/clusters.md.")

@@ -138,8 +138,15 @@ class Logger:
             yield window
 
     def bar_of(self, windows: Iterable[T], total: int) -> Iterable[T]:
-        """Pass the windows of an evaluation on, with a second bar if they take more than some seconds."""
-        return tqdm(windows, "evaluating", total, leave=False, delay=3, disable=self.bar.disable, dynamic_ncols=True)
+        """Pass the windows of an evaluation on, with a second bar if it takes some seconds; in a file, a line a minute."""
+        told = time.perf_counter()
+        for number, window in enumerate(
+            tqdm(windows, "evaluating", total, leave=False, delay=3, disable=self.bar.disable, dynamic_ncols=True)
+        ):
+            if self.bar.disable and time.perf_counter() - told > 60:
+                print_main(f"evaluating: {number} of {total} batches")
+                told = time.perf_counter()
+            yield window
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
