@@ -133,7 +133,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
     """(the model with fp32 weights, the classes in the order of its scores)."""
     options = attention_option(config.speed.attn_implementation)
     if config.model_name_or_path:
-        model, classes = classifier.load_pretrained(config.model_name_or_path, classes, **options)
+        model, classes = classifier.load_pretrained(config.model_name_or_path, classes, image_size=image_size, **options)
         if config.freeze_backbone:
             classifier.freeze_backbone(model)
         return model, classes

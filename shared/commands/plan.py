@@ -39,7 +39,7 @@ class PlanConfig:
     """Tokens of one row."""
     per_device_train_batch_size: int = 1
     """Samples of one micro-batch."""
-    gpus: int = 8
+    gpus: int = 1
     """GPUs there are."""
     gpu_memory: float = 80.0
     """Memory of one, GB (10^9 bytes)."""

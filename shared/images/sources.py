@@ -23,6 +23,7 @@ from shared.images.decoding import BadImage, Part, Source
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
 from shared.process.files import NOT_REGULAR
+from shared.process.printing import note
 
 SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split; the first one present is used
@@ -213,6 +214,8 @@ def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path |
         )
     if "train" in inside and not others:
         train = root / "train"
+        if "test" in inside:
+            note(f"{root / 'test'} is not looked at: it is for `evaluate`, or give it as --validation_dir")
         if not config.validation_file:
             validation = validation or next((root / name for name in VALIDATION if name in inside), None)
     if validation is not None and train.resolve() in validation.resolve().parents:

@@ -23,6 +23,7 @@ from transformers import (
 from shared.models import pooled_head
 from shared.models.blocks import heads
 from shared.models.hub import from_architecture, from_hub
+from shared.models.resolution import at_resolution
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import note
 
@@ -59,8 +60,12 @@ def of_classifier(config: Any) -> Any:
     return config
 
 
-def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tuple[nn.Module, tuple[str, ...]]:
+def load_pretrained(
+    name: str, classes: tuple[str, ...], *, image_size: int, **options: Any
+) -> tuple[nn.Module, tuple[str, ...]]:
     """A classifier of these classes with the weights of `name`, and the order in which it scores them.
+
+    It takes images of `image_size` pixels: see `at_resolution`.
 
     If its labels are these classes, it keeps its head and its order. Otherwise it gets a new head, also if it has as many
     labels with other names: the old head means other things.
@@ -88,7 +93,7 @@ def load_pretrained(name: str, classes: tuple[str, ...], **options: Any) -> tupl
     _settle_head(name, model, info, heads(model), keeps_head)
     if "spatial_shapes" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_to_patches, with_kwargs=True)
-    return model, classes
+    return at_resolution(model, image_size), classes
 
 
 def _keeps_head(config: Any, classes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:

@@ -53,6 +53,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if os.path.isfile(name):
         raise ConfigError(f"{name}: a file; a model is given as the folder that holds its config.json and weights")
     if is_folder:
+        if not os.path.exists(os.path.join(name, "config.json")) and os.path.isdir(os.path.join(name, "final")):
+            raise ConfigError(f"{name}: a run's folder; what it trained is in {os.path.join(name, 'final')}")
         _refuse_damaged(Path(name))
         if of_weights or first is not None:
             _refuse_pickles(Path(name))
@@ -186,7 +188,7 @@ def override(config: Any, changes: str | None) -> None:
     Raises:
         ConfigError: not of that form, or an attribute that the config does not have.
     """
-    for change in re.split(r",(?![^\[]*\])", changes or ""):  # but not within a list
+    for change in re.split(r",(?![^\[]*\])(?![^{]*\})", changes or ""):  # but not in a list or object
         if not change:
             continue
         key, equals, value = change.partition("=")

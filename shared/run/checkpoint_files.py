@@ -126,7 +126,8 @@ def require_compatible(
     """
     if manifest.get("data") != own["data"] and "data" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other data: use the same, another --output_dir, or --allow_changed data"
+            f"{folder} belongs to a run on other data: use the same, another --output_dir (with what this run trained, its "
+            "final/, as the model or adapter to go on from: docs/after_training.md), or --allow_changed data"
         )
     if manifest.get("base", own["base"]) != own["base"] and "base" not in allowed:
         raise ConfigError(

@@ -134,16 +134,17 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         messages = prompt + _list(record, "completion", where)
     else:
         messages = _list(record, "messages", where)
-    if record.get("system"):
-        messages = [{"role": "system", "content": _text(record, "system", where)}, *messages]
-        if sum(message.get("role") in ("system", "developer") for message in messages) > 1:
-            raise ConfigError(f"{where}: a system text is in the column 'system' and among the messages: keep one")
     tools = _list({"tools": _from_cell(record.get("tools")) or []}, "tools", where)
     options = _from_cell(record.get("chat_template_kwargs")) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: 'chat_template_kwargs' is {kind(options)}, expected an object")
     options = {key: value for key, value in options.items() if value is not None}  # Parquet adds nulls
-    return Example(_checked(messages, where), [_function(tool) for tool in tools] or None, options)
+    messages = _checked(messages, where)
+    if record.get("system"):
+        if any(message["role"] == "system" for message in messages):
+            raise ConfigError(f"{where}: a system text is in the column 'system' and among the messages: keep one")
+        messages = [{"role": "system", "content": _text(record, "system", where)}, *messages]
+    return Example(messages, [_function(tool) for tool in tools] or None, options)
 
 
 def _text(record: dict[str, Any], column: str, where: str) -> str:
@@ -188,7 +189,10 @@ def _checked(messages: Messages, where: str) -> Messages:
         if message.get("role") == "developer":
             message["role"] = "system"
         if message.get("role") not in ROLES:
-            raise ConfigError(f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}")
+            raise ConfigError(
+                f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}: rename it; what the "
+                "assistant says is learned"
+            )
         if not isinstance(message.get("content"), str) and not calls:
             raise ConfigError(f"{where}: content of message {number} is {kind(parts)}, expected text or parts of type text")
         weights = [message.pop(key, 1) for key in ("weight", "loss_weight")]

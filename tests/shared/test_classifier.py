@@ -30,6 +30,7 @@ from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import heads
 from shared.models.classifier import load_pretrained
+from shared.models.resolution import resample
 from shared.process.errors import ConfigError
 
 CLASSES = ("ant", "bee", "cow")
@@ -99,7 +100,7 @@ def head_names(model):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_labels_in_any_order_keep_the_head_and_the_models_order(name, saved, capsys):
     folder, weights = saved(name)
-    model, classes = load_pretrained(str(folder), ("cow", "ant", "bee"))
+    model, classes = load_pretrained(str(folder), ("cow", "ant", "bee"), image_size=32)
     assert classes == CLASSES
     assert model.config.id2label == dict(enumerate(CLASSES))
     assert model.config.label2id == {"ant": 0, "bee": 1, "cow": 2}
@@ -113,7 +114,7 @@ def test_the_same_labels_in_any_order_keep_the_head_and_the_models_order(name, s
 def test_other_labels_get_a_new_head_on_the_same_backbone(name, classes, saved, capsys):
     folder, weights = saved(name)
     torch.manual_seed(1)
-    model, found = load_pretrained(str(folder), classes)
+    model, found = load_pretrained(str(folder), classes, image_size=32)
     assert found == classes
     assert model.config.id2label == dict(enumerate(classes))
     of_head = head_names(model)
@@ -134,7 +135,7 @@ def test_other_labels_get_a_new_head_on_the_same_backbone(name, classes, saved, 
 
 def test_weights_are_loaded_as_fp32_whatever_they_were_saved_as(tmp_path):
     make("vit").bfloat16().save_pretrained(tmp_path)
-    model, _ = load_pretrained(str(tmp_path), CLASSES)
+    model, _ = load_pretrained(str(tmp_path), CLASSES, image_size=32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -151,9 +152,53 @@ def test_a_backbone_with_missing_weights_is_refused_by_name(tmp_path, damage):
     save_file(weights, file, metadata={"format": "pt"})
     for classes in (CLASSES, ("x", "y")):
         with pytest.raises(ConfigError) as error:
-            load_pretrained(str(tmp_path), classes)
+            load_pretrained(str(tmp_path), classes, image_size=32)
         expected = f"{tmp_path}: 1 weights of the backbone are missing or of another shape: {key}"
         assert str(error.value) == expected
+
+
+# Resolution ----------------------------------------------------------------------------------------------------------
+
+
+def test_position_embeddings_are_resampled_as_timm_does():
+    layers = pytest.importorskip("timm.layers")
+    embeddings = torch.randn(1, 2 + 16, 8)
+    expected = layers.resample_abs_pos_embed(embeddings, [6, 6], [4, 4], num_prefix_tokens=2)
+    torch.testing.assert_close(resample(embeddings, 2 + 36, 36), expected)
+
+
+@pytest.mark.parametrize("name", ["vit", "timm"])
+def test_a_model_of_one_size_takes_another_and_is_saved_with_it(name, tmp_path, capsys):
+    """All but the position embeddings stays, and what is saved is loaded by transformers as it was."""
+    config = architecture("vit")
+    if name == "timm":
+        pytest.importorskip("timm")
+        from transformers import TimmWrapperConfig
+
+        options = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2}
+        config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=options, num_labels=3)
+        classifier.name_classes(config, CLASSES)
+    torch.manual_seed(0)
+    made = AutoModelForImageClassification.from_config(config)
+    made.save_pretrained(tmp_path / "32")
+    model, _ = load_pretrained(str(tmp_path / "32"), CLASSES, image_size=48)
+    assert "the position embeddings are resampled for images of 48 x 48 pixels" in capsys.readouterr().err
+    before, after = made.state_dict(), model.state_dict()
+    (changed,) = (key for key, value in after.items() if not torch.equal(value, before.get(key, value[:0])))
+    assert "pos" in changed and after[changed].shape[1] == 1 + 36
+    model.save_pretrained(tmp_path / "48")
+    again = AutoModelForImageClassification.from_pretrained(tmp_path / "48").eval()
+    images = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(again(pixel_values=images).logits, model(pixel_values=images).logits)
+
+
+def test_a_model_that_cannot_take_another_size_is_refused(tmp_path):
+    config = architecture("vit")
+    config.image_size = [32, 32]  # as no repository of the Hub has it
+    AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^--image_size 48: ViTForImageClassification does not take it \(.*48\*48"):
+        load_pretrained(str(tmp_path), CLASSES, image_size=48)
 
 
 # Freezing ------------------------------------------------------------------------------------------------------------
@@ -425,7 +470,7 @@ def test_the_exported_model_says_what_the_model_says(name, tmp_path):
     pytest.importorskip("onnxscript")
     model = make(name).eval()
     model.save_pretrained(tmp_path)
-    assert classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images"
+    assert classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images of 32 x 32 pixels"
     assert [p.name for p in tmp_path.glob("model.onnx*")] == ["model.onnx"]
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     torch.manual_seed(1)

@@ -365,6 +365,9 @@ def test_override_sets_numbers_text_and_switches():
 def test_override_sets_lists():
     config = ResNetConfig()
     override(config, "depths=[2,2,2,2],layer_type=basic,hidden_sizes=[8, 16, 32, 64]")
+    other = LlamaConfig()
+    override(other, 'rope_parameters={"rope_type":"default","rope_theta":5e5},hidden_size=256')
+    assert other.rope_parameters == {"rope_type": "default", "rope_theta": 5e5} and other.hidden_size == 256
     assert (config.depths, config.layer_type, config.hidden_sizes) == ([2, 2, 2, 2], "basic", [8, 16, 32, 64])
 
 
