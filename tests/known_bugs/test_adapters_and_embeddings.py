@@ -58,7 +58,7 @@ def test_an_adapter_of_another_base_is_named(tmp_path, capsys):
         model = add_adapters(base, AdapterConfig(adapter_name_or_path=str(tmp_path)))
         assert model.peft_config["default"].base_model_name_or_path == name
         expected = f"warning: {tmp_path}: made for the base first, goes on with second\n" if name == "second" else ""
-        assert capsys.readouterr().err == expected
+        assert capsys.readouterr().err == f"the adapter of {tmp_path} is trained further\n" + expected
 
 
 def test_an_adapter_loaded_by_its_card_ends_where_turns_do(tmp_path, tiny_model, chat_file, capsys):
