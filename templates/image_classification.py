@@ -39,7 +39,7 @@ class Config:
     freeze_backbone: bool = False  # Train the head alone, of a --model_name_or_path (linear probing)
     sync_batchnorm: bool = False  # Let BatchNorm see the images of all ranks, not those of each
     image_size: int | None = None  # Height and width in pixels; if not given, the model's own, else 224
-    crop_pct: float | None = None  # Share of the image that evaluation crops; if not given, the model's own, else 0.875
+    crop_pct: float | None = None  # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
     export_onnx: bool = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
@@ -76,7 +76,7 @@ from accelerate import DistributedType
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
+from transformers import AutoConfig, ResNetConfig
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
@@ -90,7 +90,7 @@ from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, measure
-from shared.models.hub import attention_option, from_architecture, from_hub, override
+from shared.models.hub import attention_option, from_hub, override
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
@@ -143,8 +143,7 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
     if hasattr(architecture, "image_size"):
         architecture.image_size = [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
     override(architecture, config.config_overrides)
-    classifier.name_classes(architecture, classes)
-    return from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32, **options), classes
+    return classifier.from_scratch(architecture, classes, image_size=image_size, **options), classes
 
 
 def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: Any) -> tuple[nn.Module, float]:
@@ -227,7 +226,7 @@ def main(config: Config) -> None:
     run.resume(train, data=data.identity, total_steps=steps, makes="final/model.onnx" if config.export_onnx else "final")
     run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
     about_model = f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
-    about = {"data": data.about, "images": config.recipe.describe(size, to_model.order), "BatchNorm": advice}
+    about = {"data": data.about, "images": config.recipe.describe(processor, to_model.order), "BatchNorm": advice}
     run.start(samples="images", flops=flops, model=about_model, **about)
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
         predict(run, model, validation, to_model, classes)  # to see whether it works

@@ -345,6 +345,7 @@ RENAMED = {
     "workers": "dataloader_num_workers",
     "label_smoothing_factor": "label_smoothing",
     **dict.fromkeys(("eval_file", "val_file"), "validation_file"),
+    **dict.fromkeys(("eval_dir", "val_dir"), "validation_dir"),
     **dict.fromkeys(("data_dir", "data"), "train_dir"),
 }
 ELSEWHERE = {

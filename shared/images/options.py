@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shared.config.parse import require
 from shared.data.files import refuse_archive
@@ -92,7 +92,10 @@ class RecipeConfig:
     def mixes(self) -> bool:
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
-    def describe(self, size: int, order: str) -> str:
-        """A line of the summary: size and order of the pixels, and what is on."""
+    def describe(self, processor: Any, order: str) -> str:
+        """A line of the summary: size, order and scale of the pixels, and what is on."""
         on = {name: value for name, value in vars(self).items() if value not in (None, 0, "none")}
-        return ", ".join([f"{size} x {size} pixels", order, *(f"{name} {value}" for name, value in on.items())])
+        size, values = processor.crop_size["height"], (processor.image_mean, processor.image_std)
+        mean, deviation = (" ".join(f"{value:.3g}" for value in some) for some in values)
+        pixels = [f"{size} x {size} pixels", order, f"mean {mean}", f"deviation {deviation}"]
+        return ", ".join([*pixels, *(f"{name} {value}" for name, value in on.items())])

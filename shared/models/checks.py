@@ -53,7 +53,9 @@ def require_tokens_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
     """Refuse sequences longer than the model's context, and tokens without an embedding. Raises ConfigError."""
     context = _context(model)
     if context is not None and seq_length > context:
-        raise ConfigError(f"--seq_length {seq_length} is longer than the model's context of {context} tokens")
+        raise ConfigError(
+            f"--seq_length {seq_length} is longer than the model's context of {context} tokens: give at most that"
+        )
     embeddings = model.get_input_embeddings().num_embeddings
     if (tokens := vocabulary_size(tokenizer)) > embeddings:
         raise ConfigError(

@@ -60,6 +60,13 @@ def of_classifier(config: Any) -> Any:
     return config
 
 
+def from_scratch(config: Any, classes: tuple[str, ...], *, image_size: int, **options: Any) -> Any:
+    """A classifier of these classes with random weights, which takes images of `image_size` pixels."""
+    name_classes(config, classes)
+    model = from_architecture(AutoModelForImageClassification, config, dtype=torch.float32, **options)
+    return at_resolution(model, image_size)
+
+
 def load_pretrained(
     name: str, classes: tuple[str, ...], *, image_size: int, **options: Any
 ) -> tuple[nn.Module, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from shared.process.printing import note
 def at_resolution(model: Any, size: int) -> Any:
     """`model`, or one of its weights whose position embeddings are resampled, if it takes images of its own size only.
 
-    Bicubic, as for ViT, arXiv 2010.11929, section 3.2. Every rank calls this, with the whole model in eval mode.
+    Bicubic, as for ViT, arXiv 2010.11929, section 3.2. Every rank calls this, with the whole model.
 
     Args:
         size: height and width of the images in pixels.
@@ -22,10 +22,11 @@ def at_resolution(model: Any, size: int) -> Any:
     Raises:
         ConfigError: it does not take them, and position embeddings are not the only reason.
     """
+    training = model.training
     try:
         with torch.no_grad():
-            model(pixel_values=torch.zeros(1, 3, size, size))
-        return model
+            model.eval()(pixel_values=torch.zeros(1, 3, size, size))
+        return model.train(training)
     except (AssertionError, RuntimeError, ValueError) as error:
         problem = ConfigError(f"--image_size {size}: {type(model).__name__} does not take it ({first_line(error)})")
     if hasattr(model, "timm_model"):
@@ -36,7 +37,7 @@ def at_resolution(model: Any, size: int) -> Any:
     else:
         model = _resampled(model, size, problem)
     note(f"the position embeddings are resampled for images of {size} x {size} pixels")
-    return model
+    return model.train(training)
 
 
 def _resampled(model: Any, size: int, problem: ConfigError) -> Any:
@@ -44,7 +45,7 @@ def _resampled(model: Any, size: int, problem: ConfigError) -> Any:
     if not isinstance(getattr(config, "image_size", None), int):
         raise problem
     config.image_size = size
-    made, weights = type(model)(config).eval(), model.state_dict()
+    made, weights = type(model)(config), model.state_dict()
     for name, wanted in made.state_dict().items():
         if weights[name].shape != wanted.shape:
             if "position_embedding" not in name or wanted.ndim != 3:

@@ -1,5 +1,6 @@
 """The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, a settings summary."""
 
+import contextlib
 import dataclasses
 import datetime
 import logging
@@ -59,6 +60,7 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
         _refuse_to_leave_gpus_idle()
     quieten_libraries()
     _refuse_second_answers()
+    _refuse_fewer_processes_than_asked_for()
     world_size = ranks.world_size()
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
         raise NotNow(
@@ -128,7 +130,7 @@ def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int
         often = f"every {every:,} steps and " if every < total_steps else ""
         parts.append(f"{what} {often}at the end" + f" alone (--{flag})" * (not often))
     metric, decay = config.evaluation.metric_for_best_model, config.evaluation.ema_decay
-    parts += [f"the best by {metric} is kept"] * (metric != "none")
+    parts += [f"the best by {metric} is saved, too"] * (metric != "none")
     parts += [f"weights are averaged (--ema_decay {decay:g})"] * bool(decay)
     return "; ".join(parts)
 
@@ -211,6 +213,19 @@ def _refuse_second_answers() -> None:
             )
         if os.environ.get("FSDP_VERSION", "1") != "2":
             raise ConfigError("fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2")
+
+
+def _refuse_fewer_processes_than_asked_for() -> None:
+    """Raise ConfigError where Accelerate starts one process although --num_processes says several: it does so in silence."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+        asked = re.search(r" --num[_-]processes[ =](\d+)", " ".join(words))
+        launches = any(word.rpartition(".")[2] == "launch" for word in words)
+        if launches and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
+            raise ConfigError(
+                f"--num_processes {asked[1]}, but this launch config starts one process: take ddp.yaml, on a CPU with "
+                "ACCELERATE_USE_CPU=true before the command"
+            )
 
 
 def require_compiler(device: torch.device) -> None:

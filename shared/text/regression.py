@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from shared.data.report import Validated, gather_rows, write_report
+from shared.data.report import Validated, gather_rows, line_of, write_report
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RegressionPredictions:
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The samples with the largest errors, in words; at most 1000."""
         apart = np.abs(self.labels - self.predicted)
-        return [{**samples.shown(int(i)), **self.told(i)} for i in np.argsort(-apart, kind="stable")[:1000]]
+        return [line_of(self, samples, int(i)) for i in np.argsort(-apart, kind="stable")[:1000]]
 
     def told(self, i: int) -> dict[str, Any]:
         """What predictions.csv says of the sample's prediction."""

@@ -155,3 +155,12 @@ def test_out_of_memory_names_the_next_lever(small, tmp_path):
     assert short.returncode != 0
     advice = "error: out of memory: 4 rows do not fit\n  next: --per_device_train_batch_size 2"
     assert advice in short.output and "--gradient_checkpointing full" in short.output
+
+
+def test_processes_that_were_asked_for_and_not_started_are_told(tmp_path):
+    """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    words += [ROOT / "templates/pretrain.py", "--max_steps", "1", "--output_dir", tmp_path / "run"]
+    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    assert "error: --num_processes 2, but this launch config starts one process: take ddp.yaml" in done.stderr
+    assert done.returncode == 1 and not list(tmp_path.glob("run/checkpoint-*"))

@@ -17,7 +17,7 @@ from sklearn import metrics
 
 from shared.data import report
 from shared.data.order import IGNORED
-from shared.data.report import Predictions, scores
+from shared.data.report import Predictions, line_of, scores
 from shared.images.files import Images
 
 
@@ -265,3 +265,12 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, ca
     assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
     assert (run_dir / "evaluation.json").exists()
     assert report.MISTAKES == 32
+
+
+def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
+    class Record:
+        def shown(self, number):
+            return {"where": "a.csv:2", "label": "old", "id": 7}
+
+    line = line_of(made([0], [1], "ab"), Record(), 0)
+    assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
