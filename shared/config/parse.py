@@ -346,6 +346,11 @@ RENAMED = {
     "label_smoothing_factor": "label_smoothing",
     **dict.fromkeys(("eval_file", "val_file"), "validation_file"),
     **dict.fromkeys(("eval_dir", "val_dir"), "validation_dir"),
+    "mixup": "mixup_alpha",
+    "cutmix": "cutmix_alpha",
+    "reprob": "random_erasing",
+    "aa": "auto_augment",
+    **dict.fromkeys(("model_ema", "model_ema_decay"), "ema_decay"),
     **dict.fromkeys(("data_dir", "data"), "train_dir"),
 }
 ELSEWHERE = {

@@ -218,10 +218,9 @@ def _refuse_second_answers() -> None:
 def _refuse_fewer_processes_than_asked_for() -> None:
     """Raise ConfigError where Accelerate starts one process although --num_processes says several: it does so in silence."""
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
-        asked = re.search(r" --num[_-]processes[ =](\d+)", " ".join(words))
-        launches = any(word.rpartition(".")[2] == "launch" for word in words)
-        if launches and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
+        launcher = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").replace("\0", " ")
+        asked = re.search(r" --num[_-]processes[ =](\d+)", launcher)
+        if "launch" in launcher and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
             raise ConfigError(
                 f"--num_processes {asked[1]}, but this launch config starts one process: take ddp.yaml, on a CPU with "
                 "ACCELERATE_USE_CPU=true before the command"

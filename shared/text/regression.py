@@ -41,7 +41,8 @@ class RegressionPredictions:
         """Mean squared error (eval_loss), mean absolute error, and the correlations; 0 where nothing defines them."""
         from scipy.stats import pearsonr, spearmanr
 
-        varies = np.ptp(self.labels) > 0 and not self.is_constant
+        rounding = 1e-6 * (np.abs(self.predicted).max() + np.ptp(self.labels))  # whose correlation would be noise
+        varies = np.ptp(self.labels) > 0 and np.ptp(self.predicted) > rounding
         found = {
             f"eval_{name}": f(self.labels, self.predicted).statistic if varies else 0.0
             for name, f in (
@@ -53,17 +54,14 @@ class RegressionPredictions:
         found |= {"eval_loss": (apart**2).mean(), "eval_mae": np.abs(apart).mean()}
         return {name: float(found[name]) for name in ("eval_loss", "eval_mae", "eval_pearson", "eval_spearman")}
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether the predictions differ by no more than rounding: correlations of such are noise."""
-        return bool(np.ptp(self.predicted) <= 1e-6 * (np.abs(self.predicted).max() + np.ptp(self.labels)))
-
     def headline(self) -> str:
-        values, number = self.summary(), f"{len(self.labels):,} validation {self.noun}"
-        if self.is_constant:
-            low, high = self.labels.min(), self.labels.max()
-            return f"the model gives all {number} {self.predicted[0]:.4g}, where labels are from {low:.4g} to {high:.4g}"
-        return f"Pearson's correlation {values['eval_pearson']:.4f}, Spearman's {values['eval_spearman']:.4f} on {number}"
+        values, labels, predicted = self.summary(), self.labels, self.predicted
+        line = f"Pearson's correlation {values['eval_pearson']:.4f}, Spearman's {values['eval_spearman']:.4f} on "
+        line += f"{len(labels):,} validation {self.noun}"
+        if np.ptp(predicted) > 0.01 * np.ptp(labels):
+            return line
+        spans = [f"{some.min():.4g} to {some.max():.4g}" for some in (predicted, labels)]
+        return f"{line}; predictions hardly vary ({spans[0]}, labels {spans[1]})"
 
     def for_config(self) -> dict[str, Any]:
         """What final/config.json says: pipelines then give the number as it is."""

@@ -159,8 +159,22 @@ def test_out_of_memory_names_the_next_lever(small, tmp_path):
 
 def test_processes_that_were_asked_for_and_not_started_are_told(tmp_path):
     """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    words += [ROOT / "templates/pretrain.py", "--max_steps", "1", "--output_dir", tmp_path / "run"]
-    done = subprocess.run([*map(str, words)], cwd=ROOT, capture_output=True, text=True)
-    assert "error: --num_processes 2, but this launch config starts one process: take ddp.yaml" in done.stderr
-    assert done.returncode == 1 and not list(tmp_path.glob("run/checkpoint-*"))
+    script = ["templates/pretrain.py", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    for words, code in (
+        (["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"], 1),
+        (
+            [
+                "-m",
+                "shared",
+                "run",
+                "accelerate",
+                "launch",
+                "--config_file=accelerate_configs/cpu.yaml",
+                "--num_processes=2",
+            ],
+            2,
+        ),
+    ):
+        done = subprocess.run([sys.executable, *words, *script], cwd=ROOT, capture_output=True, text=True)
+        assert "error: --num_processes 2, but this launch config starts one process: take ddp.yaml" in done.stderr
+        assert done.returncode == code and not list(tmp_path.glob("run/checkpoint-*"))

@@ -19,6 +19,7 @@ from shared.data import report
 from shared.data.order import IGNORED
 from shared.data.report import Predictions, line_of, scores
 from shared.images.files import Images
+from shared.text.regression import RegressionPredictions
 
 
 def test_scores_of_a_batch_by_hand():
@@ -274,3 +275,18 @@ def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
 
     line = line_of(made([0], [1], "ab"), Record(), 0)
     assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
+
+
+def test_numbers_that_hardly_vary_are_told():
+    labels, noise = np.array([10.0, 20.0, 42.0]), np.array([0.0, 3e-6, 1e-6])
+    constant = RegressionPredictions(labels, 5.4675 + noise, "texts")
+    assert constant.summary() == {
+        "eval_loss": pytest.approx(((labels - 5.4675) ** 2).mean(), rel=1e-5),
+        "eval_mae": pytest.approx(24 - 5.4675, rel=1e-5),
+        "eval_pearson": 0.0,
+        "eval_spearman": 0.0,
+    }
+    assert constant.headline().endswith("on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)")
+    good = RegressionPredictions(labels, labels + 1, "texts")
+    assert good.headline() == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
+    assert good.told(1) == {"label": 20.0, "predicted": 21.0}
