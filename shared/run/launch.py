@@ -223,7 +223,7 @@ def _refuse_fewer_processes_than_asked_for() -> None:
         if "launch" in launcher and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
             raise ConfigError(
                 f"--num_processes {asked[1]}, but this launch config starts one process: take ddp.yaml, on a CPU with "
-                "ACCELERATE_USE_CPU=true before the command"
+                "ACCELERATE_USE_CPU=true before the command and without --cpu"
             )
 
 

@@ -358,7 +358,7 @@ def describe(samples: Conversations | MixedConversations, config: ChatConfig) ->
         default = "the default chat template (### User / ### Assistant)"
         template = ", the model's chat template" if meta["own_template"] else f", {default}"
     elif "prompt and completion" in forms:
-        template = ", texts are joined as they are, without a chat template"
+        template = ", texts joined as they are, lists of messages by the chat template"
     return (
         f"{meta['source']}: {', '.join(forms)}{template}; {meta['read']:,} read, {meta['cut']:,} cut to {config.seq_length} "
         f"tokens, {meta['dropped']:,} dropped because no answer is left; {len(samples):,} to train on, "
