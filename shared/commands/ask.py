@@ -46,11 +46,11 @@ def main() -> None:
         model = from_hub(PeftModel, folder, first=model)
     model.eval()
     for question in options.question:
-        turns = [{"role": "system", "content": options.system}] * bool(options.system)
-        turns += [{"role": "user", "content": question}]
         if options.plain or not tokenizer.chat_template:
             ids: Any = tokenizer(question, return_tensors="pt")
         else:
+            turns = [{"role": "system", "content": options.system}] * bool(options.system)
+            turns += [{"role": "user", "content": question}]
             ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         ids = {key: value.to(model.device) for key, value in ids.items() if key != "token_type_ids"}
         with_base = {"base": model.disable_adapter} if adapter.exists() else {}

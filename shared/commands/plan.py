@@ -97,12 +97,16 @@ def aligned(table: list[tuple[str, ...]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def architecture_of(name: str) -> Any:
+def architecture_of(config: PlanConfig) -> Any:
     """The config of a model: of the recipes' models without the Hub, some of which need a login there."""
     from transformers import AutoConfig
 
     from shared.models.hub import from_hub
+    from shared.models.pretraining import preset
 
+    if config.model_preset:
+        return preset(config.model_preset)
+    name = config.config_name or config.model_name_or_path
     known = FOLDER / "architectures.json"  # what this command reads in their config.json
     facts = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
     return AutoConfig.for_model(**facts[name]) if name in facts else from_hub(AutoConfig, name)
@@ -179,15 +183,10 @@ def main() -> None:
 
     from shared.models import memory
     from shared.models.hub import override
-    from shared.models.pretraining import preset
     from shared.run import launch
 
     launch.quieten_libraries()
-    architecture = (
-        preset(config.model_preset)
-        if config.model_preset
-        else architecture_of(config.config_name or config.model_name_or_path)
-    )
+    architecture = architecture_of(config)
     override(architecture, config.config_overrides)
     job = memory.Job(
         architecture,

@@ -124,7 +124,7 @@ def _merge(folder: Path, new: Path, name: str, made: Plan) -> None:
 def _uncommitted() -> list[str]:
     """Files here that git knows and that differ from the last commit; none where there is no repository."""
     command = ["git", "diff", "HEAD", "--name-only", "--relative"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
 def main() -> None:

@@ -11,7 +11,16 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from shared.data.report import MATRIX_CLASSES, MISTAKES, Validated, gather_rows, picture_names, scores_by_class, write_report
+from shared.data.report import (
+    MATRIX_CLASSES,
+    MISTAKES,
+    Validated,
+    gather_rows,
+    line_of,
+    picture_names,
+    scores_by_class,
+    write_report,
+)
 
 LISTED = 1000  # mistakes in evaluation.json, at most
 
@@ -162,12 +171,15 @@ class MultiLabelPredictions:
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The most confident mistakes in words."""
         return [
-            {
-                **samples.shown(int(i)),
-                "label": self.classes[number],
-                "is_there": bool(self.labels[i, number]),
-                "score": round(float(self.scores[i, number]), 4),
-            }
+            line_of(
+                samples,
+                int(i),
+                {
+                    "label": self.classes[number],
+                    "is_there": bool(self.labels[i, number]),
+                    "score": round(float(self.scores[i, number]), 4),
+                },
+            )
             for i, number in self.mistakes()[:LISTED]
         ]
 

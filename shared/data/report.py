@@ -80,9 +80,8 @@ def scores_by_class(predictions: Any) -> dict[str, Any]:
     }
 
 
-def line_of(predictions: Any, samples: Validated, i: int) -> dict[str, Any]:
-    """What the reports say of a sample: its record, and the prediction. A column of a name that these use is told apart."""
-    told = predictions.told(i)
+def line_of(samples: Validated, i: int, told: dict[str, Any]) -> dict[str, Any]:
+    """A sample's record, and what is `told` of its prediction. A column of a name that this uses, too, is renamed."""
     return {f"{name} (data)" if name in told else name: value for name, value in samples.shown(i).items()} | told
 
 
@@ -106,7 +105,7 @@ def write_report(
     (run_dir / "evaluation.json").write_text(json.dumps(content, indent=1, ensure_ascii=False), **written)
     with (run_dir / "predictions.csv").open("w", newline="", **written) as file:
         in_order = sorted(range(len(predictions.labels)), key=samples.position)
-        lines = [line_of(predictions, samples, i) for i in in_order]
+        lines = [line_of(samples, i, predictions.told(i)) for i in in_order]
         writer = csv.DictWriter(file, list(dict.fromkeys(name for line in lines for name in line)))
         writer.writeheader()
         writer.writerows(lines)
@@ -198,7 +197,7 @@ class Predictions:
 
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The mistakes in words, in their order."""
-        return [line_of(self, samples, int(i)) for i in self.mistakes()]
+        return [line_of(samples, int(i), self.told(int(i))) for i in self.mistakes()]
 
     def write(self, run_dir: Path, samples: Validated) -> list[Path]:
         """Write evaluation.json, predictions.csv, confusion_matrix.png and mistakes.png into the run's folder.

@@ -73,7 +73,7 @@ class RegressionPredictions:
     def listed(self, samples: Validated) -> list[dict[str, Any]]:
         """The samples with the largest errors, in words; at most 1000."""
         apart = np.abs(self.labels - self.predicted)
-        return [line_of(self, samples, int(i)) for i in np.argsort(-apart, kind="stable")[:1000]]
+        return [line_of(samples, int(i), self.told(int(i))) for i in np.argsort(-apart, kind="stable")[:1000]]
 
     def told(self, i: int) -> dict[str, Any]:
         """What predictions.csv says of the sample's prediction."""

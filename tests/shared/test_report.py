@@ -273,7 +273,7 @@ def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
         def shown(self, number):
             return {"where": "a.csv:2", "label": "old", "id": 7}
 
-    line = line_of(made([0], [1], "ab"), Record(), 0)
+    line = line_of(Record(), 0, made([0], [1], "ab").told(0))
     assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
 
 
