@@ -1,6 +1,6 @@
 """Labels of classes as people write them, and which samples to validate on by them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from shared.data import records
 from shared.data.order import permute
 from shared.process.errors import ConfigError
+from shared.process.printing import note
 
 
 def in_order(classes: Iterable[str]) -> list[str]:
@@ -75,6 +76,19 @@ def label_of(value: Any, problem_type: str | None, where: str, name_of: Callable
             "--problem_type single_label"
         )
     return str(name_of(value))
+
+
+def warn_of_joined(classes: Collection[str], problem_type: str) -> None:
+    """Note classes whose names are those of other classes, joined: several labels of a sample that were not told apart."""
+    for separator in (" ", ",", ";", "/", "+", "&"):
+        parts = {name: [part.strip() for part in name.split(separator)] for name in classes if separator in name}
+        joined = [name for name, some in parts.items() if all(part in classes for part in some)]
+        if len(joined) > 1:
+            add = "" if problem_type == "multi_label" else " and add --problem_type multi_label"
+            note(
+                f"warning: {len(joined)} classes, such as {joined[0]!r}, look like several labels that are joined: write "
+                f"{'|'.join(parts[joined[0]])}{add}"
+            )
 
 
 def rarest(hot: np.ndarray) -> np.ndarray:

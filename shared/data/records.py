@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from shared.data.files import DataFile, File, find_files, name_inside
 from shared.data.remote import RemoteFile
+from shared.data.tables import read_table
 from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import label, note
@@ -161,7 +161,7 @@ def read_records(files: Sequence[File], cursor: Cursor | None = None) -> Records
             elif suffix == ".json":
                 yield from _read_json(path, cursor)
             elif suffix in (".csv", ".tsv"):
-                yield from _forward(_read_csv(path, "," if suffix == ".csv" else "\t"), path, cursor)
+                yield from _forward(read_table(path), path, cursor)
             elif suffix == ".parquet":
                 yield from _read_parquet(path, cursor)
             else:
@@ -276,27 +276,6 @@ def _read_list(path: File) -> Records:
         yield f"{path}: record {number}", record
 
 
-def _read_csv(path: File, delimiter: str) -> Records:
-    csv.field_size_limit(2**31 - 1)
-    with DataFile(path) as file, file.text(newline="") as lines:
-        reader = csv.DictReader(lines, strict=True, delimiter=delimiter)  # not strict: an open quote takes all that follows
-        try:
-            columns = list(reader.fieldnames or ())
-            if len(columns) == 1 and ";" in columns[0]:  # as Excel writes where the comma is decimal
-                raise ConfigError(f"{path}:1: the columns are separated by semicolons: save it as CSV with commas")
-            if len(set(columns)) < len(columns):  # csv would keep the last one without a word
-                raise ConfigError(f"{path}:1: a column is there twice ({', '.join(columns)})")
-            file.line = reader.line_num + 1
-            for record in reader:
-                if None in record or None in record.values():
-                    raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
-                first = reader.line_num - sum(value.count("\n") for value in record.values())  # it stands on
-                yield f"{path}:{first}", dict(record)
-                file.record, file.line = 0, reader.line_num + 1
-        except csv.Error as error:
-            raise ConfigError(f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})") from None
-
-
 def _read_parquet(path: File, cursor: Cursor) -> Records:
     import numpy as np
     import pyarrow as pa
@@ -308,28 +287,61 @@ def _read_parquet(path: File, cursor: Cursor) -> Records:
         ends = np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
         skipped = int(np.searchsorted(ends[1:], first, side="right"))  # row groups
         number = int(ends[skipped])
+        converters = arrow_converters(file.schema_arrow, parse_json)
         for batch in file.iter_batches(batch_size=64, row_groups=range(skipped, file.num_row_groups)):
             skip = min(max(0, first - number), len(batch))
             number += skip
             for record in batch.slice(skip).to_pylist():
                 cursor.number, number = number, number + 1
-                yield f"{path}: row {number}", without_nulls(record)
+                yield f"{path}: row {number}", convert_columns(record, converters, f"{path}: row {number}")
     except pa.ArrowException as error:
         raise ConfigError(f"{path}: not valid Parquet ({first_line(error)})") from None
 
 
-def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the nulls inside of its columns: Arrow gives each object the keys of all others.
+Converter = Callable[[Any], Any]
 
-    Columns that are null stay, and so does the content of a message: null says that there is none.
+
+def arrow_converters(schema: Any, parse: Converter) -> dict[str, Converter]:
+    """What makes values of these columns as JSON lines hold them, see `arrow_converter`; none for those that are so."""
+    converters = {field.name: arrow_converter(field.type, parse) for field in schema}
+    return {name: converter for name, converter in converters.items() if converter}
+
+
+def arrow_converter(kind: Any, parse: Converter) -> Converter | None:
+    """What makes a value of this Arrow type as JSON lines hold it. None if it is so already.
+
+    JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs lose their nulls: Arrow
+    gives each the keys of all others. But null content of a message says that there is none.
     """
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda value: None if value is None else parse(value)
+    kind = getattr(kind, "storage_type", kind)
+    if fields := getattr(kind, "fields", []):
+        inner = {field.name: arrow_converter(field.type, parse) or (lambda value: value) for field in fields}
+        return lambda value: (
+            {k: inner[k](v) for k, v in value.items() if v is not None or k == "content"}
+            if isinstance(value, dict)
+            else value
+        )
+    convert = arrow_converter(kind.value_type, parse) if hasattr(kind, "value_type") else None
+    return convert and (lambda value: [convert(entry) for entry in value] if isinstance(value, list) else value)
 
-    def strip(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: strip(inner) for key, inner in value.items() if inner is not None or key == "content"}
-        return [strip(inner) for inner in value] if isinstance(value, list) else value
 
-    return {column: strip(value) for column, value in record.items()}
+def without_nulls(value: Any) -> Any:
+    """A value of an unknown Arrow type, as of `arrow_converter`."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def convert_columns(record: dict[str, Any], converters: dict[str, Converter], where: str) -> dict[str, Any]:
+    """A record with converted columns. Raises ConfigError for JSON that is not valid."""
+    for name, convert in converters.items():
+        try:
+            record[name] = convert(record[name])
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: {name!r} holds what is not valid JSON ({first_line(error)})") from None
+    return record
 
 
 def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
@@ -386,6 +398,8 @@ def load_hub(
                 dataset = dataset.cast_column(key, type(of)(image))
         classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}  # of lists, too
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
+        schema = dataset.features and dataset.features.arrow_schema
+        converters = arrow_converters(schema or (), lambda value: value)  # JSON is parsed already
         cursor = cursor or Cursor()
         first = cursor.number
         if cursor.state:
@@ -395,7 +409,10 @@ def load_hub(
                 record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
             if number >= first:
                 cursor.number = number
-                yield f"{name}:{split}: row {number}", without_nulls(record)  # type: ignore[arg-type]
+                where = f"{name}:{split}: row {number}"
+                if not schema:
+                    converters = dict.fromkeys(record, without_nulls)
+                yield where, convert_columns(dict(record), converters, where)
             if streaming and (number + 1) % STATES == 0:
                 cursor.file, cursor.state = number + 1, dataset.state_dict()
     except Exception as error:  # datasets raises many types for a mistyped name

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.data.labels import balanced_weights, hold_out, in_order, rarest
+from shared.data.labels import balanced_weights, hold_out, in_order, rarest, warn_of_joined
 from shared.data.order import Row
 from shared.images import shards, sources
 from shared.images.decoding import BadImage, Source, check, decode
@@ -156,6 +156,8 @@ def prepare(config: ImageConfig) -> ImageData:
         raise ConfigError(f"{data.name}: the class {classes[int(trained.argmin())]!r} has no image to train on")
     if len(classes) < 2:
         raise ConfigError(f"{data.name}: only one class, {classes[0]!r}")
+    if not config.train_dir:
+        warn_of_joined(set(classes), str(config.problem_type))
     if not validated.any():
         raise ConfigError(f"{data.name}: no image{' with a label' * bool(len(data.validation))} to validate on")
     if not validated.all():

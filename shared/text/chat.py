@@ -28,7 +28,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 from shared.text.encoder import Encoder
-from shared.text.forms import read_example, recognise, refuse_other_meanings, unused
+from shared.text.forms import parse_json_messages, read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig, SamplesConfig
 
 if TYPE_CHECKING:
@@ -233,12 +233,13 @@ def _write_samples(
 
     def items() -> Iterator[tuple[str, str, dict[str, Any]]]:
         forms: dict[str, str] = {}  # by file: all of its records are expected to have that of the first
+        are_messages: dict[str, dict[str, bool]] = {}  # by file, too
         for where, record in islice(source.read(), config.max_train_samples):
             file = where.rpartition(":")[0]
             if file not in forms:
                 forms[file] = work.recognise(record, where)
             places.append(where)
-            yield forms[file], where, record
+            yield forms[file], where, parse_json_messages(record, where, are_messages.setdefault(file, {}))
 
     sizes, counts = [], Counter[str]()
     warned: dict[str, tuple[int, str]] = {}  # how many, and the first

@@ -63,6 +63,39 @@ def recognise(record: dict[str, Any], where: str) -> str:
     )
 
 
+def parse_json_messages(record: dict[str, Any], where: str, are_messages: dict[str, bool]) -> dict[str, Any]:
+    """A record of which messages in columns that may be text, too, are parsed if they are JSON: CSV has no lists.
+
+    Args:
+        are_messages: whether a column of this file is such JSON. The first record says it, and is noted here.
+
+    Raises:
+        ConfigError: one record is such JSON and another is not, or it is Python's text of messages.
+    """
+    for column in ("prompt", "completion", "chosen", "rejected"):
+        if not isinstance(text := record.get(column), str):
+            continue
+        if re.match(r"\s*\[?\s*\{\s*'(role|content)'\s*:", text):
+            raise ConfigError(f"{where}: {column!r} is Python's text of messages: write it with json.dumps")
+        value = from_cell(text) if text.lstrip()[:1] in ("[", "{") else None
+        messages = [value] if isinstance(value, dict) else value
+        parsed = isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
+        if parsed != are_messages.setdefault(column, parsed):
+            kinds = ("JSON of messages", "other text") if parsed else ("other text", "JSON of messages")
+            raise ConfigError(
+                f"{where}: {column!r} is {kinds[0]}, but {kinds[1]} in the records before: use one form in a file"
+            )
+        if parsed:
+            record = record | {column: messages}
+    return record
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and value.get("role") in (*ROLES, "developer") and bool({"content", "tool_calls"} & {*value})
+    )
+
+
 def refuse_other_meanings(record: dict[str, Any], form: str, where: str, allowed: Collection[str] = ()) -> None:
     """Raise ConfigError if columns of a record change what an answer means, except for the `allowed` ones."""
     joined = form == "plain text" or (form == "prompt and completion" and isinstance(record.get("prompt"), str))
@@ -125,7 +158,7 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
             message = {key: value for key, value in turn.items() if key not in ("from", "value")}
             message |= {"role": _SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
             if role == "function_call":
-                calls = _from_cell(message["content"])
+                calls = from_cell(message["content"])
                 given = {role: [calls] if isinstance(calls, dict) else calls}
                 message |= {"content": "", "tool_calls": _list(given, role, f"{where}: turn {number}")}
             messages.append(message)
@@ -134,8 +167,8 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         messages = prompt + _list(record, "completion", where)
     else:
         messages = _list(record, "messages", where)
-    tools = _list({"tools": _from_cell(record.get("tools")) or []}, "tools", where)
-    options = _from_cell(record.get("chat_template_kwargs")) or {}
+    tools = _list({"tools": from_cell(record.get("tools")) or []}, "tools", where)
+    options = from_cell(record.get("chat_template_kwargs")) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: 'chat_template_kwargs' is {kind(options)}, expected an object")
     options = {key: value for key, value in options.items() if value is not None}  # Parquet adds nulls
@@ -153,7 +186,7 @@ def _text(record: dict[str, Any], column: str, where: str) -> str:
     return record[column]
 
 
-def _from_cell(value: Any) -> Any:
+def from_cell(value: Any) -> Any:
     """CSV has no lists: people put JSON into a cell."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -163,7 +196,7 @@ def _from_cell(value: Any) -> Any:
 
 def _history(record: dict[str, Any], where: str) -> list[list[str]]:
     """Alpaca's earlier turns: pairs of a question and its answer."""
-    pairs = _from_cell(record.get("history")) or []
+    pairs = from_cell(record.get("history")) or []
     if not isinstance(pairs, list) or not all(isinstance(p, list) and [*map(type, p)] == [str, str] for p in pairs):
         raise ConfigError(
             f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename it if it is something else"
@@ -172,7 +205,7 @@ def _history(record: dict[str, Any], where: str) -> list[list[str]]:
 
 
 def _list(record: dict[str, Any], column: str, where: str) -> Messages:
-    value = _from_cell(record[column])
+    value = from_cell(record[column])
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected a list of objects")
     return value
@@ -230,5 +263,5 @@ def with_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[
 
 def _parsed(arguments: Any) -> Any:
     """OpenAI's files hold arguments as a JSON string, which most templates would encode once more."""
-    value = _from_cell(arguments)
+    value = from_cell(arguments)
     return value if isinstance(value, dict) else arguments

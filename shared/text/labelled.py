@@ -20,7 +20,7 @@ from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.chunks import Joined, chunked, keep_all
-from shared.data.labels import balanced_weights, hold_out, in_order, label_of, rarest
+from shared.data.labels import balanced_weights, hold_out, in_order, label_of, rarest, warn_of_joined
 from shared.data.order import IGNORED, Batch, Row
 from shared.data.records import Source
 from shared.models.hub import from_hub
@@ -360,6 +360,7 @@ class _Building:
         if len(classes) < 2:
             found = f"only one class, {classes[0]!r}" if classes else "no label"
             raise ConfigError(f"{self.places[0]} and after: {found}")
+        warn_of_joined(set(classes), problem_type)
         number_of = {name: number for number, name in enumerate(classes)}
         for where, of_one in zip(self.places[size:], each[size:], strict=True):
             for name in of_one:

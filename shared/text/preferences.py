@@ -23,7 +23,7 @@ from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
 from shared.text import chat
-from shared.text.forms import Messages
+from shared.text.forms import Messages, from_cell
 from shared.text.options import PreferenceConfig
 from shared.text.packing import GroupedOrder, collate_packed, collate_padded
 
@@ -90,7 +90,7 @@ def _answer(record: dict[str, Any], column: str, where: str) -> Any:
 
 
 def _messages(record: dict[str, Any], column: str, where: str) -> Messages:
-    value = record[column]
+    value = from_cell(record[column])
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected text or a list of messages")
     return value

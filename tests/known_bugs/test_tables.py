@@ -1,0 +1,134 @@
+"""Tables give the records that were written, whatever wrote them: or the run says what they cannot tell."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from shared.data.labels import warn_of_joined
+from shared.data.records import load_hub, read_records
+from shared.process.errors import ConfigError
+from shared.text import chat, preferences
+from shared.text.options import ChatConfig, PreferenceConfig
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def lines(records: list) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def read(path: Path) -> list:
+    return [record for _, record in read_records([path])]
+
+
+def test_json_in_parquet_is_read_as_json_lines_are(tmp_path):
+    """datasets 5 (2026, https://huggingface.co/docs/datasets) stores objects that differ from row to row as arrow.json.
+
+    They were read as text, and lost the nulls that a schema or a call has.
+    """
+    records = []
+    for i in range(12):
+        properties = {"city": {"type": "string", "default": None}} if i % 2 else {"zip": {"enum": [1, None]}}
+        call = {"name": "look", "arguments": {"zip": None} if i % 2 else {"city": {"name": f"é{i}"}}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        tool = {"name": "look", "parameters": {"type": "object", "properties": properties}}
+        records.append({"messages": turns, "tools": [tool]})
+    (tmp_path / "a").mkdir()
+    source = write(tmp_path / "a/t.jsonl", lines(records))
+    (tmp_path / "b").mkdir()
+    made = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(tmp_path / "cache"))
+    made.to_parquet(tmp_path / "b/t.parquet")
+    assert "arrow.json" in str(pq.read_schema(tmp_path / "b/t.parquet"))
+    assert read(source) == read(tmp_path / "b/t.parquet") == records
+    for folder in ("a", "b"):
+        for streaming in (False, True):
+            assert [record for _, record in load_hub(str(tmp_path / folder), None, "train", streaming=streaming)] == records
+    json_text = pa.array(["[1", None], pa.string()).cast(pa.json_())
+    pq.write_table(pa.table({"t": json_text}), tmp_path / "bad.parquet")
+    with pytest.raises(ConfigError, match=r"bad.parquet: row 1: 't' holds what is not valid JSON"):
+        read(tmp_path / "bad.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "a.tsv",
+            'fine\t1\n"foo\t1\nbar\t0\nbaz"\t1\nend\t0\n',
+            [("fine", "1"), ('"foo', "1"), ("bar", "0")],
+        ),
+        ("a.tsv", '"He" said " x\t1\nb\t0\n', [('"He" said " x', "1"), ("b", "0")]),
+        ("a.tsv", '"open\t1\nb\t0\n', [('"open', "1"), ("b", "0")]),
+        ("a.tsv", '"a\nb"\t1\n"c\td"\t0\n', [("a\nb", "1"), ("c\td", "0")]),  # quoted, as RFC 4180 says
+        ("a.csv", 'a, "b"\t1\nc\t0\n', [('a, "b"', "1"), ("c", "0")]),
+        ("a.csv", '"a, b"\t"1"\n"c\nd"\t0\n', [("a, b", "1"), ("c\nd", "0")]),
+    ],
+)
+def test_lines_between_tabs_stay_lines(tmp_path, capsys, name, text, expected):
+    """GLUE's TSV files (2018, https://gluebenchmark.com/tasks) have no quoting: a quote that opened a cell took in lines."""
+    file = write(tmp_path / name, "text\tlabel\n" + text)
+    assert [(record["text"], record["label"]) for record in read(file)][: len(expected)] == expected
+    is_plain = expected[0] == ("a\nb", "1")
+    assert ("read with tabs between columns" in capsys.readouterr().err) is not is_plain
+
+
+def test_lines_that_a_quoted_cell_has_taken_in_are_an_error(tmp_path):
+    """RFC 4180 (2005): cells may hold line ends. If no others do and the lines look like records, a quote is wrong."""
+    swallowed = 'text,label\ngood,1\n"bad,1\nx,0\nfine",1\n'
+    with pytest.raises(ConfigError, match=r"a.csv:3: a quote opens here and closes in line 5"):
+        read(write(tmp_path / "a.csv", swallowed))
+    proper = 'text,label\n"Dear all,\nbye",1\n"x, y\nz, w\nu",0\n"one\ntwo",1\n'
+    texts = [record["text"] for record in read(write(tmp_path / "b.csv", proper))]
+    assert texts == ["Dear all,\nbye", "x, y\nz, w\nu", "one\ntwo"]
+
+
+def arrays(folder: Path) -> list:
+    return [np.load(file).tolist() for file in sorted(folder.rglob("*ids*.npy"))]
+
+
+@pytest.mark.parametrize("columns", [("prompt", "completion"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")])
+def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, columns):
+    """TRL's conversational data (https://huggingface.co/docs/trl/dataset_formats, 2025) in CSV are JSON in cells.
+
+    These were learned as literal text.
+    """
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    config, work = (PreferenceConfig, preferences._ToPairs) if "chosen" in columns else (ChatConfig, chat.ToSamples)
+    records = []
+    for i in range(6):
+        asked = [{"role": "user", "content": f"a line {i}"}] * (columns[0] == "chosen")
+        answers = {c: [*asked, {"role": "assistant", "content": f"it says {c} {i}"}] for c in columns if c != "prompt"}
+        records.append(({"prompt": [{"role": "user", "content": f"a {i}"}]} if "prompt" in columns else {}) | answers)
+    cells = [{column: json.dumps(value) for column, value in record.items()} for record in records]
+    pq.write_table(pa.Table.from_pylist(cells), tmp_path / "b.parquet")
+    files = [write(tmp_path / "a.jsonl", lines(records)), tmp_path / "b.parquet"]
+    plain, text = [chat.prepare(config(train_file=(str(file),)), tokenizer, work) for file in files]
+    assert plain != text and arrays(plain) == arrays(text) != []
+    mixed = write(tmp_path / "c.jsonl", lines([*cells, {**cells[0], columns[-1]: "text"}]))
+    with pytest.raises(ConfigError, match=rf"c.jsonl:7: '{columns[-1]}' is other text, but JSON of messages in the records"):
+        chat.prepare(config(train_file=(str(mixed),)), tokenizer, work)
+    python = write(tmp_path / "d.jsonl", lines([{column: str(value) for column, value in records[0].items()}]))
+    with pytest.raises(ConfigError, match=r"d.jsonl:1: .* is Python's text of messages: write it with json.dumps"):
+        chat.prepare(config(train_file=(str(python),)), tokenizer, work)
+
+
+def test_labels_that_are_joined_are_named(capsys):
+    """A common report (scikit-learn's MultiLabelBinarizer, 2014, takes lists): "sports politics" was a class of its own."""
+    classes = {"sports", "politics", "art", "sports politics", "art sports"}
+    warn_of_joined(classes, "single_label")
+    said = capsys.readouterr().err
+    assert said.startswith("warning: 2 classes, such as ") and "write " in said and "--problem_type multi_label" in said
+    warn_of_joined({"a", "b", "a,b", "b, a"}, "multi_label")
+    assert "look like several labels" in capsys.readouterr().err
+    warn_of_joined({"new york", "new", "boston", "very good", "good"}, "single_label")
+    assert capsys.readouterr().err == ""
