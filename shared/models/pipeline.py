@@ -2,6 +2,7 @@
 arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own schedules."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,13 +15,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from shared.data.order import IGNORED, Batch
 from shared.models.attention import row_layout
+from shared.models.blocks import uncompiled
 from shared.models.loss import can_balance
-from shared.process.errors import ConfigError
-
-# Settings of what models do outside of a decoder's modules and the head. A pipeline would leave it out, or repeat it.
-APART = (
-    *("embedding_multiplier", "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "scale_emb"),
-)
+from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
 
 class _Through(nn.Module):
@@ -55,6 +52,43 @@ class _Stage(nn.Module):
             return hidden if self.head is None else self.head(hidden)
 
 
+@torch.no_grad()
+def require_same(model: Any, cuts: list[int]) -> None:
+    """Try the stages between `cuts` in a row: their logits must be those of the whole model, here on one short row.
+
+    Each stage runs the decoder's own forward, which may do something to its input or output, or hand on more than one
+    tensor from block to block. Logits are enlarged, so that soft caps show.
+
+    Raises:
+        ConfigError: this model cannot be cut.
+    """
+    name, training, attention = type(model).__name__, model.training, model.config._attn_implementation
+    x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
+    enlarge = model.get_output_embeddings().register_forward_hook(lambda head, args, logits: 100 * logits)
+    is_flash = str(attention).startswith("flash")  # for a GPU alone, and the model is not there yet
+    if is_flash:
+        model.set_attn_implementation("sdpa")
+    try:
+        with uncompiled(model.eval()):
+            whole = model(input_ids=x, use_cache=False).logits
+            for i in range(len(cuts) - 1):
+                ends = {"first": i == 0, "last": i == len(cuts) - 2}
+                x = _Stage(model, range(cuts[i], cuts[i + 1]), **ends, autocast=nullcontext)(x)
+        error = float((x - whole).norm() / whole.norm())
+        why = "" if error < 1e-3 else f"their logits differ by {error:.2g} of the whole model's"
+    except Exception as problem:  # blocks that return something else can fail anywhere
+        if is_out_of_memory(problem):
+            raise
+        why = first_line(problem)
+    finally:
+        enlarge.remove()
+        if is_flash:
+            model.set_attn_implementation(attention)
+        model.train(training)
+    if why:
+        raise ConfigError(f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with templates/pretrain.py")
+
+
 class Pipeline:
     """This rank's stages of `model`, and the schedule that passes micro-batches through all of them. Every rank makes one.
 
@@ -84,8 +118,6 @@ class Pipeline:
         parts_of_llama, found = {"embed_tokens", "layers", "norm"}, {child for child, _ in decoder.named_children()}
         if not parts_of_llama <= found <= parts_of_llama | {"rotary_emb"} or text is not model.config:
             raise ConfigError(f"{name} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
-        if apart := [setting for setting in APART if getattr(text, setting, None) not in (None, 1)]:
-            raise ConfigError(f"{name} has {', '.join(apart)}, which a pipeline leaves out: use fsdp2.yaml")
         if can_balance(text) and text.output_router_logits:
             raise ConfigError(
                 "a pipeline leaves out the loss that balances experts: use fsdp2.yaml with templates/pretrain.py, or "
@@ -109,6 +141,7 @@ class Pipeline:
         self.device, self.micro_batches, self.scale = accelerator.device, micro_batches, 1.0
         rank = dist.get_rank(self.group)
         cuts = [blocks * i // stages for i in range(stages + 1)]
+        require_same(model, cuts)
         mine = [rank + ranks * i for i in range(stages_per_rank)]
         self.has_first, self.has_last = 0 in mine, stages - 1 in mine
         parts: list[Any] = []

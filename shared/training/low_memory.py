@@ -65,6 +65,9 @@ def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
     Which values share a scale depends on the matrix, not on the shards: moments are the same on any number of ranks, and
     resume on another. torchao decides by a shard's size.
 
+    No second moment is rounded to 0, but to the smallest code above it: then no update is much larger than AdamW's
+    (unsloth-zoo#962; "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507).
+
     Raises:
         ImportError: torchao is not installed.
     """
@@ -78,6 +81,8 @@ def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
                 return torch.zeros_like(p)
             own = local_part(p)
             state = OptimState8bit.zeros(own.shape, signed, block, own.device, dtype=p.dtype)
+            if not signed:  # a second moment of 0 beside a first one that is not divides it by epsilon alone
+                state.qmap[0] = state.qmap[1]
             return _as_sharded(state, p) if isinstance(p, DTensor) else state
 
         def step(self, closure: None = None) -> None:  # type: ignore[override]
