@@ -339,7 +339,10 @@ class Logger:
         if self.tracker != "wandb":
             self.accelerator.project_configuration.logging_dir = str(self.run_dir)
             plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
-            self.accelerator.init_trackers(project, plain)
+            options = {
+                "tensorboard": {"purge_step": self.state.step + (self.state.step > 0)}
+            }  # what a killed run wrote later
+            self.accelerator.init_trackers(project, plain, options if self.tracker == "tensorboard" else {})
             return
         import wandb
 
