@@ -425,9 +425,7 @@ class Checkpointer:
                         tensors.pop(key, None)
                     new += [name] * (name in with_state)
         if new:
-            print_main(
-                f"warning: {len(new)} parameters begin with a new optimizer state, such as {new[0]}: it was another's"
-            )
+            print_main(f"warning: {len(new)} parameters, such as {new[0]}, begin with a new optimizer state")
 
     def _own_statistics(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
         """This rank's own statistics, by name in a checkpoint of these names, if the world size is unchanged."""
