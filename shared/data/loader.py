@@ -66,7 +66,7 @@ class Window:
     epoch_samples: int | None  # that a whole epoch uses; None where a stream's length is not known
     indices: np.ndarray  # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a mixture: see `Order.used`, after this step
-    place: dict[str, Any] | None = None  # JSON, where a stream continues after this step; goes into checkpoints
+    place: dict[str, Any] | None = None  # JSON, where the data go on after this step; goes into checkpoints
 
 
 class _Rows:
@@ -261,6 +261,11 @@ class Loader:
     def steps_per_epoch(self) -> int | None:
         return self.order.steps_per_epoch
 
+    def resume(self, step: int, place: dict[str, Any]) -> int:
+        """Let `step` begin at a checkpoint's `place`. Returns how many steps longer a budget in epochs then is."""
+        self.order = self.order.resumed(step, place)
+        return self.order.extra_steps
+
     def windows(self, start: int, stop: int) -> Iterator[Window]:
         """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there.
 
@@ -277,9 +282,9 @@ class Loader:
             indices = self.order.indices(step)
             split = micro_batches(indices, self.rank, self.world_size, self.per_device)
             rows = MicroBatches(self._to_device(islice(batches, len(split))))
-            targets, epoch = self.samples.num_targets(indices), step // self.order.steps_per_epoch
-            sources = self.order.used(step + 1)
-            yield Window(rows, targets, len(indices), epoch, self.order.samples_per_epoch, split, sources)
+            targets, epoch = self.samples.num_targets(indices), self.order.position(step)[0]
+            sources, place = self.order.used(step + 1), self.order.place(step + 1)
+            yield Window(rows, targets, len(indices), epoch, self.order.samples_per_epoch, split, sources, place)
             rows.skip()
 
     def longest(self, rows: int) -> Batch:

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from shared.data.order import DRAWN_AT_ONCE, Order, Row, permute
+from shared.process.errors import ConfigError
 
 PERIOD = 2**16  # samples after which the sources repeat their turns, at most; finer shares are rounded to it
 
@@ -90,14 +91,35 @@ class Mixture(Order):
     def samples_per_epoch(self) -> int:
         return self.steps_per_epoch * self.global_batch_size
 
+    def _samples_before(self, step: int) -> int:
+        return self.begin[1] + (step - self.begin[0]) * self.global_batch_size
+
+    def position(self, step: int) -> tuple[int, int]:
+        return divmod(self._samples_before(step), self.samples_per_epoch)
+
+    def place(self, step: int) -> dict[str, Any]:
+        return {"samples": self._samples_before(step), "mix_weights": list(self.weights)}
+
+    def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
+        if place.get("mix_weights") != list(self.weights):
+            raise ConfigError(
+                "--mix_weights cannot change within a run: samples of its sources would be repeated or skipped. Train the "
+                "final/ of this run further in another --output_dir"
+            )
+        return super().resumed(step, place)
+
+    @property
+    def extra_steps(self) -> int:
+        return self.begin[0] - math.ceil(self.begin[1] / self.global_batch_size)
+
     def indices(self, step: int) -> np.ndarray:
         return self.keys(step)[:, 0]
 
     def keys(self, step: int) -> np.ndarray:
         size = self.global_batch_size
         drawn = size * math.ceil(DRAWN_AT_ONCE / size)
-        first = step * size
-        start = first - first % drawn
+        first = self._samples_before(step)
+        start = first % size + first // size * size // drawn * drawn
         keys = _drawn(self, start, start + drawn)[first - start : first - start + size]
         if self.lengths is not None:
             return keys[np.argsort(-self.lengths[keys[:, 0]], kind="stable")]
@@ -105,7 +127,7 @@ class Mixture(Order):
 
     def used(self, step: int) -> dict[str, tuple[int, int]]:
         _, before = turns(self.weights)
-        rounds, rest = divmod(step * self.global_batch_size, len(before) - 1)
+        rounds, rest = divmod(self._samples_before(step), len(before) - 1)
         counts = (rounds * before[-1] + before[rest]).tolist()
         return {name: (size, count) for (name, size), count in zip(self.sources, counts, strict=True)}
 

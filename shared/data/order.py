@@ -5,13 +5,14 @@ resume at any step, on any number of processes, without reading earlier samples,
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -92,11 +93,44 @@ class Order:
     seed: int
     shuffle: bool = True
     drop_last: bool = False  # drop the smaller last batch; with shuffling, each epoch drops other samples
+    begin: tuple[int, int] = (0, 0)  # (step, samples before it) that a resumed run goes on from
 
     @property
     def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.num_samples, self.global_batch_size)
+        return self._batches(self.num_samples)
+
+    def _batches(self, samples: int) -> int:
+        whole, rest = divmod(samples, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(epoch, samples of it before) optimizer step `step`."""
+        start, before = self.begin
+        epoch, first = divmod(before, self.num_samples)
+        further = step - start - self._batches(self.num_samples - first)  # steps after the epoch that `begin` is in
+        if further < 0:
+            return epoch, first + (step - start) * self.global_batch_size
+        epochs, within = divmod(further, self.steps_per_epoch)
+        return epoch + 1 + epochs, within * self.global_batch_size
+
+    def place(self, step: int) -> dict[str, Any]:
+        """Where step `step` begins, as JSON for a checkpoint: in samples, which another batch size goes on from."""
+        epoch, first = self.position(step)
+        return {"samples": epoch * self.num_samples + first, "global_batch_size": self.global_batch_size}
+
+    def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
+        """This order, from `step` on at a checkpoint's `place`.
+
+        Raises:
+            ConfigError: this order cannot go on there with another batch size.
+        """
+        return dataclasses.replace(self, begin=(step, place["samples"]))
+
+    @property
+    def extra_steps(self) -> int:
+        """Steps that the run had done at `begin`, less those that this batch size takes to get there."""
+        epoch, first = divmod(self.begin[1], self.num_samples)
+        return self.begin[0] + self._batches(self.num_samples - first) - (epoch + 1) * self.steps_per_epoch
 
     @property
     def samples_per_epoch(self) -> int:
@@ -104,20 +138,20 @@ class Order:
 
     def indices(self, step: int) -> np.ndarray:
         """The samples of optimizer step `step`, counted from 0 over all epochs: [<= global_batch_size] int64."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        first = step_in_epoch * self.global_batch_size
+        epoch, first = self.position(step)
         last = min(first + self.global_batch_size, self.num_samples)
         if not self.shuffle:
             return np.arange(first, last)
         drawn = self.global_batch_size * math.ceil(DRAWN_AT_ONCE / self.global_batch_size)
-        start = first - first % drawn
+        phase = first % self.global_batch_size  # above 0 in the epoch in which the batch size changed
+        start = phase + (first - phase) // drawn * drawn
         stretch = permuted(self.num_samples, (self.seed, epoch), start, min(start + drawn, self.num_samples))
         return stretch[first - start : last - start]
 
     def keys(self, step: int) -> np.ndarray:
         """(sample, epoch that it is used in) for `indices`: [<= global_batch_size, 2] int64."""
         indices = self.indices(step)
-        return np.stack([indices, np.full_like(indices, step // self.steps_per_epoch)], axis=1)
+        return np.stack([indices, np.full_like(indices, self.position(step)[0])], axis=1)
 
     def used(self, step: int) -> dict[str, tuple[int, int]]:
         """(its samples, how many were drawn of it in all until `step` steps are done) for each source of a mixture."""

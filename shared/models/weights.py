@@ -80,6 +80,12 @@ class WeightCopy:
         self.buffers = {name: self.tensors[name] for name in buffers}
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Be a copy of the model's present weights."""
+        for name, value in self.live.items():
+            self.tensors[name].copy_(value)
+
+    @torch.no_grad()
     def average_in(self, decay: float) -> None:
         """Move to the model's present weights: copy = decay * copy + (1 - decay) * present. Integers are taken over."""
         pairs = [(local_part(self.tensors[name]), local_part(value)) for name, value in self.live.items()]

@@ -397,20 +397,35 @@ class Checkpointer:
     def _require_compatible(self, folder: Path, manifest: dict[str, Any]) -> None:
         own = {"data": self.data, "base": self.base, "settings": self.settings, "strategy": strategy(self.accelerator)}
         own |= {"replicas": self.replicas.count if self.replicas else 0}
-        require_compatible(folder, manifest, own, free=self.free, allowed=set(self.options.allow_changed))
+        saved, sharded_by_zero = TensorReader(folder).pieces, zero.is_used(self.accelerator)
+        fits = sharded_by_zero or all(
+            f"model.{name}" in saved and saved[f"model.{name}"][0][1].shape == tuple(p.shape)
+            for name, p in self.trainable.items()
+        )
+        allowed = set(self.options.allow_changed)
+        require_compatible(folder, manifest, own, free=self.free, allowed=allowed, fits=fits)
 
-    def _drop_unused(self, saved: Container[str], tensors: dict[str, torch.Tensor]) -> None:
-        """Drop optimizer state that a checkpoint of these names lacks: of parameters that never had a gradient."""
+    def _drop_unsaved(self, saved: Iterable[str], tensors: dict[str, torch.Tensor], scalars: Iterable[str]) -> None:
+        """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or of another --optim."""
+        before = f"{self.own}optimizer."
+        states = {*saved, *scalars}
+        with_state = {name.removeprefix(before).rpartition(".")[0] for name in states if name.startswith(before)}
+        with_state |= {name.removesuffix(part) for name in with_state for part in (".exp_avg", ".exp_avg_sq")}  # 8 bits
         name_of = {p: name for name, p in self.trainable.items()}
+        new = []
         for optimizer in self.optimizers:
             keys: dict[nn.Parameter, list[str]] = {}
             for parameter, key, _ in state_tensors(optimizer):
-                keys.setdefault(parameter, []).append(f"{self.own}optimizer.{name_of[parameter]}.{key}")
+                keys.setdefault(parameter, []).append(f"{before}{name_of[parameter]}.{key}")
             for parameter, of_it in keys.items():
-                if not any(key in saved for key in of_it) and f"{self.own}model.{name_of[parameter]}" in saved:
+                name = name_of[parameter]
+                if not all(key in states for key in of_it) and f"{self.own}model.{name}" in states:
                     del optimizer.state[parameter]
                     for key in of_it:
                         tensors.pop(key, None)
+                    new += [name] * (name in with_state)
+        if new:
+            print_main(f"warning: {len(new)} parameters, such as {new[0]}, begin with a new optimizer state")
 
     def _own_statistics(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
         """This rank's own statistics, by name in a checkpoint of these names, if the world size is unchanged."""
@@ -459,10 +474,15 @@ class Checkpointer:
         for optimizer in self.optimizers:
             optim.fill_state(optimizer)
         tensors, _ = self._live(step, saved)
-        self._drop_unused(saved, tensors)
+        self._drop_unsaved(saved, tensors, scalars)
+        if self.ema and not any(name.startswith("ema.") for name in saved):
+            tensors = {name: value for name, value in tensors.items() if not name.startswith("ema.")}
         if not self.replicas and (own := self._own_statistics(saved)):
             tensors = {name: value for name, value in tensors.items() if name not in self._statistics()} | own
         read(tensors)
+        if self.ema and not any(name.startswith("ema.") for name in tensors):
+            self.ema.begin()
+            print_main(f"the moving average begins at the weights of step {step}")
         for optimizer in self.optimizers:
             for name, parameter in self.trainable.items():
                 for key in optimizer.state.get(parameter, {}):

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from shared.process.printing import note
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
-FORMAT = 3
+FORMAT = 4
 NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -112,7 +113,7 @@ UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}  # difference
 
 
 def require_compatible(
-    folder: Path, manifest: dict[str, Any], own: dict[str, Any], *, free: frozenset[str], allowed: set[str]
+    folder: Path, manifest: dict[str, Any], own: dict[str, Any], *, free: frozenset[str], allowed: set[str], fits: bool
 ) -> None:
     """Print which settings differ from a checkpoint's, and refuse those that change what is learned.
 
@@ -120,6 +121,7 @@ def require_compatible(
         own: data, base, settings and strategy of this run, as the manifest has them.
         free: settings that change nothing that is learned.
         allowed: what `--allow_changed` names.
+        fits: whether the checkpoint's weights have the names and shapes of this run's.
 
     Raises:
         ConfigError: with the settings and what to do.
@@ -145,12 +147,15 @@ def require_compatible(
     changed = {k: (before[k], v) for k, v in own["settings"].items() if k in before and not _same(before[k], v)}
     lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
     if refused := sorted(set(lines) - free - allowed):
+        allow = f", or --allow_changed {' '.join(refused)}" if fits else "; its weights do not fit this model"
         raise ConfigError(
             f"{folder} belongs to a run that learns something else ({'; '.join(lines[n] for n in refused)}): use the "
-            f"same settings, another --output_dir, or --allow_changed {' '.join(refused)}"
+            f"same settings, another --output_dir{allow}"
         )
     if manifest.get("strategy") != own["strategy"]:
         lines["strategy"] = f"ran on {manifest.get('strategy')}, now on {own['strategy']}"
+    old, new = manifest.get("versions", {}), versions()
+    lines |= {name: f"{name} {old[name]}, now {new[name]}" for name in old.keys() & new if old[name] != new[name]}
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
         note(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
@@ -167,4 +172,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers")}
+    packages = ("torch", "accelerate", "transformers", "peft", "torchao")  # torchao may be missing
+    return {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)}

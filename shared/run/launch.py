@@ -253,10 +253,23 @@ def _nvidia_gpus() -> list[Path]:
 def _use_all_cores(world_size: int) -> None:
     """Share this machine's cores among its processes: they compute models, offloaded optimizers, decompositions of matrices.
 
-    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores but one idle.
+    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores but one idle. The user's
+    own stands in the launcher's environment, too.
     """
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is None or (threads == "1" and _is_launchers_own("OMP_NUM_THREADS")):
         torch.set_num_threads(max(1, ranks.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+
+
+def _is_launchers_own(variable: str) -> bool:
+    """Whether the launcher has set a variable that it was not started with itself. True where /proc does not tell."""
+    launcher = Path(f"/proc/{os.getppid()}")
+    with contextlib.suppress(OSError):
+        launches = any(
+            word in (launcher / "cmdline").read_bytes() for word in (b"launch", b"torch.distributed", b"torchrun")
+        )
+        return launches and f"\0{variable}=".encode() not in b"\0" + (launcher / "environ").read_bytes()
+    return True
 
 
 def _fp8_recipe() -> AORecipeKwargs:

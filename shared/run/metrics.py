@@ -339,7 +339,9 @@ class Logger:
         if self.tracker != "wandb":
             self.accelerator.project_configuration.logging_dir = str(self.run_dir)
             plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
-            self.accelerator.init_trackers(project, plain)
+            purge = self.state.step + (self.state.step > 0)  # what a killed run wrote after its checkpoint is not shown
+            of_tracker = {"tensorboard": {"purge_step": purge}} if self.tracker == "tensorboard" else {}
+            self.accelerator.init_trackers(project, plain, of_tracker)
             return
         import wandb
 

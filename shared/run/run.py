@@ -15,6 +15,7 @@ There are no callbacks. To change the step, edit the template. To change the res
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,17 +141,27 @@ class Run:
             CheckpointError: none of the run's checkpoints is whole.
         """
         config, given = self.config, configs.flatten(self.config)
-        self.train, self.total_steps = train, total_steps
-        self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
-        self.save_steps = config.checkpoint.every(total_steps)
-        model = self.models["model"]
+        self.train, model = train, self.models["model"]
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
         more: Any = {"data": data, "base": base, "ema": self.ema, "extra": self._kept, "replicas": self.replicas}
         self.saver = Checkpointer(self.accelerator, self.models, self.optimizers, self.dir, config, **more)
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
-        train.place = self.state.place
+        if self.state.place:
+            longer = train.resume(self.state.step, self.state.place)
+            total_steps += longer if config.batch.max_steps is None else 0
+        self.total_steps = total_steps
+        if self.replicas:
+            self.replicas.total_steps = total_steps
+        self.eval_steps = config.evaluation.every(total_steps, train.steps_per_epoch)
+        self.save_steps = config.checkpoint.every(total_steps)
+        rate = optim.learning_rate(config.optim, self.state.step, total_steps)
+        if self.state.next_rate is not None and not math.isclose(rate, self.state.next_rate):
+            print_main(
+                f"warning: with this budget and schedule the learning rate goes from {self.state.next_rate:.3g} to "
+                f"{rate:.3g} here (docs/after_training.md, Train longer)"
+            )
         self.state.begin_scoring(config.evaluation.metric_for_best_model, data, configs.measured_by(config))
         if self.state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
             self.state.stopped_early = []
@@ -189,7 +200,9 @@ class Run:
         if self.is_main:
             configs.save(config, self.dir / "config.yaml")
             self.made_by = f"version {version()}, {launch.strategy(self.accelerator)}"
-        epochs = f", {self.total_steps / epoch:.2f} epochs" if (epoch := self.train.steps_per_epoch) else ""
+        epochs = ""
+        if epoch := self.train.steps_per_epoch:
+            epochs = f", {(self.total_steps - self.train.order.extra_steps) / epoch:.2f} epochs"
         if isinstance(order := getattr(self.train, "order", None), Mixture):
             rows["mixture"] = order.describe(self.total_steps)
         summary(
@@ -283,6 +296,7 @@ class Run:
 
     def _save(self) -> None:
         self.logger.note_interval()
+        self.state.next_rate = optim.learning_rate(self.config.optim, self.state.step, self.total_steps)
         self.saver.save(self.state)
 
     def _save_and_close(self) -> None:
@@ -350,10 +364,10 @@ class Run:
         options = self.config.evaluation
         self.logger.log_evaluation(values)
         self.state.score(values, options.metric_for_best_model)
-        patience, waited = options.early_stopping_patience * self.eval_steps, self.state.step - self.state.improved_step
+        patience, waited = options.early_stopping_patience * self.eval_steps, self.state.step - self.state.best_step
         if 0 < patience <= waited and self.state.step < self.total_steps:
             self.state.stopped_early = [self.total_steps, options.early_stopping_patience]
-            print_main(f"stopped early: no better {options.metric_for_best_model} since step {self.state.improved_step}")
+            print_main(f"stopped early: no better {options.metric_for_best_model} since step {self.state.best_step}")
             self.stop()
 
     # The end -------------------------------------------------------------------------------------------------------

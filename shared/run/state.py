@@ -23,13 +23,13 @@ class TrainState:
     results: dict[str, float] = field(default_factory=dict)  # values of the best evaluation; without a metric: the latest
     best_step: int = 0  # step of the best evaluation, 0: none yet
     best_score: list[float] = field(default_factory=list)  # higher is better; equal scores go by loss
-    improved_step: int = 0  # step at which the metric itself was last improved
     scored_by: list[str] = field(default_factory=list)  # metric, data, settings: other scores cannot be compared
     stopped_early: list[int] = field(default_factory=list)  # [budget in steps, patience] that ended the run
     started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
     interval: list[Any] = field(default_factory=list)  # what the next log line is made of: steps, readers, each rank's sums
-    place: dict[str, Any] | None = None  # where a stream continues
+    place: dict[str, Any] | None = None  # where the data go on
+    next_rate: float | None = None  # learning rate that the next step was to have
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
 
     def advance(self, window: Window) -> None:
@@ -41,7 +41,7 @@ class TrainState:
 
     def forget_scores(self) -> None:
         """Let the next evaluation be the best."""
-        self.best_step, self.best_score, self.improved_step, self.results = 0, [], self.step, {}
+        self.best_step, self.best_score, self.results = 0, [], {}
 
     def begin_scoring(self, *by: str) -> None:
         """Forget scores of another metric, other data or settings; the present step is then to be evaluated again.
@@ -70,7 +70,5 @@ class TrainState:
         loss = -values["eval_loss"]
         score = [loss if metric == "loss" else values[f"eval_{metric}"], loss]
         score = [-math.inf if math.isnan(value) else float(value) for value in score]
-        if not self.best_score or score[0] > self.best_score[0]:
-            self.improved_step = self.step
         if not self.best_score or score > self.best_score:
             self.best_score, self.best_step, self.results = score, self.step, values

@@ -3,12 +3,12 @@
 import hashlib
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from shared.data import prepared
 from shared.data.loader import cu_seqlens_of
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order, Row, permuted
+from shared.process.errors import ConfigError
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -179,9 +180,17 @@ class GroupedOrder(Order):
     lengths: np.ndarray | None = None
     GROUP = 32
 
+    def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
+        if place["global_batch_size"] != self.global_batch_size and place["samples"] % self.num_samples:
+            raise ConfigError(
+                "--global_batch_size cannot change within an epoch of rows that are not packed: samples would be repeated "
+                "or skipped. Go on from the end of an epoch, or train the final/ of this run further in another --output_dir"
+            )
+        return super().resumed(step, place)
+
     def indices(self, step: int) -> np.ndarray:
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        stretch, batch = divmod(step_in_epoch, self.GROUP)
+        epoch, first = self.position(step)
+        stretch, batch = divmod(first // self.global_batch_size, self.GROUP)
         size = self.GROUP * self.global_batch_size
         stop = min((stretch + 1) * size, self.num_samples)
         chosen = permuted(self.num_samples, (self.seed, epoch), stretch * size, stop)

@@ -53,7 +53,7 @@ class Stream:
         processes: of this rank that tokenise; None shares the machine's processors; 1 works in this process.
 
     Attributes:
-        place: of the checkpoint that the run continues from, as `Window.place` gave it.
+        place: of the checkpoint that the run continues from, as `Window.place` gave it: see `resume`.
         held_out_before: number of the first document after which none is held out. `held_out` finds it.
     """
 
@@ -90,6 +90,11 @@ class Stream:
         self.held_out_before: int | None = None
 
     steps_per_epoch: int | None = None
+
+    def resume(self, step: int, place: dict[str, Any]) -> int:
+        """As `Loader.resume`."""
+        self.place = place
+        return step - place["samples"] // self.global_batch_size
 
     def sequences(
         self, *, validation: bool, first: int = 0, mark: Mark = BEGIN, marks: list[Mark] | None = None
@@ -216,10 +221,12 @@ class Stream:
         """
         from tqdm import tqdm
 
-        step = epoch = first_step = 0  # the epoch's first
-        mark, stream = BEGIN, [self.identity(), self.global_batch_size, self.shuffle_window]
-        if start and self.place and self.place["stream"] == stream:
-            step, epoch, first_step, mark = start, self.place["epoch"], self.place["first_step"], Mark(*self.place["mark"])
+        step, epoch, first, mark = 0, 0, 0, BEGIN  # `first`: of the epoch's sequences, the next batch's first
+        stream, samples = [self.identity(), self.shuffle_window], start * self.global_batch_size
+        if start and self.place:
+            samples = self.place["samples"]
+            if self.place["stream"] == stream:
+                step, epoch, first, mark = start, self.place["epoch"], self.place["first"], Mark(*self.place["mark"])
         if start:
             where = f"document {mark.document:,}" if mark.document else "its start"
             print_main(f"{self.source.name}: read from {where} on to step {start:,}, where the run continues")
@@ -228,7 +235,7 @@ class Stream:
             total=start, initial=step, desc="reading to the step to resume", unit=" steps", leave=False, disable=quiet
         )
         while step < stop:
-            begun, first = step, (step - first_step) * self.global_batch_size
+            begins_epoch = first == 0
             marks, window = [mark], first - first % self.shuffle_window
             sequences = self.sequences(validation=False, first=window, mark=mark, marks=marks)
             batch: list[tuple[int, np.ndarray]] = []
@@ -242,16 +249,17 @@ class Stream:
                     window = first - first % self.shuffle_window
                     while len(marks) > 1 and marks[1].tokens <= window * self.seq_length:
                         del marks[0]
-                    place = {"stream": stream, "epoch": epoch, "first_step": first_step, "mark": list(marks[0])}
-                    yield self._window(batch, epoch, place if self.source.read_from else None)
+                    place = {"stream": stream, "epoch": epoch, "first": first, "mark": list(marks[0])}
+                    place["samples"] = samples + (step - start) * self.global_batch_size
+                    yield self._window(batch, epoch, place)
                 else:
                     forward.update()
                 batch = []
                 if step == stop:
                     return
-            if step == begun == first_step:
+            if begins_epoch and first == 0:
                 raise ConfigError(f"{self.source.name}: less than one global batch of {self.global_batch_size} sequences")
-            epoch, first_step, mark = epoch + 1, step, BEGIN
+            epoch, first, mark = epoch + 1, 0, BEGIN
 
     def _window(self, sequences: list[tuple[int, np.ndarray]], epoch: int, place: dict[str, Any] | None) -> Window:
         split = micro_batches(np.arange(len(sequences)), self.rank, self.world_size, self.per_device)
