@@ -266,8 +266,8 @@ def _is_written(word: str, text: str) -> bool:
 def _with_accepted_calls(messages: Messages, render: Callable[..., Any]) -> Messages:
     """The messages, with calls of tools in a form that the template writes.
 
-    Arguments are objects, or JSON text if the template refuses objects or prints them as Python. A turn that calls, and
-    has no text, is as given, or has an empty or a null content.
+    Arguments are objects, or JSON text if the template refuses objects or prints them as Python. A turn that calls
+    a tool, and has no text, gets an empty or a null content if the template needs one.
     """
     if not any(map(_called, messages)):
         return messages
@@ -301,7 +301,7 @@ def _is_dropped(render: Callable[..., Any], text: str, messages: Messages, numbe
     """Whether the `text` of a conversation is the same without what a turn says and calls, by whatever name it has it."""
     turn = {key: value for key, value in messages[number].items() if key not in SAYS} | {"content": ""}
     with contextlib.suppress(Exception):  # a template may refuse an empty turn
-        return render([*messages[:number], turn, *messages[number + 1 :]]) == text
+        return bool(render([*messages[:number], turn, *messages[number + 1 :]]) == text)
     return False
 
 
