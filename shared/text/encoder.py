@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write without a clock
 HERE, NEXT = "\ue000", "\ue001"  # placeholders for the content of turns: characters for private use
+SAYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # keys of what an assistant says
 Span = tuple[int, int]  # first and last + 1 character in the rendered text
 
 
@@ -132,7 +133,7 @@ class Encoder:
             template = self._with_fixed_date(tools)
             options: Any = {"tools": tools, "chat_template": template, **template_options}
             render: Any = partial(self._render, **options)
-            messages = _with_accepted_arguments(messages, render)
+            messages = _with_accepted_calls(messages, render)
             if self.loss_on == "all":
                 text = str(render(messages))
                 spans: list[Span | None] = [(0, len(text))]
@@ -156,7 +157,9 @@ class Encoder:
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
         found = [span for span in spans if span is not None]
-        self._look_for({n: messages[n] for n in wanted}, [text[first:last] for first, last in found], where)
+        silent = [n for n in wanted if not str(messages[n].get("content") or "").strip()]
+        dropped = {n for n in silent if _words(messages[n]) and _is_dropped(render, text, messages, n)}
+        self._look_for({n: messages[n] for n in wanted}, [text[first:last] for first, last in found], dropped, where)
         shown = [(number, str(turn.get("content"))) for number, turn in enumerate(messages, 1) if turn["role"] == "tool"]
         self.lost += [f"{where}, message {number}: {said[:40]!r}" for number, said in shown if not _is_written(said, text)]
         ids, mask, places = self._tokens(text, found)
@@ -188,19 +191,20 @@ class Encoder:
             )
             self.unlike.append(f"{where}, message {number + 1}{way}")
 
-    def _look_for(self, learned: dict[int, dict[str, Any]], parts: list[str], where: str) -> None:
+    def _look_for(self, learned: dict[int, dict[str, Any]], parts: list[str], dropped: set[int], where: str) -> None:
         """Note turns with words that are not in the rendered text. Refuse one of which nothing is there.
 
         Args:
             learned: the learned turns, by their numbers.
             parts: the learned parts of the rendered text.
+            dropped: numbers of turns of which the template writes nothing. Short words may be in a part by chance.
         """
         may_be_empty = len(parts) == len(learned) or not self.marks_turns  # a turn without marks is no empty answer
         if len(parts) != len(learned):  # a template may mark several parts of a turn
             parts = ["".join(parts)] * len(learned)
         for (number, message), part in zip(learned.items(), parts, strict=True):
             words = _words(message)
-            lost = [word for word in words if not _is_written(word, part)]
+            lost = [word for word in words if number in dropped or not _is_written(word, part)]
             if may_be_empty and lost and lost == words and not str(message.get("content") or "").strip():
                 raise ConfigError(
                     f"{where}: the chat template writes nothing of what the assistant says in message {number + 1}, so an "
@@ -259,26 +263,46 @@ def _is_written(word: str, text: str) -> bool:
     return any("".join(form.split()) in text for form in forms)
 
 
-def _with_accepted_arguments(messages: Messages, render: Callable[..., Any]) -> Messages:
-    """The messages. Arguments of tool calls become JSON text if the template refuses dicts or prints them as Python."""
+def _with_accepted_calls(messages: Messages, render: Callable[..., Any]) -> Messages:
+    """The messages, with calls of tools in a form that the template writes.
+
+    Arguments are objects, or JSON text if the template refuses objects or prints them as Python. A turn that calls
+    a tool, and has no text, gets an empty or a null content if the template needs one.
+    """
+    if not any(map(_called, messages)):
+        return messages
     arguments = [function.get("arguments") for message in messages for function in _called(message)]
     objects = [value for value in arguments if isinstance(value, dict) and value]
-    if not objects:
-        return messages
-    with contextlib.suppress(Exception):
-        text = render(messages)
-        if text and not any(str(value) in text for value in objects):
-            return messages
+    silent = [number for number, message in enumerate(messages) if _called(message) and not message.get("content")]
+    plain = [dict(message) for message in messages]
 
     def to_json(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
-    return [
+    as_json = [
         {**message, "tool_calls": [with_arguments(call, to_json) for call in message["tool_calls"]]}
         if message.get("tool_calls")
         else message
         for message in messages
     ]
+    contents: list[dict[str, Any]] = [{}, {"content": ""}, {"content": None}]
+    for content in contents if silent else contents[:1]:
+        for form in (plain, as_json) if objects else (plain,):
+            turns = [{**turn, **content} if number in silent else turn for number, turn in enumerate(form)]
+            with contextlib.suppress(Exception):
+                text = render(turns)
+                as_python = form is plain and any(str(value) in text for value in objects)
+                if text and not as_python and not any(_is_dropped(render, text, turns, n) for n in silent[:1]):
+                    return turns
+    return as_json if objects else messages
+
+
+def _is_dropped(render: Callable[..., Any], text: str, messages: Messages, number: int) -> bool:
+    """Whether the `text` of a conversation is the same without what a turn says and calls, by whatever name it has it."""
+    turn = {key: value for key, value in messages[number].items() if key not in SAYS} | {"content": ""}
+    with contextlib.suppress(Exception):  # a template may refuse an empty turn
+        return bool(render([*messages[:number], turn, *messages[number + 1 :]]) == text)
+    return False
 
 
 def _only_turns(spans: list[Span], turns: list[int], wanted: list[int], where: str) -> list[Span]:

@@ -215,7 +215,9 @@ def _checked(messages: Messages, where: str) -> Messages:
     """The messages as chat templates expect them: content is text, the arguments of calls are objects."""
     read = []
     for number, given in enumerate(messages, 1):
-        message = {key: value for key, value in given.items() if value is not None or key == "content"}
+        message = {key: value for key, value in given.items() if value is not None}  # null is as absent
+        if call := message.pop("function_call", None):  # OpenAI's older form
+            message["tool_calls"] = [call]
         parts, calls = message.get("content"), message.get("tool_calls")
         if isinstance(parts, list) and None not in (texts := [_text_of(part) for part in parts]):
             message["content"] = "".join(map(str, texts))

@@ -245,7 +245,7 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
 def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_not(tmp_path):
     def calling(**arguments):
         calls = [{"function": {"name": "f", "arguments": arguments}}]
-        return {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}], "tools": [{"default": None}]}
+        return {"messages": [{"role": "assistant", "tool_calls": calls}], "tools": [{"default": None}]}
 
     written = [calling(city=None), calling(text="a", city="b"), {"messages": TURNS, "tools": None}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, written)))
