@@ -72,6 +72,7 @@ from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy,
 from shared.data.order import IGNORED, Batch, Order
 from shared.data.report import MISTAKES, Predictions
 from shared.models import adapters, classifier
+from shared.models.attention import forward_texts
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_tokens_fit
 from shared.models.counts import count_parameters, measure
@@ -147,7 +148,7 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     `options` are `weight`, [classes], and `label_smoothing`.
     """
     labels = batch["labels"]
-    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits.float()
+    logits = forward_texts(model, batch).logits.float()
     if labels.ndim == 2:
         losses = binary_cross_entropy(logits, labels, **options)
     elif labels.is_floating_point():
@@ -162,8 +163,7 @@ def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData)
     batches, (_, kind) = [], PROBLEMS[data.problem_type]
     for window in run.read(loader):
         (batch,) = window.micro_batches
-        labels = batch.pop("labels")
-        batches.append(kind.of_batch(model(**batch).logits, labels))
+        batches.append(kind.of_batch(forward_texts(model, batch).logits, batch["labels"]))
     found = kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
     return keep_thresholds(found, run, model)
 

@@ -26,15 +26,17 @@ DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_d
 
 Heads = tuple[int, int, int, int, torch.dtype]  # query heads, key and value heads, query size, value size, compute dtype
 
-# (positions of packed rows, their cu_seqlens) in the current forward
-_rows: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+# (positions of packed rows, their cu_seqlens, whether a padding mask is kept unread) in the current forward
+_rows: tuple[torch.Tensor | None, torch.Tensor | None, bool] | None = None
 _sdpa: Any = None  # transformers' own attention function
 _kernel: Any = None  # variable-length attention, if it is used in place of masks
 _calls: list[tuple[Heads, bool]] | None = None  # for `isolate_documents`: each call's (heads, by the kernel)
 
 
 @contextlib.contextmanager
-def row_layout(position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None) -> Iterator[None]:
+def row_layout(
+    position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, *, padded: bool = False
+) -> Iterator[None]:
     """State whether the rows of the forwards in this block are packed.
 
     Otherwise transformers reads the position_ids back from the device to find out, and the host waits for all queued work.
@@ -44,14 +46,22 @@ def row_layout(position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tenso
     Args:
         position_ids: given if some rows hold several documents: they restart with each document.
         cu_seqlens: see `data.cu_seqlens_of`; on the device.
+        padded: a padding mask masks something. Otherwise transformers reads it from the device, to drop one that does not.
     """
     global _rows
     _register()
-    before, _rows = _rows, (position_ids, cu_seqlens)
+    before, _rows = _rows, (position_ids, cu_seqlens, padded)
     try:
         yield
     finally:
         _rows = before
+
+
+def watch_masks(model: nn.Module) -> None:
+    """Have cuDNN's attention turned off at the first mask, see `_without_cudnn`; for timm, whose masks are not seen, now."""
+    _register()
+    if any(type(part).__module__.startswith("timm.") for part in model.modules()):
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @cache
@@ -106,6 +116,8 @@ def _mask(*args: Any, dtype: torch.dtype = torch.float32, **named: Any) -> torch
     """
     from transformers.masking_utils import sdpa_mask
 
+    if _rows is not None and _rows[2]:
+        named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if _rows is None or _rows[0] is None:
         return _without_cudnn(sdpa_mask(*args, dtype=dtype, **named))
     dtype, cu_seqlens = _computed_in(torch.device(named["device"]), dtype), _rows[1]
@@ -121,7 +133,7 @@ def _without_cudnn(mask: torch.Tensor | None) -> torch.Tensor | None:
 
     Its backward may give NaN then, for row lengths like 64 and 192 (github.com/pytorch/pytorch/issues/196678).
     """
-    if mask is not None:
+    if mask is not None and not torch.compiler.is_compiling():  # `counts.measure` has met it before
         torch.backends.cuda.enable_cudnn_sdp(False)
     return mask
 
@@ -158,7 +170,7 @@ def _attend(
     if _calls is not None:
         _calls.append(((heads, key.shape[1], size, value.shape[-1], dtype), by_kernel))
     if not by_kernel:
-        mask = attention_mask if is_mask else _mask_of(attention_mask, rows, length)  # type: ignore[arg-type]
+        mask = _without_cudnn(attention_mask if is_mask else _mask_of(attention_mask, rows, length))  # type: ignore[arg-type]
         return _sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, **named)
     query, key, value = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
     # The row length is an upper bound of the longest document. The exact length would cost a device sync and recompiles.
@@ -267,6 +279,13 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
             inputs["position_ids"] = positions.expand(_form.axes, *positions.shape)
     with row_layout(positions, batch.get("cu_seqlens")):
         return model(**inputs, use_cache=False)
+
+
+def forward_texts(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    """A model's outputs for a batch of texts, which have an attention_mask if they are of several lengths."""
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with row_layout(padded="attention_mask" in inputs):
+        return model(**inputs)
 
 
 def describe(model: Any) -> str:

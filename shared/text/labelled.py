@@ -141,21 +141,23 @@ class TextData:
 
 
 def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: int = 8) -> Batch:
-    """Rows of `Texts` -> {"input_ids", "attention_mask" and perhaps "token_type_ids": [batch, longest] int64; "labels"}.
+    """Rows of `Texts` -> {"input_ids" and perhaps "token_type_ids": [batch, longest] int64; "labels"}.
+
+    And "attention_mask", if a row is shorter than the longest: without a mask the faster kernels can be used.
 
     Args:
         at_most: no row is longer.
         multiple_of: pad to a multiple of this, but not beyond `at_most`: fewer lengths mean fewer kernels to choose.
     """
-    longest = max(len(row["input_ids"]) for row in rows)
-    longest = min(longest + -longest % multiple_of, at_most)
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    longest = min(int(lengths.max()) + -int(lengths.max()) % multiple_of, at_most)
     fill = {"input_ids": pad_token_id} | ({"token_type_ids": 0} if "token_type_ids" in rows[0] else {})
     batch = {key: np.full((len(rows), longest), value, np.int64) for key, value in fill.items()}
-    batch["attention_mask"] = np.zeros((len(rows), longest), np.int64)
+    if lengths.min() < longest:
+        batch["attention_mask"] = (np.arange(longest) < lengths[:, None]).astype(np.int64)
     for i, row in enumerate(rows):
         for key in fill:
             batch[key][i, : len(row[key])] = row[key]
-        batch["attention_mask"][i, : len(row["input_ids"])] = 1
     batch["labels"] = np.stack([row["labels"] for row in rows])
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 

@@ -20,11 +20,14 @@ CHOSEN = {
         {"variable lengths", "flash", "efficient with a mask"},
     ),
     "image_classification": ("channels last", set()),
+    "text_classification": ("single_label", {"efficient with a mask", "flash"}),
     "pretrain_pipeline": ("PP 2 x DDP 1", {"flash"}),
 }
 
 
-@pytest.fixture(params=["pretrain", "lora_finetune", slow("image_classification"), slow("pretrain_pipeline")])
+@pytest.fixture(
+    params=["pretrain", "lora_finetune", *map(slow, ("image_classification", "text_classification", "pretrain_pipeline"))]
+)
 def case(request, text_file, chat_file, tiny_model, image_folder, architectures, tmp_path_factory):
     """(template, flags, processes, launch config, precision)"""
     template, alone = request.param, (1, "single_gpu", "bf16")
@@ -35,6 +38,8 @@ def case(request, text_file, chat_file, tiny_model, image_folder, architectures,
     if template == "lora_finetune":
         flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
         return template, [*flags, *COMMON], *alone
+    if template == "text_classification":
+        return template, ["--seq_length", 64, "--dataloader_num_workers", 1, *COMMON], *alone
     flags = [
         "--train_dir",
         image_folder,

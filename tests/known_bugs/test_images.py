@@ -1,0 +1,74 @@
+"""Image files that were read wrongly or left out, and masks that a kernel of attention does not take."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BertConfig,
+    DebertaV2Config,
+    DistilBertConfig,
+    LlamaConfig,
+    RobertaConfig,
+)
+
+from shared.models.attention import forward_texts
+from shared.models.counts import measure
+from shared.text.labelled import collate
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+SHAPE = {"layers": 2, "attention_heads": 2, "ffn_dim": 48}
+SIZES |= {"pad_token_id": 1, "num_labels": 3}
+CLASSIFIERS = {
+    "bert": BertConfig(**SIZES),
+    "roberta": RobertaConfig(**SIZES),
+    "distilbert": DistilBertConfig(vocab_size=40, dim=32, n_layers=2, n_heads=2, hidden_dim=48, pad_token_id=1, num_labels=3),
+    "deberta": DebertaV2Config(**SIZES, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
+    "bart": BartConfig(
+        vocab_size=40,
+        d_model=32,
+        **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SHAPE.items()},
+        pad_token_id=1,
+        eos_token_id=2,
+        num_labels=3,
+    ),
+}
+READ_THE_DEVICE = {"bart"}  # by its own code: it looks up which tokens are the end
+
+
+def texts(*lengths):
+    generator = torch.Generator().manual_seed(0)
+    tokens = [[*torch.randint(3, 40, (n - 1,), generator=generator).tolist(), 2] for n in lengths]
+    return collate([{"input_ids": row, "labels": torch.tensor(0)} for row in tokens], pad_token_id=1, at_most=64)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_texts_with_padding_turn_off_the_kernel_that_may_give_nan_and_are_not_read(name, monkeypatch):
+    """cuDNN's attention with a mask has NaN gradients: github.com/pytorch/pytorch/issues/196678 (2026).
+
+    And transformers reads a padding mask from the device in each forward (masking_utils._ignore_bidirectional_mask_sdpa).
+    """
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(CLASSIFIERS[name])
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    padded, full = texts(64, 37), texts(64, 64)
+    plain = {key: value for key, value in padded.items() if key != "labels"}
+    assert "attention_mask" in padded and "attention_mask" not in full
+    measure(model, plain)
+    model.eval()
+    with torch.no_grad():
+        expected = model(**plain).logits
+        whole = model(input_ids=full["input_ids"], attention_mask=torch.ones_like(full["input_ids"])).logits
+        reads = []
+        original = torch.Tensor.__bool__
+        monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(1) or original(tensor))
+        logits = forward_texts(model, padded).logits
+        monkeypatch.undo()
+        torch.testing.assert_close(forward_texts(model, full).logits, whole)
+    assert name in READ_THE_DEVICE or not reads
+    torch.testing.assert_close(logits, expected)
+    for row, length in zip(range(2), (64, 37), strict=True):  # each text has the scores that it has alone
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=padded["input_ids"][row : row + 1, :length]).logits[0], logits[row])
+    assert not torch.backends.cuda.cudnn_sdp_enabled() or model.config._attn_implementation == "eager"
