@@ -1,4 +1,4 @@
-"""Image files that were read wrongly or left out, and masks that a kernel of attention does not take."""
+"""Masks that a kernel of attention does not take, and that make the host wait."""
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ SIZES |= {"pad_token_id": 1, "num_labels": 3}
 CLASSIFIERS = {
     "bert": BertConfig(**SIZES),
     "roberta": RobertaConfig(**SIZES),
-    "distilbert": DistilBertConfig(vocab_size=40, dim=32, n_layers=2, n_heads=2, hidden_dim=48, pad_token_id=1, num_labels=3),
+    "distilbert": DistilBertConfig(
+        vocab_size=40, dim=32, n_layers=2, n_heads=2, hidden_dim=48, pad_token_id=1, num_labels=3
+    ),
     "deberta": DebertaV2Config(**SIZES, relative_attention=True, pos_att_type=["c2p", "p2c"]),
     "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
     "bart": BartConfig(
