@@ -113,7 +113,9 @@ def trl(options: argparse.Namespace) -> Any:
     if options.each_step:
         values["logging_steps"] = 1
     if kind == "simpo":
-        arguments = CPOConfig(f"{run}/trl", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=settings["simpo_gamma"], **values)
+        arguments: Any = CPOConfig(
+            f"{run}/trl", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=settings["simpo_gamma"], **values
+        )
         trainer_class: Any = CPOTrainer
     else:
         values |= {"label_smoothing": settings["label_smoothing"], "loss_type": [kind]}

@@ -15,9 +15,14 @@ from shared.process.errors import ConfigError
 from shared.process.printing import note
 
 
-def _context(model: Any) -> int | None:
+def context_of(model: Any) -> int | None:
     """Tokens that a model can see at once; None if any number."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():  # RoBERTa's positions begin after that of the padding token
+        padding = getattr(module, "padding_idx", None)
+        if "position_embeddings" in name and padding is not None and len(module.weight) == context:
+            return int(context - padding - 1)
+    return context
 
 
 def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
@@ -51,7 +56,7 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
 
 def require_tokens_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
     """Refuse sequences longer than the model's context, and tokens without an embedding. Raises ConfigError."""
-    context = _context(model)
+    context = context_of(model)
     if context is not None and seq_length > context:
         raise ConfigError(
             f"--seq_length {seq_length} is longer than the model's context of {context} tokens: give at most that"

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from shared.models.attention import row_layout
-from shared.models.checks import _context
+from shared.models.checks import context_of
 from shared.models.loading import without_adapters
 from shared.process.printing import indented, note, print_main
 
@@ -81,7 +81,7 @@ def continuations(
     training, whole = model.training, without_adapters(extract_model_from_parallel(model))
     model.eval()
     device = PartialState().device  # offloaded weights are elsewhere
-    context = _context(whole) or sys.maxsize
+    context = context_of(whole) or sys.maxsize
     ends = [token for token in (tokenizer.eos_token_id, end) if token is not None]
     given: Any = {"max_new_tokens": min(max_new_tokens, context - 1), "do_sample": sample, "eos_token_id": ends or None}
     settings = GenerationConfig(**given, pad_token_id=0, top_k=0)

@@ -50,6 +50,11 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
     if first is None and not is_of_text and os.path.isfile(os.path.join(name, "adapter_config.json")):
         raise ConfigError(_AN_ADAPTER.format(name=name))
+    if str(name).endswith(".gguf") or (is_folder and of_weights and _is_gguf_alone(Path(name))):
+        raise ConfigError(
+            f"{name}: GGUF weights, which are made for inference: take the safetensors that they were made from, mostly "
+            "the repository of the same name without -GGUF"
+        )
     if os.path.isfile(name):
         raise ConfigError(f"{name}: a file; a model is given as the folder that holds its config.json and weights")
     if is_folder:
@@ -145,6 +150,10 @@ def _refuse_damaged(folder: Path) -> None:
                     pass
         except Exception as error:  # safetensors' own type is not public
             raise ConfigError(f"{file}: damaged, not valid {file.suffix[1:]} ({first_line(error)})") from None
+
+
+def _is_gguf_alone(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
 
 
 def _refuse_pickles(folder: Path) -> None:

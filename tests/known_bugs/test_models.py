@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from shared.models import adapters
+from shared.models.checks import context_of
+from shared.models.hub import from_hub
+from shared.models.options import AdapterConfig
 from shared.models.pipeline import require_same
 from shared.process.errors import ConfigError
 from tests.conftest import slow
@@ -47,3 +51,39 @@ def test_a_decoder_that_scales_its_input_in_each_stage_is_refused():
     require_same(build("afmoe", mup_enabled=False), [0, 2, 4])
     with pytest.raises(ConfigError, match=r"AfmoeForCausalLM cannot be cut into pipeline stages .*logits differ"):
         require_same(build("afmoe", mup_enabled=True), [0, 2, 4])
+
+
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text", "longformer", "esm", "ibert", "bert", "opt")
+
+
+@pytest.mark.parametrize("name", OFFSET)
+def test_the_context_is_what_a_forward_takes(name):
+    """Reported since 2019: RoBERTa has 514 positions for 512 tokens."""
+    config = CONFIG_MAPPING[name](**SIZES, max_position_embeddings=20, pad_token_id=1)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    context = context_of(model)
+    assert context == (20 if name in ("bert", "opt") else 18)
+    model(input_ids=torch.full((1, context), 5))
+    with pytest.raises(Exception):  # noqa: B017
+        model(input_ids=torch.full((1, context + 1), 5))
+
+
+def test_weights_in_gguf_are_named(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    for name in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ConfigError, match="GGUF weights, which are made for inference: take the safetensors"):
+            from_hub(AutoModelForCausalLM, name, use_safetensors=True)
+
+
+@pytest.mark.parametrize(("modules", "missing"), [(["embed_tokens"], "lm_head"), (["lm_head"], "embed_tokens")])
+def test_half_of_tied_weights_is_said(modules, missing, capsys):
+    """PEFT warns of it since 2025: one of the two is trained, and the other stays."""
+    model = build("llama", tie_word_embeddings=True)
+    adapters._new_adapters(model, AdapterConfig(modules_to_save=(*modules,)), "CAUSAL_LM")
+    assert f"name {missing}, too, to train both" in capsys.readouterr().err
+    adapters._new_adapters(
+        build("llama", tie_word_embeddings=True), AdapterConfig(modules_to_save=("embed_tokens", "lm_head")), "CAUSAL_LM"
+    )
+    assert "to train both" not in capsys.readouterr().err
