@@ -42,6 +42,7 @@ WARNINGS = {  # what is counted: what is said about it, with the first place
     "empty": "records have an empty answer, from which the model learns to say nothing",
     "joined": "texts with a prompt are joined as they are, although the model has a chat template: messages would get it",
     "marked": "records mark a place for what is not text, and the mark is read as text",
+    "special": "texts have the string of a special token in them, which is read as that token",
     "same": "pairs are dropped: their two answers are the same",
     "unequal": "pairs have prompts of different tokens before their two answers",
 }
@@ -185,7 +186,7 @@ class ToSamples:
             for what, places in self.found.items():
                 if places and what not in firsts:
                     firsts[what] = item, places[0].removeprefix(where)
-        warned = {what: [len(self.found[what]), *first] for what, first in firsts.items()}
+        warned = {what: [len({*self.found[what]}), *first] for what, first in firsts.items()}
         self.encoder.lost.clear()
         self.encoder.unlike.clear()
         arrays = {"ids": np.concatenate(tokens), "learned": np.concatenate(marks)}
@@ -201,6 +202,7 @@ class ToSamples:
         self.found["empty"] += [where] * example.has_empty_answer
         self.found["joined"] += [where] * bool(example.prompt and self.encoder.came_with_template)
         self.found["marked"] += [f"{where}: {mark}" for mark in marks]
+        self.found["special"] += self.encoder.special_in(example, where)
         ids, learned = self.encoder(example, where)
         if learned.any() and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None:
             self.counts[f"end {end}"] += 1

@@ -27,6 +27,7 @@ from shared.demo import DEFAULT_TEMPLATE
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
+from shared.text.special import Special, read_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -229,6 +230,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: in
 class Tokenise:
     """Pieces to tokens. A document begins with what the tokenizer puts before texts and ends with the end-of-text token.
 
+    Nothing in its text is a special token: see `special`.
+
     Gives ([tokens] of `dtype`, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces] bool, the last ones).
     """
 
@@ -238,11 +241,13 @@ class Tokenise:
         self.tokenizer = Tokenizer.from_str(serialise(tokenizer))
         self.dtype = np.dtype(np.uint16 if prepared.vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         self.bos, self.eos = prepared.leading_bos(tokenizer), [tokenizer.eos_token_id]
+        self.special = Special(tokenizer)
         self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()
 
     def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
         texts, documents, first, last = zip(*pieces, strict=True)
+        self.tokenizer.encode_special_tokens = True  # as text; does not go to another process with the tokenizer
         encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         tokens: list[int] = []
         ends = [0]
@@ -252,7 +257,12 @@ class Tokenise:
             tokens += self.eos * is_last
             ends.append(len(tokens))
         sizes = np.array([len(text.encode()) for text in texts])
-        return np.array(tokens, dtype=self.dtype), np.diff(ends), sizes, np.array(documents), np.array(last)
+        added = np.zeros(len(tokens), bool)
+        if self.bos:
+            added[np.array(ends[:-1])[np.array(first)]] = True
+        added[np.array(ends[1:])[np.array(last)] - 1] = True
+        found = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
+        return found, np.diff(ends), sizes, np.array(documents), np.array(last)
 
 
 class KeptTokens:
@@ -266,6 +276,7 @@ class KeptTokens:
         tokens, lengths, sizes, _, last = (np.concatenate(some) for some in zip(*parts, strict=True))
         documents = np.stack([np.cumsum(lengths)[last], np.cumsum(sizes)[last]], axis=1)
         facts = {"tokens": len(tokens), "bytes": int(sizes.sum()), "documents": int(last.sum())}
+        facts["special"] = self.tokenise.special.count([piece[0] for piece in chunk])
         return {"tokens": tokens, "documents": documents}, facts
 
 
@@ -299,7 +310,7 @@ def write_tokens(
             processes=config.preprocessing_num_workers,
             **how,
         )
-        done, digest, sizes = Counter[str](tokens=0, bytes=0, documents=0), hashlib.sha256(), []
+        done, digest, sizes = Counter[str](tokens=0, bytes=0, documents=0, special=0), hashlib.sha256(), []
         with open(folder / f"{split}-documents.bin", "wb") as documents:
             for kept, facts in found:
                 ends = np.load(kept / "documents.npy") + np.array([done["tokens"], done["bytes"]])
@@ -457,7 +468,8 @@ def open_splits(
                 f"{its_source}: the {name} split has {split.num_tokens} tokens, fewer than one sequence "
                 f"(--seq_length {seq_length})"
             )
-    return train, validation, stated + records.not_used(train.meta["unused"])
+    special = sum(train.meta[split]["special"] for split in ("train", "validation"))
+    return train, validation, stated + read_as_text(special) + records.not_used(train.meta["unused"])
 
 
 def collate(rows: list[Row]) -> Batch:

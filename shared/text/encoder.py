@@ -18,6 +18,7 @@ from shared.data import prepared
 from shared.demo import DEFAULT_TEMPLATE
 from shared.process.errors import ConfigError
 from shared.text.forms import Example, Messages, with_arguments
+from shared.text.special import Special
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,8 +52,8 @@ class Encoder:
             tokenizer.chat_template = ("{{ bos_token }}" if self.bos else "") + DEFAULT_TEMPLATE
         self.has_own_template = not str(tokenizer.chat_template).endswith(DEFAULT_TEMPLATE)
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        special = Special(tokenizer)
+        self.special, self._pattern = special.ids, special.pattern
         self.takes_parts = False  # whether the template writes content that is a list of parts, and not text
         self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
         turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
@@ -95,6 +96,14 @@ class Encoder:
         if last >= 0 and not example.continues and found not in (self.ends if example.messages is None else self.special):
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         return ids, learned
+
+    def special_in(self, example: Example, where: str) -> list[str]:
+        """The places of texts with the string of a special token, which is read as that token."""
+        texts = {where: example.prompt + example.completion}
+        if example.messages is not None:
+            texts = {f"{where}, message {n}": "\n".join(_words(turn)) for n, turn in enumerate(example.messages, 1)}
+        found = {place: self._pattern.search(text) for place, text in texts.items()}
+        return [f"{place}: {match[0]!r}" for place, match in found.items() if match]
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """(ids, mask, places): the token ids, [len(ids)] bool, true for tokens in one of the spans, and [len(ids), 2].

@@ -27,6 +27,7 @@ from shared.models.hub import from_hub
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
+from shared.text.special import Special, read_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,12 +40,14 @@ DEMO = Source("functions of the standard library", lambda: [sys.version, demo.py
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, which pads on the right. One without a padding token pads with its end-of-text token.
 
+    Strings of special tokens in a text are text, also where the tokenizer is saved with a model.
+
     Raises:
         ConfigError: it cannot be loaded, or has neither token.
     """
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name)
+    tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, name, split_special_tokens=True)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None or not tokenizer.is_fast:
@@ -208,24 +211,33 @@ def _content(item: Item) -> bytes:
 
 
 class _Encode:
-    """Items to `input_ids`, perhaps `token_type_ids`, and `lengths`, the tokens of each item. Counts how many were cut."""
+    """Items to `input_ids`, perhaps `token_type_ids`, and `lengths`, the tokens of each item.
+
+    Counts how many were cut, and strings of special tokens in them.
+    """
 
     def __init__(self, tokenizer: Any, seq_length: int) -> None:
-        self.tokenizer, self.seq_length = tokenizer, seq_length
+        self.tokenizer, self.seq_length, self.special = tokenizer, seq_length, Special(tokenizer)
 
     def __call__(self, chunk: list[Item]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        parts, cut = [], 0
+        parts, cut, special = [], 0, 0
         for some in chunked(chunk, _content):  # a part's encodings fill memory
             places, texts, others = zip(*some, strict=True)
             pairs = None if others[0] is None else list(others)
-            encoded = self.tokenizer(list(texts), pairs, truncation=True, max_length=self.seq_length)
+            options = {"truncation": True, "max_length": self.seq_length, "split_special_tokens": True}
+            options |= {"return_special_tokens_mask": True, "return_attention_mask": False}
+            encoded = self.tokenizer(list(texts), pairs, **options)
             lengths = np.array([len(ids) for ids in encoded["input_ids"]])
             if not lengths.all():
                 raise ConfigError(f"{places[int(lengths.argmin())]}: the tokenizer makes no token of this text")
             found = {name: np.concatenate(encoded[name]).astype(kind) for name, kind in TOKENS.items() if name in encoded}
+            added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
+            found["input_ids"] = self.special.to_unknown(found["input_ids"], added)
             parts.append(found | {"lengths": lengths})
+            special += self.special.count([*texts, *(pairs or [])])
             cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, {"cut": cut}
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return arrays, {"cut": cut, "special": special}
 
 
 class _Building:
@@ -237,7 +249,7 @@ class _Building:
         self.labels: list[Any] = []
         self.lengths: list[np.ndarray] = []
         self.unused: Counter[str] = Counter()
-        self.cut = 0
+        self.cut = self.special = 0
 
     def build(self, trained: dict[str, Source], validation: Source | None) -> None:
         sizes = {name: self._add(source) for name, source in trained.items()}
@@ -279,7 +291,7 @@ class _Building:
         by_class = f" ({', '.join(most)})" if most else ""
         about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on{by_class}, "
         about += f"{read.min()}-{read.max()} tokens (mean {read.mean():.0f}), {self.cut:,} of all cut to "
-        about += f"{self.config.seq_length}; {len(index[1]):,} to validate on, {how}"
+        about += f"{self.config.seq_length}; {len(index[1]):,} to validate on, {how}{read_as_text(self.special)}"
         meta: dict[str, Any] = {
             "classes": classes,
             "problem_type": problem_type,
@@ -302,6 +314,7 @@ class _Building:
             for kept, facts in keep_all(self._read(source), _content, work, place, [*TOKENS], **options):
                 self.lengths.append(np.load(kept / "lengths.npy"))
                 self.cut += facts["cut"]
+                self.special += facts["special"]
                 bar.update(len(self.lengths[-1]))
         if len(self.labels) == before:
             raise ConfigError(f"{source.name}: no records in it")

@@ -180,7 +180,7 @@ class Stream:
     def identity(self) -> str:
         """Changes when the samples do."""
         tokens = hashlib.sha256(serialise(self.tokenizer).encode()).hexdigest()
-        how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length}
+        how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length, "special": "text"}
         how |= {"before": self.held_out_before}
         return prepared.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
 
