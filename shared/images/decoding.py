@@ -17,6 +17,8 @@ from shared.process.errors import first_line
 
 # What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript runs the file itself.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # JPEG with MPO, PPM with PGM and PBM
+# How their files end. The installed Pillow knows .jfif, .jpe, .apng, ...
+SUFFIXES = tuple(sorted(end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")))
 
 JPEG, PNG, RIFF = b"\xff\xd8", b"\x89P", b"RI"  # how their files begin
 ENDS = {JPEG: b"\xff\xd9", PNG: b"IEND\xaeB`\x82"}

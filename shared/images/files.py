@@ -319,6 +319,8 @@ def _split(
     about = f"{name}: {len(train):,} images of {len(classes)} classes; validation: {len(validation):,}, {how}"
     if bad:
         about += f"; {len(bad):,} that cannot be read are left out"
+    if meta["left_out"]:
+        about += f"; left out: {meta['left_out']}"
     if config.is_multi_label:
         about += f"; {labels[good].sum() / max(1, good.sum()):.2f} labels an image"
     split = hashlib.sha256(validation.tobytes()).hexdigest()

@@ -1,7 +1,12 @@
-"""Masks that a kernel of attention does not take, and that make the host wait."""
+"""Images left out or decoded too dark; masks that a kernel of attention does not take, and that make the host wait."""
+
+import io
+import tarfile
 
 import pytest
 import torch
+from accelerate import PartialState
+from PIL import Image
 from transformers import (
     AutoModelForSequenceClassification,
     BartConfig,
@@ -12,6 +17,9 @@ from transformers import (
     RobertaConfig,
 )
 
+from shared.images.decoding import FORMATS
+from shared.images.files import prepare
+from shared.images.options import ImageConfig
 from shared.models.attention import forward_texts
 from shared.models.counts import measure
 from shared.text.labelled import collate
@@ -43,6 +51,56 @@ def texts(*lengths):
     generator = torch.Generator().manual_seed(0)
     tokens = [[*torch.randint(3, 40, (n - 1,), generator=generator).tolist(), 2] for n in lengths]
     return collate([{"input_ids": row, "labels": torch.tensor(0)} for row in tokens], pad_token_id=1, at_most=64)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    PartialState(cpu=True)
+
+
+def encoded(image, kind):
+    into = io.BytesIO()
+    image.save(into, kind)
+    return into.getvalue()
+
+
+@pytest.mark.parametrize("in_tar", [False, True])
+def test_every_ending_of_a_permitted_format_is_an_image_and_other_files_are_counted(tmp_path, one_process, in_tar):
+    """Left out without a word: .jfif, .jpe and the like. github.com/thumbsup/thumbsup/issues/368 (2024)."""
+    picture = Image.new("RGB", (8, 8), (200, 100, 50))
+    permitted = {end: kind for end, kind in Image.registered_extensions().items() if kind in FORMATS and end != ".pfm"}
+    assert {".jfif", ".jpe", ".apng", ".j2k", ".pnm", ".jpg", ".png"} <= permitted.keys()
+    files = {f"cat/a{end}": encoded(picture, kind) for end, kind in permitted.items()}
+    files |= {"dog/a.JFIF": files["cat/a.jfif"], "dog/b.mpo": files["cat/a.jpg"]}
+    images = sorted(files)
+    others = ["cat/x.heic", "dog/y.HEIC", "dog/z.dib", "cat/plain", "dog/plain", "dog/other", "dog/x.eps"]
+    others += ["cat/a.txt", "cat/Thumbs.db", "dog/.hidden"]  # not counted
+    files |= dict.fromkeys(others, b"content")
+    if in_tar:
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        config = ImageConfig(train_file=(str(tmp_path / "a.tar"),))
+    else:
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_bytes(content)
+        config = ImageConfig(train_dir=(tmp_path,))
+    for _ in range(2):  # found, and known from then on
+        data = prepare(config)
+        parts = (data.train, data.validation)
+        names = [part.where(row)[len(str(tmp_path)) :].removeprefix("/a.tar") for part in parts for row in range(len(part))]
+        assert sorted(names) == [f"/{name}" for name in images]
+        assert data.about.endswith("; left out: 3 without an ending, 2 .heic, 1 .dib, 1 .eps"), data.about
+    for part in parts:
+        for row in range(len(part)):
+            red, green, blue = part[row]["image"].getpixel((4, 4))
+            grey = part.where(row).endswith((".pbm", ".pgm"))
+            assert grey or (abs(red - 200) < 9 and abs(green - 100) < 9 and abs(blue - 50) < 9), part.where(row)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
