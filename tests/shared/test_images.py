@@ -191,10 +191,10 @@ def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
     [
         (b"", "the file is empty"),
         (b"hello, not a picture", f"not an image ({', '.join(FORMATS)})"),
-        (np.array([[0, 0x10000]], dtype=np.int32), "32-bit grey values, whose range is not known"),
-        (np.array([[0, -1]], dtype=np.int32), "32-bit grey values, whose range is not known"),
-        (np.arange(256, dtype=np.int32).reshape(16, 16), "32-bit grey values, whose range is not known"),
-        (np.array([[0.5, 1e4]], dtype=np.float32), "floating-point values, whose range is not known"),
+        (np.array([[0, 0x10000]], dtype=np.int32), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.array([[0, -1]], dtype=np.int32), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.arange(256, dtype=np.int32).reshape(16, 16), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.array([[0.5, 1e4]], dtype=np.float32), "floating-point values, whose range is not known: give --white_level"),
     ],
 )
 def test_what_is_no_image_says_why(content, expected, tmp_path):
