@@ -17,6 +17,8 @@ from shared.process.errors import first_line
 
 # What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript runs the file itself.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # JPEG with MPO, PPM with PGM and PBM
+# How their files end. The installed Pillow knows .jfif, .jpe, .apng, ...
+SUFFIXES = tuple(sorted(end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")))
 
 JPEG, PNG, RIFF = b"\xff\xd8", b"\x89P", b"RI"  # how their files begin
 ENDS = {JPEG: b"\xff\xd9", PNG: b"IEND\xaeB`\x82"}
@@ -56,13 +58,14 @@ def _read(source: Source) -> bytes:
         return file.read(size)
 
 
-def check(source: Source, *, in_full: bool) -> None:
+def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
     """Look at the header and the end of a JPEG, PNG or WebP, which takes a tenth of the time to decode it.
 
     What looks whole there can still be damaged in its middle. What does not is decoded, and so are other formats.
 
     Args:
         in_full: decode all.
+        white_level: of `decode`.
 
     Raises:
         BadImage: it cannot be decoded, or is a JPEG of which the end was not written.
@@ -70,7 +73,7 @@ def check(source: Source, *, in_full: bool) -> None:
     with contextlib.suppress(OSError):
         if not in_full and _looks_whole(source):
             return
-    decode(source, at_least=1)  # the cheapest way to read the whole file
+    decode(source, at_least=1, white_level=white_level)  # the cheapest way to read the whole file
     content = _read(source)
     if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):  # the last scan never ends
         raise BadImage("the end of the file is missing")
@@ -91,16 +94,37 @@ def _looks_whole(source: Source) -> bool:
     return False
 
 
-def decode(source: Source, at_least: int | None = None) -> Image.Image:
+def largest_of_16_bits(source: Source) -> tuple[str, int]:
+    """("greys" or "colours", the largest value) of an image of 16 bits; ("", 0) of other images, and of damaged ones.
+
+    Pillow keeps the upper 8 bits of colours, so their largest value is that or a little less.
+    """
+    with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
+        image = _open(source)
+        if image.mode.startswith("I"):
+            return "greys", int(np.asarray(image).max())
+        if _has_16_bit_colours(image):
+            return "colours", 256 * int(np.asarray(image.convert("RGB")).max()) + 255
+    return "", 0
+
+
+def _has_16_bit_colours(image: Image.Image) -> bool:
+    """Call before the image is loaded."""
+    return ";16" in str(image.tile) and not image.mode.startswith("I")  # type: ignore[attr-defined]
+
+
+def decode(source: Source, at_least: int | None = None, white_level: int = 0) -> Image.Image:
     """An image in RGB and upright, whatever it was stored as.
 
-    EXIF rotation is applied; palettes, greys and CMYK are converted; 16-bit greys are scaled to 8; transparency is
-    dropped; of an animation the first frame is taken. `transformers` pipelines do the same, but clip 16-bit greys.
+    EXIF rotation is applied; palettes, greys and CMYK are converted; greys of more than 8 bits are scaled to 8;
+    transparency is dropped; of an animation the first frame is taken. `transformers` pipelines do the same, but clip
+    16-bit greys.
 
     Args:
         source: a file, a part of one, or its bytes.
         at_least: height and width in pixels below which a JPEG is not to be shrunk while it is decoded, which is much
             faster for photographs; None decodes in full.
+        white_level: value that becomes 255 in greys of more than 8 bits. What is above it does, too. 0: that of 16 bits.
 
     Raises:
         BadImage: it is empty, cut off, too large, or no image.
@@ -109,15 +133,20 @@ def decode(source: Source, at_least: int | None = None) -> Image.Image:
         image: Image.Image = _open(source)
         if at_least is not None and min(image.size) >= 2 * at_least:
             image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
+        if white_level and _has_16_bit_colours(image):
+            raise BadImage("colours of 16 bits, which --white_level cannot scale: convert them to 8 bits")
         image.load()
         image = ImageOps.exif_transpose(image)
+        if white_level and image.mode.startswith(("I", "F")):
+            scaled = np.nan_to_num(np.asarray(image)) * (255 / white_level)
+            image = Image.fromarray(scaled.clip(0, 255).round().astype(np.uint8))
         if image.mode.startswith("I"):
             grey = np.asarray(image)
             if grey.min() < 0 or grey.max() > 0xFFFF or (image.mode == "I" and 0 < grey.max() <= 0xFF):
-                raise BadImage("32-bit grey values, whose range is not known")
+                raise BadImage("32-bit grey values, whose range is not known: give --white_level")
             image = Image.fromarray((grey >> 8).astype(np.uint8))
         if image.mode == "F":
-            raise BadImage("floating-point values, whose range is not known")
+            raise BadImage("floating-point values, whose range is not known: give --white_level")
         if image.mode == "P" and "transparency" in image.info:
             image = image.convert("RGBA")
         return image.convert("RGB")
@@ -140,7 +169,7 @@ def _open(source: Source) -> Image.Image:
     return Image.open(source if isinstance(source, Path) else io.BytesIO(_read(source)), formats=FORMATS)
 
 
-def decode_tensor(source: Source, at_least: int | None = None) -> torch.Tensor:
+def decode_tensor(source: Source, at_least: int | None = None, white_level: int = 0) -> torch.Tensor:
     """The pixels of `decode` as uint8 [3, height, width]. torchvision reads upright JPEGs: the same bits, but faster.
 
     torchvision prints its own line on stderr for damage that both decoders tolerate.
@@ -155,4 +184,4 @@ def decode_tensor(source: Source, at_least: int | None = None) -> torch.Tensor:
             upright = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         if upright and not shrinks:
             return decode_jpeg(torch.frombuffer(bytearray(_read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    return pil_to_tensor(decode(source, at_least))
+    return pil_to_tensor(decode(source, at_least, white_level))

@@ -1,6 +1,7 @@
 """Find labelled images, check each one for damage, split them and decode them."""
 
 import contextlib
+import copy
 import hashlib
 import json
 import math
@@ -22,7 +23,7 @@ from shared.data import prepared
 from shared.data.labels import balanced_weights, hold_out, in_order, rarest, warn_of_joined
 from shared.data.order import Row
 from shared.images import shards, sources
-from shared.images.decoding import BadImage, Source, check, decode
+from shared.images.decoding import BadImage, Source, check, decode, largest_of_16_bits
 from shared.images.options import ImageConfig
 from shared.images.sources import Files, Found, Joined, Table
 from shared.process.collectives import on_main
@@ -46,7 +47,7 @@ class Images(Dataset):
 
     Attributes:
         decode: the function that decodes images, `decode` or `decode_tensor`.
-        at_least: its second argument.
+        at_least, white_level: its other arguments.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Images(Dataset):
         hot: np.ndarray | None = None,
     ) -> None:
         self.source, self.index, self.sources, self.hot = source, index, sources or {}, hot
-        self.decode: Callable[[Source, int | None], Any] = decode
+        self.decode: Callable[[Source, int | None, int], Any] = decode
         self.at_least: int | None = None
+        self.white_level = 0
 
     def __len__(self) -> int:
         return len(self.index)
@@ -67,7 +69,7 @@ class Images(Dataset):
         at, label = self.index[number].tolist()
         labels = np.array(label) if self.hot is None else self.hot[number].astype(np.float32)
         try:
-            return {"image": self.decode(self.source[at], self.at_least), "labels": labels}
+            return {"image": self.decode(self.source[at], self.at_least, self.white_level), "labels": labels}
         except BadImage as error:
             raise ConfigError(f"{self.source.where(at)}: {error}; {REPAIR}") from None
 
@@ -127,11 +129,13 @@ class ImageData:
         number = np.array([classes.index(name) for name in self.classes])
 
         def renumbered(part: Images) -> Images:
+            result = copy.copy(part)
             if part.hot is None:
-                return Images(part.source, np.stack([part.index[:, 0], number[part.index[:, 1]]], axis=1), part.sources)
-            hot = np.zeros((len(part), len(classes)), dtype=np.uint8)
-            hot[:, number] = part.hot
-            return Images(part.source, part.index, part.sources, hot)
+                result.index = np.stack([part.index[:, 0], number[part.index[:, 1]]], axis=1)
+            else:
+                result.hot = np.zeros((len(part), len(classes)), dtype=np.uint8)
+                result.hot[:, number] = part.hot
+            return result
 
         return replace(self, train=renumbered(self.train), validation=renumbered(self.validation), classes=classes)
 
@@ -151,6 +155,7 @@ def prepare(config: ImageConfig) -> ImageData:
     """
     data = _mix(config) if config.mix_weights else _prepare(config)
     classes = data.classes
+    data.train.white_level = data.validation.white_level = config.white_level
     trained, validated = (part.counts(len(classes)) for part in (data.train, data.validation))
     if not trained.all():
         raise ConfigError(f"{data.name}: the class {classes[int(trained.argmin())]!r} has no image to train on")
@@ -231,26 +236,58 @@ def _prepare(config: ImageConfig) -> ImageData:
             labels = np.array([number_of[label] for label in found[0].labels], dtype=np.int64)
         np.save(into / "labels.npy", labels)
         kind = {"about": meta["about"], "version": found[0].version, "code": prepared.source_of("images")}
-        name = prepared.fingerprint(name=meta["name"], in_full=config.skip_bad_images, **kind)
+        name = prepared.fingerprint(
+            name=meta["name"], in_full=config.skip_bad_images, white_level=config.white_level, **kind
+        )
         assert found[0].stamps is not None
+        images = table or Files(paths, places)
+        _check_range(meta["name"], images, config.white_level)
         bad = _find_bad(
-            table or Files(paths, places),
+            images,
             found[0].stamps,
             cache_dir() / "images" / f"good-{name}.npy",
             in_full=config.skip_bad_images,
+            white_level=config.white_level,
         )
         (into / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
 
-    folder = cache_dir() / "images" / f"{meta['key']}{'-in-full' * config.skip_bad_images}"
+    folder = cache_dir() / "images" / f"{meta['key']}{'-in-full' * config.skip_bad_images}-{config.white_level}"
     prepared.build_once(folder, read_all)
     load = lambda name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))  # noqa: E731
     labels, bad = load("labels"), json.loads((folder / "bad.json").read_text(encoding="utf-8"))
     source = table or Files(load("paths"), load("places") if tars else None)
     # Read the damaged ones again: a missing permission or decoder may be there now.
-    return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad)))
+    return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad, white_level=config.white_level)))
 
 
-def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path, *, in_full: bool) -> list[int]:
+def _check_range(name: str, source: Files | Table, white_level: int) -> None:
+    """Refuse images of 16 bits that use little of their range, by a sample: scaled by the whole range, they were black.
+
+    Cameras and microscopes write 10, 12 or 14 bits into 16: github.com/python-pillow/Pillow/issues/3011 (2018).
+
+    Raises:
+        ConfigError: names the largest value, and --white_level with the value that it may have.
+    """
+    largest = {"": 0}
+    for number in range(0, len(source), len(source) // 100 + 1):
+        with contextlib.suppress(BadImage):  # it is named later
+            kind, value = largest_of_16_bits(source[number])
+            largest[kind] = max(value, largest.get(kind, 0))
+    greys, colours = largest.get("greys", 0), largest.get("colours", 0xFFFF)
+    if colours <= 0xFFFF // 4 or ("colours" in largest and white_level):
+        why = f"their largest value is about {colours:,} of 65,535, but they" if not white_level else "they"
+        raise ConfigError(
+            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by --white_level: convert them to 8 bits"
+        )
+    if 0 < greys <= 0xFFFF // 4 and not white_level:
+        fits = 2 ** max(8, greys.bit_length()) - 1
+        raise ConfigError(
+            f"{label(name)}: greys of 16 bits whose largest value is {greys:,} of 65,535, so they would be nearly black: "
+            f"give the value that is white, such as --white_level {fits}, or 65535 if they are as dark as that"
+        )
+
+
+def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path, *, in_full: bool, white_level: int) -> list[int]:
     """`check` the images that were not good in an earlier run, and return the numbers of those that are bad.
 
     Args:
@@ -266,7 +303,7 @@ def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path, *, in_full
         left,  # type: ignore[arg-type]
         batch_size=64,
         num_workers=cores() if len(left) > 5000 else 0,
-        collate_fn=partial(_reasons, source, in_full=in_full),
+        collate_fn=partial(_reasons, source, in_full=in_full, white_level=white_level),
         generator=torch.Generator(),  # the global one is for the initial weights: this check must not change them
     )
     bad: list[int] = []
@@ -284,12 +321,12 @@ def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path, *, in_full
     return bad
 
 
-def _reasons(source: Files | Table, numbers: Iterable[int], *, in_full: bool = True) -> dict[int, str]:
+def _reasons(source: Files | Table, numbers: Iterable[int], *, in_full: bool = True, white_level: int) -> dict[int, str]:
     """For each image that `check` finds bad: its number, and the reason."""
     bad = {}
     for number in map(int, numbers):
         try:
-            check(source[number], in_full=in_full)
+            check(source[number], in_full=in_full, white_level=white_level)
         except BadImage as error:
             bad[number] = str(error)
     return bad
@@ -319,6 +356,10 @@ def _split(
     about = f"{name}: {len(train):,} images of {len(classes)} classes; validation: {len(validation):,}, {how}"
     if bad:
         about += f"; {len(bad):,} that cannot be read are left out"
+    if meta["left_out"]:
+        about += f"; left out: {meta['left_out']}"
+    if config.white_level:
+        about += f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do the same before inference)"
     if config.is_multi_label:
         about += f"; {labels[good].sum() / max(1, good.sum()):.2f} labels an image"
     split = hashlib.sha256(validation.tobytes()).hexdigest()

@@ -33,12 +33,15 @@ class ImageConfig(DataConfig):
     # multi_label: an image has any number of labels, or none: a list in the column of the label, or text such as cat|dog.
     # If not given, single_label; data that look like multi_label are then an error.
     problem_type: Literal["single_label", "multi_label"] | None = None
+    # Value that is white in images of 16 bits, such as 4095 for a camera of 12 bits; 0: the largest that 16 bits hold
+    white_level: int = 0
     # Decode every image before training, leave out those that cannot be read, and count them. If not given, headers and ends
     # are looked at before training, and the first bad image is an error
     skip_bad_images: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self, "at least 0", "white_level")
         if any("://" in file for file in (*self.train_file, *self.validation_file)):
             raise ConfigError("--train_file: a list names images beside it, so it has to be a local file")
         if self.train_dir and (self.train_file or self.dataset_name):

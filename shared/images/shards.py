@@ -1,13 +1,14 @@
 """Images in tar files, read where they lie: nothing is unpacked. A list of what is in each file is made once, and kept.
 
 Two kinds are known: samples of WebDataset, `000001.jpg` beside `000001.cls` or a `000001.json` that holds the label; and
-class folders, `cat/1.jpg`. Other members are not looked at, nor are hidden ones, links and devices.
+class folders, `cat/1.jpg`. Other members are counted by their endings. Hidden ones, links and devices are not looked at.
 """
 
 import json
 import os
 import re
 import tarfile
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -21,8 +22,9 @@ from shared.data import prepared, records
 from shared.data.files import RECORD, find_files
 from shared.data.labels import label_of
 from shared.data.loader import parallel_map
+from shared.images.decoding import SUFFIXES
 from shared.images.options import ImageConfig
-from shared.images.sources import SUFFIXES, VALIDATION, Found, column_of
+from shared.images.sources import VALIDATION, Found, by_ending, column_of, count_others
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
@@ -88,7 +90,11 @@ def _join(train: list[Path], validation: list[Path], config: ImageConfig, into: 
     np.save(into / "times.npy", np.repeat([file.stat().st_mtime_ns for file in files], counts))
     labels = [*chain.from_iterable(each["labels"] for each in lists)]
     held_out_from = sum(counts[: len(train)]) if validation else None
-    (into / "images.json").write_text(json.dumps({"labels": labels, "held_out_from": held_out_from}), encoding="utf-8")
+    left_out: Counter[str] = Counter()
+    for each in lists:
+        left_out.update(each["left_out"])
+    content = {"labels": labels, "held_out_from": held_out_from, "left_out": left_out}
+    (into / "images.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def found(config: ImageConfig, folder: Path) -> Found:
@@ -104,6 +110,7 @@ def found(config: ImageConfig, folder: Path) -> Found:
         _short(config.validation_file),
         facts=np.column_stack([places[:, 2], times]),
         places=places,
+        left_out=Counter(known["left_out"]),
     )
 
 
@@ -133,7 +140,8 @@ def _list(file: Path, config: ImageConfig, into: Path) -> None:
     names: list[str] = []
     places: list[tuple[int, int]] = []
     labels, alone, above = [], [], set()
-    for key, sample in _samples(file, config).items():
+    left_out: Counter[str] = Counter()
+    for key, sample in _samples(file, config, left_out).items():
         where, images = f"{file}/{key}", sample.images
         if sample.record or config.label_column:
             column = column_of(sample.record, config, "label", where)
@@ -152,17 +160,19 @@ def _list(file: Path, config: ImageConfig, into: Path) -> None:
         places += images.values()
         labels += [label] * len(images)
     if not names:
-        raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)})")
+        held = f"; it holds {by_ending(left_out)}" * bool(left_out)
+        raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)}){held}")
     if "train" in above and (validation := above.intersection(VALIDATION)):
         raise ConfigError(f"{file}: holds train/ and {min(validation)}/; pack them apart, and add --validation_file")
     if alone:
         print_main(f"{file}: {len(alone):,} labels have no image, that of {alone[0]} for one")
     np.save(into / "places.npy", np.array(places, dtype=np.int64))
-    (into / "images.json").write_text(json.dumps({"names": names, "labels": labels}), encoding="utf-8")
+    content = {"names": names, "labels": labels, "left_out": left_out}
+    (into / "images.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def _samples(file: Path, config: ImageConfig) -> dict[str, Sample]:
-    """What a tar file holds, by the names up to their first dot."""
+def _samples(file: Path, config: ImageConfig, left_out: Counter[str]) -> dict[str, Sample]:
+    """What a tar file holds, by the names up to their first dot. Members that are no images are counted in `left_out`."""
     samples: dict[str, Sample] = {}
     seen, odd = set(), []
     try:
@@ -182,6 +192,8 @@ def _samples(file: Path, config: ImageConfig) -> dict[str, Sample]:
                 stem, _, rest = base.partition(".")
                 says = rest.lower() in ("cls", "json") or rest == config.label_column
                 if not says and rest != config.image_column and (config.image_column or not name.lower().endswith(SUFFIXES)):
+                    if not config.image_column:
+                        left_out.update(count_others([base]))
                     continue
                 where, sample = f"{file}/{name}", samples.setdefault(folder + slash + stem, Sample())
                 if name in seen or info.size > RECORD:

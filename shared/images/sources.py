@@ -5,7 +5,8 @@ import os
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,13 @@ from shared.data import prepared, records
 from shared.data.files import find_files, walk
 from shared.data.labels import in_order, label_of
 from shared.data.loader import parallel_map
-from shared.images.decoding import BadImage, Part, Source
+from shared.images.decoding import SUFFIXES, BadImage, Part, Source
 from shared.images.options import ImageConfig
-from shared.process.errors import ConfigError
+from shared.process.errors import ConfigError, shown
 from shared.process.files import NOT_REGULAR
 from shared.process.printing import note
 
-SUFFIXES = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+SIDE_FILES = (".cls", ".csv", ".db", ".html", ".ini", ".json", ".jsonl", ".md", ".tsv", ".txt", ".xml", ".yaml", ".yml")
 VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split; the first one present is used
 COLUMNS = {
     "image": ("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png", "webp"),
@@ -117,6 +118,7 @@ class Found:
     version: str = ""  # of a table's contents
     facts: np.ndarray | None = None  # [n, 2] int64, bytes and nanoseconds of each image; None: `describe` looks
     places: np.ndarray | None = None  # of `Files`
+    left_out: Counter[str] = field(default_factory=Counter)  # files that are no images, by their endings
     stamps: np.ndarray | None = None  # [n] uint64, hashes of each image's path, size and time: set by `describe`
 
     def describe(self) -> dict[str, Any]:
@@ -149,8 +151,25 @@ class Found:
             "name": self.name,
             "about": self.about,
             "held_out_from": self.held_out_from,
+            "left_out": by_ending(self.left_out),
             "classes": in_order({name for label in classes for name in ([label] if isinstance(label, str) else label)}),
         }
+
+
+def count_others(names: Iterable[str]) -> Counter[str]:
+    """Count the files that are neither images nor what usually lies beside images, by their endings."""
+    return Counter(
+        os.path.splitext(name)[1].lower() for name in names if not name.lower().endswith((*SUFFIXES, *SIDE_FILES))
+    )
+
+
+def by_ending(counts: Counter[str]) -> str:
+    """Such as "12 .heic, 6 without an ending"."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    parts = [f"{count:,} {shown(ending) or 'without an ending'}" for ending, count in ranked[:4]]
+    if rest := sum(count for _, count in ranked[4:]):
+        parts.append(f"{rest:,} with other endings")
+    return ", ".join(parts)
 
 
 def _sizes_and_times(paths: list[bytes]) -> np.ndarray:
@@ -188,9 +207,10 @@ def _size_and_time(path: bytes) -> tuple[int, int]:
 
 def in_files(config: ImageConfig, root: Path | None) -> Found:
     """The images in class folders or in a list. Those to validate on may be named in the other way."""
+    left_out: Counter[str] = Counter()
     if root:
         train, validation = _train_and_validation(root, config)
-        found = Found(str(root), *_class_folders(train, training=True))
+        found = Found(str(root), *_class_folders(train, left_out, training=True))
     else:
         validation = config.validation_dir
         found = Found(" ".join(config.train_file), *_listed(config, "train_file"))
@@ -198,8 +218,9 @@ def in_files(config: ImageConfig, root: Path | None) -> Found:
             raise ConfigError(f"--train_file {found.name}: no records in it")
     if validation or config.validation_file:
         found.held_out_from, found.about = len(found.paths), str(validation or " ".join(config.validation_file))
-        more = _class_folders(validation, training=False) if validation else _listed(config, "validation_file")
+        more = _class_folders(validation, left_out, training=False) if validation else _listed(config, "validation_file")
         found.labels, found.paths = found.labels + more[0], found.paths + more[1]
+    found.left_out = left_out
     return found
 
 
@@ -230,8 +251,8 @@ def _folders(root: Path) -> list[Path]:
         raise ConfigError(f"{root}: {error.strerror}") from None
 
 
-def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[bytes]]:
-    """(labels, paths) of `root/<class>/**/<image>`, sorted; files without an image's suffix are not looked at."""
+def _class_folders(root: Path, left_out: Counter[str], *, training: bool) -> tuple[list[str], list[bytes]]:
+    """(labels, paths) of `root/<class>/**/<image>`, sorted. Files without an image's suffix are counted in `left_out`."""
     classes = _folders(root)
     if not classes:
         tar = "; --train_file takes tar files" * any(root.glob("*.tar"))
@@ -239,10 +260,14 @@ def _class_folders(root: Path, *, training: bool) -> tuple[list[str], list[bytes
     labels, paths = [], []
     for folder in classes:
         images: list[bytes] = []
+        others: Counter[str] = Counter()
         for place, files in walk(folder):
             images += [os.fsencode(f"{place}/{name}") for name in files if name.lower().endswith(SUFFIXES)]
+            others += count_others(files)
         if not images and training:
-            raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}): fill or remove it")
+            held = f"; it holds {by_ending(others)}" * bool(others)
+            raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}){held}: fill or remove it")
+        left_out.update(others)
         labels += [folder.name] * len(images)
         paths += sorted(images)
     return labels, paths

@@ -191,10 +191,10 @@ def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
     [
         (b"", "the file is empty"),
         (b"hello, not a picture", f"not an image ({', '.join(FORMATS)})"),
-        (np.array([[0, 0x10000]], dtype=np.int32), "32-bit grey values, whose range is not known"),
-        (np.array([[0, -1]], dtype=np.int32), "32-bit grey values, whose range is not known"),
-        (np.arange(256, dtype=np.int32).reshape(16, 16), "32-bit grey values, whose range is not known"),
-        (np.array([[0.5, 1e4]], dtype=np.float32), "floating-point values, whose range is not known"),
+        (np.array([[0, 0x10000]], dtype=np.int32), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.array([[0, -1]], dtype=np.int32), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.arange(256, dtype=np.int32).reshape(16, 16), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.array([[0.5, 1e4]], dtype=np.float32), "floating-point values, whose range is not known: give --white_level"),
     ],
 )
 def test_what_is_no_image_says_why(content, expected, tmp_path):
@@ -725,7 +725,7 @@ def test_samples_of_webdataset_have_the_labels_beside_them(tmp_path, says, optio
 def test_a_tar_file_is_listed_once_and_again_when_it_changes(tmp_path, monkeypatch):
     listed, original = [], shards._samples
     monkeypatch.setattr(shards, "parallel_map", lambda work, items, _: map(work, items))
-    monkeypatch.setattr(shards, "_samples", lambda file, config: listed.append(file.name) or original(file, config))
+    monkeypatch.setattr(shards, "_samples", lambda file, *rest: listed.append(file.name) or original(file, *rest))
     for number in range(3):
         packed(tmp_path / f"{number}.tar", samples(range(10 * number, 10 * number + 4)))
     config = ImageConfig(train_file=(str(tmp_path),))
@@ -763,7 +763,7 @@ def test_what_else_is_in_a_tar_file_is_said_or_passed_over(tmp_path, capfd):
         ([("1.cls", b"\xff"), ("1.png", picture(0))], "/1.cls: cannot be read ("),
         ([("1.cls", b"1"), ("1.png", picture(0)), ("1.jpg", picture(0))], "/1: several images (png, jpg): name one"),
         ([("a/1.png", picture(0)), ("a/1.png", picture(1))], "/a/1.png: is there twice"),
-        ([("a/1.txt", b"")], ": no images in it (.avif, "),
+        ([("a/1.txt", b"")], ": no images in it (.apng, .avif, "),
         ([("p/train/a/1.png", picture(0)), ("p/val/a/2.png", picture(1))], ": holds train/ and val/; pack them apart"),
     ],
 )
