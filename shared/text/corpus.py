@@ -261,8 +261,8 @@ class Tokenise:
         if self.bos:
             added[np.array(ends[:-1])[np.array(first)]] = True
         added[np.array(ends[1:])[np.array(last)] - 1] = True
-        found = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
-        return found, np.diff(ends), sizes, np.array(documents), np.array(last)
+        ids = self.special.to_unknown(np.array(tokens, dtype=self.dtype), added)
+        return ids, np.diff(ends), sizes, np.array(documents), np.array(last)
 
 
 class KeptTokens:

@@ -102,8 +102,8 @@ class Encoder:
         texts = {where: example.prompt + example.completion}
         if example.messages is not None:
             texts = {f"{where}, message {n}": "\n".join(_words(turn)) for n, turn in enumerate(example.messages, 1)}
-        found = {place: self._pattern.search(text) for place, text in texts.items()}
-        return [f"{place}: {match[0]!r}" for place, match in found.items() if match]
+        matches = {place: self._pattern.search(text) for place, text in texts.items()}
+        return [f"{place}: {match[0]!r}" for place, match in matches.items() if match]
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """(ids, mask, places): the token ids, [len(ids)] bool, true for tokens in one of the spans, and [len(ids), 2].
