@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(public):
         paint(public / f"class{kind}" / "sub" / "a.png", kind, 0, (8, 8))
     (public / "class1" / "sub").chmod(0)
     for read in (
-        lambda: _class_folders(public, training=True),
+        lambda: _class_folders(public, Counter(), training=True),
         lambda: find_files([str(public)], flag="train_file"),
     ):
         with without_root(), pytest.raises(ConfigError) as caught:

@@ -9,7 +9,6 @@ from shared.config.options import OptimConfig
 from shared.models.weights import WeightCopy, average_buffers, gather_weights, persistent_buffers
 from shared.parallel import sharding
 from shared.run.checkpoint import Checkpointer
-from shared.run.checkpoint_files import CheckpointError
 from shared.run.state import TrainState
 from shared.training import optim
 from tests.conftest import SmallConfig
@@ -195,11 +194,12 @@ def test_an_average_and_other_tensors_go_through_a_checkpoint_bit_for_bit(tmp_pa
     assert again[3].tolist() == run[3].tolist() == [15.0] * 3
 
 
-def test_a_checkpoint_without_the_average_is_not_taken_for_one_with_it(tmp_path):
+def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, capsys):
     *run, saver = begin(tmp_path / "run")
     train(*run, 0, 1)
     saver.ema = None
     saver.save(TrainState(step=1))
     *_, saver = begin(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="does not fit"):
-        saver.resume()
+    assert saver.resume().step == 1
+    assert "the moving average begins at the weights of step 1" in capsys.readouterr().err
+    assert all(torch.equal(saver.ema.tensors[name], value) for name, value in saver.ema.live.items())
