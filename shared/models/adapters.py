@@ -118,7 +118,7 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> An
         use_dora=adapter.use_dora,
         init_lora_weights=True if adapter.init_lora_weights == "default" else adapter.init_lora_weights,
     )
-    tied = getattr(base, "get_output_embeddings", lambda: None)()
+    tied = getattr(base, "get_output_embeddings", lambda: None)() if adapter.modules_to_save else None
     if tied is not None and tied.weight is base.get_input_embeddings().weight:  # type: ignore[operator]
         pair = [name for name, module in base.named_modules() if module in (tied, base.get_input_embeddings())]  # type: ignore[operator]
         copied = [name for name in pair if name.rpartition(".")[2] in adapter.modules_to_save]
