@@ -147,7 +147,7 @@ class Loop:
         from shared.run.state import TrainState
         from shared.training import optim
 
-        self.config = OptimConfig(**settings)
+        self.config = OptimConfig(**{"learning_rate": 3e-4} | settings)
         optimizers, norm = optim.build(model, self.config), self.config.max_grad_norm
         self.model, self.optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=norm)
         self.accelerator, self.loss, self.state = accelerator, loss, TrainState()

@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         whole = AutoModelForImageClassification.from_config(net)
     whole = whole.to(memory_format=torch.channels_last) if last else whole
     set_gradient_checkpointing(whole, checkpointing)
-    built = optim.build(whole, OptimConfig())
+    built = optim.build(whole, OptimConfig(learning_rate=3e-4))
     prepared, optimizers = sharding.prepare(accelerator, whole.train(), built, max_grad_norm=1.0)
     rows = args.rows // accumulation
     if args.model == "llama":

@@ -35,7 +35,6 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"num_generations", "max_new_tokens"})
-    RATES: ClassVar = {str(demo.MODEL): 1e-3}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     full: bool = False  # Train all weights, in fp32, and no adapters
@@ -48,8 +47,8 @@ class Config:
     max_new_tokens: int = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: PreferenceConfig = PreferenceConfig(seq_length=512, eval_samples=256, validation_split_percentage=10.0)
-    batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=4)
-    optim: OptimConfig = OptimConfig(learning_rate=5e-6, weight_decay=0.0, adam_beta2=0.999)
+    batch: BatchConfig = BatchConfig(per_device_train_batch_size=4)
+    optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.05, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)
@@ -90,7 +89,7 @@ from shared.run.run import Run
 from shared.text import chat
 from shared.text.loaders import choose_packing
 from shared.text.preferences import PairData, build_loaders, read_pairs
-from shared.training import optim
+from shared.training import defaults, optim
 
 
 def build_model(run: Run, tokenizer: Any) -> nn.Module:
@@ -174,10 +173,15 @@ def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None
 
 def main(config: Config) -> None:
     run = Run(config, "dpo", unit="pairs")
+    if config.data.is_demo:
+        config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(run, tokenizer)
     initial = {} if config.full else adapters.pissa_start(model, config.adapter)
+    width, what = defaults.width(model), "all weights" if config.full else "LoRA"
+    rate = defaults.preference_rate(width, full=config.full)
+    config = run.choose(f"preferences, {what}, width {width}", learning_rate=rate)
     (trained, parameters), flops = count_parameters(model), flops_per_token(model, held_out.meta["context"])
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
 
@@ -190,8 +194,10 @@ def main(config: Config) -> None:
         told = [add_reference(run.accelerator, model, pairs, start, **options) for pairs in (train, held_out)]
         whose = config.adapter.adapter_name_or_path or "the model"
         reference = f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
+    fitting = defaults.batch_and_epochs(config.batch, len(train), len(train), most=16, least=8, epochs=1)
+    config = run.choose(f"{len(train):,} pairs", **fitting)
     data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
-    steps = config.batch.total_steps(data.train.steps_per_epoch, default=DEMO_STEPS if config.data.is_demo else None)
+    steps = config.batch.total_steps(data.train.steps_per_epoch)
     makes = "merged" if config.adapter.merge_adapter else "final"
     run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)  # the newest checkpoint
     loss_of = partial(preference_loss, config, model)

@@ -32,7 +32,6 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"final_dtype", "num_generations", "max_new_tokens"})
-    RATES: ClassVar = {str(demo.MODEL): 1e-4}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     # Precision of the weights in training. bf16: half the memory, also of gradients and moments; rounding is stochastic
@@ -46,8 +45,8 @@ class Config:
     num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
     max_new_tokens: int = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
-    batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(learning_rate=2e-5, weight_decay=0.0, adam_beta2=0.999)
+    batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
+    optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)
@@ -80,7 +79,8 @@ from shared.run.final import save_whole
 from shared.run.run import Run
 from shared.text import chat
 from shared.text.loaders import ChatData, build_loaders, choose_packing, read_conversations
-from shared.training import optim
+from shared.text.packing import Packed
+from shared.training import defaults, optim
 
 
 def build_model(config: Config, tokenizer: Any) -> nn.Module:
@@ -106,16 +106,24 @@ def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None
 
 def main(config: Config) -> None:
     run = Run(config, "full_finetune")
+    if config.data.is_demo:
+        config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(config, tokenizer)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, held_out.meta["context"])
 
+    width = defaults.width(model)
+    config = run.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
-    data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
-    steps = config.batch.total_steps(data.train.steps_per_epoch, default=DEMO_STEPS if config.data.is_demo else None)
+    rows = Packed(train, config.data.seq_length) if packed else train
+    samples, epochs = len(train), 3 if len(train) < 10_000 else 1
+    fitting = defaults.batch_and_epochs(config.batch, samples, len(rows), most=16, least=8, epochs=epochs)
+    config = run.choose(f"{samples:,} samples in {len(rows):,} rows", **fitting)
+    data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
+    steps = config.batch.total_steps(data.train.steps_per_epoch)
     run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal

@@ -31,7 +31,6 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"export_onnx"})
-    RATES: ClassVar = {None: 1e-3}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str | None = None  # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
     config_name: str | None = None  # Architecture with random weights; if not given, a ResNet of 0.3M parameters
@@ -43,10 +42,8 @@ class Config:
     export_onnx: bool = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
-    batch: BatchConfig = BatchConfig(
-        global_batch_size=64, per_device_train_batch_size=64, per_device_eval_batch_size=64, dataloader_num_workers=2
-    )
-    optim: OptimConfig = OptimConfig(learning_rate=3e-4, weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
+    batch: BatchConfig = BatchConfig(per_device_train_batch_size=64, per_device_eval_batch_size=64, dataloader_num_workers=2)
+    optim: OptimConfig = OptimConfig(weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="accuracy")
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -97,7 +94,7 @@ from shared.process.files import whole_folder
 from shared.process.printing import print_main
 from shared.run import exits
 from shared.run.run import Run
-from shared.training import optim
+from shared.training import defaults, optim
 
 
 def with_defaults(config: Config) -> Config:
@@ -205,12 +202,19 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageDat
 def main(config: Config) -> None:
     run = Run(with_defaults(config), "image_classification", unit="images")
     config = run.config
+    if config.data.is_demo:
+        config = run.choose("the demo", global_batch_size=64, num_train_epochs=DEMO_EPOCHS)
     data = images.prepare(config.data)
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
     to_model = ToModel(processor, run.device, channels_last=classifier.channels_last(model, run.accelerator))
     data = data.numbered_as(classes)
+    scratch = config.model_name_or_path is None
+    kind = "random weights" if scratch else "head alone" if config.freeze_backbone else "trained weights"
+    count, epochs = len(data.train), 30 if scratch else 5
+    fitting = defaults.batch_and_epochs(config.batch, count, count, most=64, least=16, epochs=epochs)
+    config = run.choose(f"{count:,} images, {kind}", learning_rate=defaults.IMAGE_RATES[kind], **fitting)
     model, flops = prepare_model(run, model, size, to_model.memory_format)
     train, validation = build_loaders(run, data, processor, model)
     advice = batch_norm_advice(model, config.batch, run.accelerator.num_processes)
@@ -221,8 +225,7 @@ def main(config: Config) -> None:
     weights = data.class_weights().to(run.device) if config.recipe.class_weights == "balanced" else None
     options: dict[str, Any] = {"weight": weights, "label_smoothing": config.recipe.label_smoothing}
     loss_of: Any = partial(image_loss, model, to_model=to_model, num_classes=len(classes), **options)
-    demo_steps = DEMO_EPOCHS * train.order.steps_per_epoch if config.data.is_demo else None
-    steps = config.batch.total_steps(train.steps_per_epoch, default=demo_steps)
+    steps = config.batch.total_steps(train.steps_per_epoch)
     run.resume(train, data=data.identity, total_steps=steps, makes="final/model.onnx" if config.export_onnx else "final")
     run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
     about_model = f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"

@@ -32,7 +32,6 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"final_dtype", "pipeline_ranks", "stages_per_rank"})
-    RATES: ClassVar = {"3M": 3e-3}  # learning rate of this model, if none is given; others: `optim` below
 
     seq_length: int = 256  # Tokens of one sequence
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
@@ -44,7 +43,7 @@ class Config:
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig(learning_rate=3e-4)
+    optim: OptimConfig = OptimConfig()
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)
@@ -97,7 +96,7 @@ from shared.run import exits
 from shared.run.run import Run
 from shared.run.tensors import read_weights
 from shared.text import corpus
-from shared.training import optim
+from shared.training import defaults, optim
 
 
 @dataclass
@@ -172,12 +171,17 @@ def save_final(run: Run, model: Any, data: Data) -> None:
 
 def main(config: Config) -> None:
     run = Run(config, "pretrain_pipeline")
+    if config.data.is_demo:
+        config = run.choose("the demo", max_steps=DEMO_STEPS)
     data = build_datasets(run)
     if config.data.preprocess_only:
         print_main(f"prepared {data.about}")
         return
     model = build_model(config, data.tokenizer)
     flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
+    trained = config.model.model_name_or_path is not None
+    what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
+    config = run.choose(what, learning_rate=defaults.pretraining_rate(parameters, trained=trained))
     shape = {"ranks": config.pipeline_ranks, "stages_per_rank": config.stages_per_rank}
     pipeline = Pipeline(run.accelerator, model, micro_batches=config.batch.micro_batch()[1], **shape)
     _, own = count_parameters(model)  # of this rank's blocks: the others are gone
@@ -185,8 +189,7 @@ def main(config: Config) -> None:
     model, optimizers = run.prepare(model, optim.build(model, config.optim), spread=False)
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
-    demo_steps = DEMO_STEPS if config.data.is_demo else None
-    steps = steps or config.batch.total_steps(data.train.steps_per_epoch, default=demo_steps)
+    steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
     run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
     about = {"each_process_holds": f"its own blocks, here {own:,} parameters", "data": data.about}
     about["model"] = f"{type(model).__name__}, {parameters:,} parameters"

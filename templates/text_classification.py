@@ -30,7 +30,6 @@ class Config:
 
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset[str]()
-    RATES: ClassVar = {str(demo.MODEL): 1e-4}  # learning rate of this model, if none is given; others: `optim` below
 
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
     lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
@@ -40,12 +39,8 @@ class Config:
     class_weights: Literal["none", "balanced"] = "none"
     label_smoothing: float = 0.0  # Share of each target spread over all classes
     data: LabelledTextConfig = LabelledTextConfig()
-    batch: BatchConfig = BatchConfig(
-        global_batch_size=16, per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
-    )
-    optim: OptimConfig = OptimConfig(
-        learning_rate=5e-5, weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06
-    )
+    batch: BatchConfig = BatchConfig(per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0)
+    optim: OptimConfig = OptimConfig(weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -86,7 +81,7 @@ from shared.run.run import Run
 from shared.text import labelled
 from shared.text.packing import rows_order
 from shared.text.regression import RegressionPredictions
-from shared.training import optim
+from shared.training import defaults, optim
 
 # By --problem_type: transformers' name of it, and what an evaluation measures.
 PROBLEMS: dict[str, tuple[str, Any]] = {
@@ -203,18 +198,24 @@ def save_final(run: Run, model: nn.Module, data: labelled.TextData, predictions:
 
 def main(config: Config) -> None:
     run = Run(config, "text_classification", unit="texts")
+    if config.data.is_demo:
+        config = run.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
     data = labelled.prepare(config.data, labelled.load_tokenizer(config.model_name_or_path))
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
     if data.problem_type == "regression" and (config.label_smoothing or config.class_weights != "none"):
         raise ConfigError("--label_smoothing and --class_weights are for classes, not for numbers")
+    fitting = defaults.batch_and_epochs(config.batch, len(data.train), len(data.train), most=16, least=8)
+    config = run.choose(f"{len(data.train):,} texts", **fitting)
+    width, what = defaults.width(model), "LoRA" if config.lora_r else "all weights"
+    rate = defaults.text_classification_rate(width, lora=config.lora_r > 0)
+    config = run.choose(f"classifier of texts, {what}, width {width}", learning_rate=rate)
     train, validation, sample = build_loaders(run, data)
     model, flops = prepare_model(run, model, data, sample)
     trained, parameters = count_parameters(model)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
-    demo_steps = DEMO_EPOCHS * train.order.steps_per_epoch if config.data.is_demo else None
-    run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch, default=demo_steps))
+    run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch))
     weights = data.class_weights(config.data.mix_weights).to(run.device) if config.class_weights == "balanced" else None
     loss_of = partial(text_loss, model, weight=weights, label_smoothing=config.label_smoothing)
     run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal

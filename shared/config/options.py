@@ -25,8 +25,9 @@ class BatchConfig:
         {"per_device_train_batch_size", "per_device_eval_batch_size", "find_batch_size", "dataloader_num_workers"}
     )
 
-    # Samples (rows, where samples are packed) in one optimizer step, over all devices and accumulated micro-batches
-    global_batch_size: int = 16
+    # Samples (rows, where samples are packed) in one optimizer step, over all devices and accumulated micro-batches; 0: by
+    # the data, so that a run has at least 100 steps where it can (docs/quality.md)
+    global_batch_size: int = 0
     # Samples in one forward and backward of one device, at most: fewer where they do not divide a device's share of the
     # global batch. Accumulation follows from it; the summary shows both.
     per_device_train_batch_size: int = 2
@@ -34,13 +35,15 @@ class BatchConfig:
     per_device_eval_batch_size: int = 8  # Samples in one forward of one device in evaluation
     # Optimizer steps to train; 0: only evaluate; give max_steps or num_train_epochs, not both
     max_steps: int | None = None
-    # Passes over the training data; if not given, 1, or about two minutes on two CPU cores for the embedded demo
+    # Passes over the training data; if not given, by the task and the size of the data: the summary shows it. The embedded
+    # demo takes about two minutes on two CPU cores
     num_train_epochs: float | None = None
     dataloader_num_workers: int = 0  # Worker processes of each rank that read samples; 0 reads in the training process
     seed: int = 0  # Decides initial weights, order of samples, augmentation and dropout
 
     def __post_init__(self) -> None:
-        require(self, "at least 1", "global_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size")
+        require(self, "at least 1", "per_device_train_batch_size", "per_device_eval_batch_size")
+        require(self, "at least 0", "global_batch_size")
         require(self, "above 0", "num_train_epochs")
         require(self, "at least 0", "max_steps")
         require(self, "at least 0", "dataloader_num_workers")
@@ -51,9 +54,13 @@ class BatchConfig:
     def micro_batch(self) -> tuple[int, int]:
         """(samples at once, micro-batches accumulated) of one rank in one optimizer step of this launch.
 
+        (0, 0) as long as the global batch is not chosen.
+
         Raises:
             ConfigError: the global batch does not divide by the processes that read data.
         """
+        if not self.global_batch_size:
+            return 0, 0
         processes = ranks.data_parallel_size()
         share, rest = divmod(self.global_batch_size, processes)
         if rest:
@@ -66,21 +73,22 @@ class BatchConfig:
         rows = max(n for n in range(step, most + 1, step) if share % n == 0)
         return rows, share // rows
 
-    def total_steps(self, steps_per_epoch: int | None, *, default: int | None = None) -> int:
-        """Optimizer steps of the whole run; `default` when neither budget is given, else one epoch.
+    def total_steps(self, steps_per_epoch: int | None) -> int:
+        """Optimizer steps of the whole run; one epoch when no budget is given or chosen.
 
         Raises:
             ConfigError: the budget is in epochs and their length (None) is not known.
         """
         if self.max_steps is not None:
             return self.max_steps
-        if self.num_train_epochs is None and default is not None:
-            return default
         if steps_per_epoch is None:
             raise ConfigError("a stream has no known length: give the budget as --max_steps")
         steps = math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
-        if steps < 20:
-            note(f"only {steps} optimizer steps: more --num_train_epochs, or a smaller --global_batch_size, train more")
+        if steps < 50:
+            note(
+                f"warning: {steps} optimizer steps teach little: give more samples, more --num_train_epochs, or a smaller "
+                f"--global_batch_size than {self.global_batch_size}"
+            )
         return steps
 
 
@@ -124,9 +132,9 @@ class OptimConfig(SyncConfig):
     # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: 8-bit moments. sgd: with
     # Nesterov momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
-    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's. The tiny models of the templates' demos
-    # learn at a higher rate, if none is given: the summary shows it
-    learning_rate: float = 3e-4
+    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by the task and the size of
+    # the model (docs/quality.md): the summary shows it
+    learning_rate: float | None = None
     weight_decay: float = 0.1  # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
     adam_beta1: float = 0.9  # Decay of the first moment
     adam_beta2: float = 0.95  # Decay of the second moment
@@ -153,11 +161,18 @@ class OptimConfig(SyncConfig):
         require(self, "above 0 and below 1", "sgd_momentum")
         require(self, "above 0 and at most 1", "layer_decay")
 
+    @property
+    def peak(self) -> float:
+        """The learning rate, which is given or chosen by now."""
+        if self.learning_rate is None:
+            raise RuntimeError("no learning rate: call run.choose(..., learning_rate=...) before the optimizer is built")
+        return self.learning_rate
+
     def describe(self) -> str:
         """A line of the summary."""
         long = f"{self.warmup_steps:,} steps" if self.warmup_steps >= 1 else f"{self.warmup_steps:.0%} of the run"
         warmup = f"after a warm-up of {long}" if self.warmup_steps else "without warm-up"
-        line = f"{self.optim}, {self.lr_scheduler_type} from {self.learning_rate:g} {warmup}"
+        line = f"{self.optim}, {self.lr_scheduler_type} from {self.peak:g} {warmup}"
         return f"{line}, layer_decay {self.layer_decay:g}" if self.layer_decay < 1 else line
 
 

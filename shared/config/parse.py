@@ -52,7 +52,7 @@ def require(config: Any, bounds: str, *names: str) -> None:
                 raise ConfigError(f"--{name} must be {bounds}, not {value}")
 
 
-MODELS = ("model_name_or_path", "config_name", "model_preset")  # the first one that is given counts
+MODELS = {"model_name_or_path", "config_name", "model_preset"}
 BUDGETS = {"max_steps", "num_train_epochs", "max_tokens"}
 COMPARE = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
 
@@ -93,7 +93,7 @@ def measured_by(config: Any) -> str:
     """A digest of the settings of template, model and data, not its files: what an evaluation measures depends on them."""
     apart = {"batch", "optim", "speed", "evaluation", "checkpoint", "log"}
     free, values = free_fields(type(config)) - {"eval_samples"}, flatten(config)
-    names = {name for name, _, group in fields(type(config)) if group not in apart} - free - {*MODELS}  # base is checked
+    names = {name for name, _, group in fields(type(config)) if group not in apart} - free - MODELS  # base is checked
     return hashlib.sha256(repr(sorted((name, values[name]) for name in names)).encode()).hexdigest()[:16]
 
 
@@ -160,9 +160,6 @@ def parse(
 ) -> T:
     """Parse the command line, and the YAML file that `--config` names, into a `config_class`.
 
-    Where neither gives a learning rate, `config_class.RATES` has it for some models: a template's own tiny one learns best
-    at a rate that would ruin a real one.
-
     Every rank calls this; only the main one prints.
 
     Args:
@@ -188,12 +185,7 @@ def parse(
         given = in_file | given
     try:
         args = [token for key, texts in given.items() for token in _as_tokens(key, kinds[key], texts)]
-        config = _build(config_class, args, description)
-        if "learning_rate" not in given and (rates := getattr(config_class, "RATES", {})):
-            values = flatten(config)
-            model = next((values[name] for name in MODELS if values.get(name)), None)
-            config = replace(config, learning_rate=rates[model]) if model in rates else config
-        return config
+        return _build(config_class, args, description)
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
         if flag and flag[1] in where:

@@ -81,10 +81,26 @@ class Run:
         self.ema: WeightCopy | None = None
         self.replicas: Replicas | None = None
         self._kept: dict[str, torch.Tensor] = {}
+        self._chosen: list[str] = []
         self._step: Step | None = None  # the present step, until it is logged
         self.is_last = self._is_settled = False
 
     # Before training -----------------------------------------------------------------------------------------------
+
+    def choose(self, reason: str, **values: Any) -> Any:
+        """Settle settings that the user left open, and return the config with them. The summary says them.
+
+        Args:
+            reason: what they follow from, for people.
+            values: by flag; ignored where the flag was given, or, of a budget, any budget was.
+        """
+        given = configs.flatten(self.config)
+        budgets = configs.BUDGETS if any(given.get(name) is not None for name in configs.BUDGETS) else set()
+        values = {name: value for name, value in values.items() if name not in budgets and not given[name]}
+        if values:
+            self.config = configs.replace(self.config, **values)
+            self._chosen.append(f"{', '.join(f'{name} {value:g}' for name, value in values.items())} ({reason})")
+        return self.config
 
     def prepare(
         self, model: Any, optimizers: list[Any], name: str = "model", *, spread: bool = True
@@ -104,8 +120,8 @@ class Run:
             raise ConfigError("DeepSpeed takes one model: use ddp.yaml or fsdp2.yaml")
         options = self.config.optim
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            if group["lr"] != options.learning_rate:
-                group.setdefault("lr_scale", group["lr"] / options.learning_rate)
+            if group["lr"] != options.peak:
+                group.setdefault("lr_scale", group["lr"] / options.peak)
         apart = options.sync_every > 1
         if spread:
             hook = self.config.speed.ddp_comm_hook
@@ -215,6 +231,7 @@ class Run:
                 "budget": f"{self.total_steps:,} steps{epochs}",
                 "cadence": launch.cadence_line(config, self.eval_steps, self.save_steps, self.total_steps),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
+                **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
                 "output": self.dir,
             },
         )

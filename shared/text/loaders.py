@@ -10,7 +10,7 @@ from torch import nn
 
 from shared.config.options import BatchConfig
 from shared.data.loader import Loader
-from shared.data.order import EvenSubset, Order, Samples
+from shared.data.order import EvenSubset, Order
 from shared.models.attention import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
@@ -50,42 +50,40 @@ def choose_packing(
     """(whether rows hold several conversations, why). Every rank calls this, with the prepared model."""
     if options.packing == "off":
         return False, "off"
-    rows, required = batch.micro_batch()[0], options.packing == "on"
-    return isolate_documents(model, device, len(tokenizer), rows, required=required)
+    rows = batch.micro_batch()[0] or batch.per_device_train_batch_size
+    return isolate_documents(model, device, len(tokenizer), rows, required=options.packing == "on")
 
 
 def build_loaders(
-    train: chat.Conversations,
+    rows: chat.Conversations | Packed,
     held_out: chat.Conversations,
     options: ChatConfig,
     batch: BatchConfig,
     accelerator: Accelerator,
-    *,
-    packed: bool,
 ) -> ChatData:
-    """Batches of conversations: several in a row if `packed`, else one in a row, of similar lengths.
+    """Batches of conversations: several in a row if they are packed, else one in a row, of similar lengths.
 
     Raises:
         ConfigError: there are fewer rows than one global batch.
     """
-    samples: Samples = train
+    packed = isinstance(rows, Packed)
+    train = rows.samples if isinstance(rows, Packed) else rows
     about = chat.describe(train, options)
     # Padded to a multiple: fewer different lengths mean fewer kernels to choose and compile.
     collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
-    if packed:
-        samples = rows = Packed(train, options.seq_length)
+    if isinstance(rows, Packed):
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
         about += f"; packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty"
-    if len(samples) < batch.global_batch_size:
+    if len(rows) < batch.global_batch_size:
         raise ConfigError(
-            f"{len(train):,} samples in {len(samples):,} {'packed ' * packed}rows are fewer than one "
-            f"--global_batch_size of {batch.global_batch_size} rows: choose {max(1, len(samples) // 10)} for ten steps "
+            f"{len(train):,} samples in {len(rows):,} {'packed ' * packed}rows are fewer than one "
+            f"--global_batch_size of {batch.global_batch_size} rows: choose {max(1, len(rows) // 10)} for ten steps "
             "an epoch" + (", and a shorter --seq_length or --packing off for more rows" if packed else "")
         )
-    order = rows_order(samples, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
+    order = rows_order(rows, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
     share, size = sharding.share(accelerator), batch.per_device_eval_batch_size
     workers = batch.dataloader_num_workers
-    loader = Loader(samples, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
+    loader = Loader(rows, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
     chosen = EvenSubset(held_out, options.eval_samples)
     eval_order = Order(len(chosen), size * share["world_size"], 0, shuffle=False)
     padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)

@@ -21,16 +21,16 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """
     warmup = config.warmup_steps if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * total_steps)
     if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
+        return config.peak * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
-        return config.learning_rate
+        return config.peak
     decay_start = warmup
     if config.lr_scheduler_type == "wsd":
         decay_start = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
     progress = (step - decay_start) / (total_steps - decay_start) if total_steps > decay_start else 0.0
     progress = min(1.0, max(0.0, progress))
     shape = (1 + math.cos(math.pi * progress)) / 2 if config.lr_scheduler_type == "cosine" else 1 - progress
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+    return config.peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step: int, total_steps: int) -> float:
@@ -154,7 +154,7 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     plain = embeddings + vectors
     everything = groups(matrices, plain)
     adam: dict[str, Any] = {
-        "lr": config.learning_rate,
+        "lr": config.peak,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
     }
@@ -168,14 +168,14 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         except ImportError:
             raise ConfigError("--optim adamw_8bit needs torchao: pip install torchao") from None
     if config.optim == "sgd":
-        return [torch.optim.SGD(everything, lr=config.learning_rate, momentum=config.sgd_momentum, nesterov=True)]
+        return [torch.optim.SGD(everything, lr=config.peak, momentum=config.sgd_momentum, nesterov=True)]
     head = _head_parameters(model)
     orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
     if config.optim == "muon" and orthogonal:
         # Matched to AdamW's update size (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
         muon = torch.optim.Muon(
             groups(orthogonal),
-            lr=config.learning_rate,
+            lr=config.peak,
             weight_decay=config.weight_decay,
             momentum=config.muon_momentum,
             adjust_lr_fn="match_rms_adamw",

@@ -187,7 +187,7 @@ def test_gradients_of_fp16_are_clipped_without_the_loss_scale(monkeypatch):
     monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
     monkeypatch.setattr(accelerator, "native_amp", True)
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    monkeypatch.setattr(accelerator, "_optimizers", optim.build(layer, OptimConfig()))
+    monkeypatch.setattr(accelerator, "_optimizers", optim.build(layer, OptimConfig(learning_rate=3e-4)))
     inputs = torch.ones(1, 3)
     step.backward(accelerator, layer(inputs).sum(), 1.0)  # a gradient of 1 for each of 6 weights and 2 biases
     norm = step.clip_gradients(accelerator, [layer], 1.0)

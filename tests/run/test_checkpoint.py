@@ -30,7 +30,7 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     model[0].bias.requires_grad_(False)
     model.unused = nn.Parameter(torch.ones(3))  # it never has a gradient, and so no state
     accelerator = Accelerator(cpu=True)
-    optimizers = optim.build(model, OptimConfig(optim=optim_name))
+    optimizers = optim.build(model, OptimConfig(optim=optim_name, learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
@@ -140,7 +140,7 @@ def test_another_model_is_an_error_not_a_traceback(tmp_path):
     saver.save(TrainState(step=1))
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 3)
-    optimizers = optim.build(model, OptimConfig())
+    optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     other = Checkpointer(accelerator, {"model": model}, optimizers, tmp_path / "run", SmallConfig(), data="abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):

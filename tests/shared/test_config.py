@@ -490,11 +490,10 @@ def test_a_budget_on_the_command_line_replaces_that_of_the_file(tmp_path):
 
 
 def test_total_steps_is_the_budget_that_was_given():
-    assert BatchConfig(max_steps=7).total_steps(100, default=3) == 7
-    assert BatchConfig(num_train_epochs=2.5).total_steps(100, default=3) == 250
+    assert BatchConfig(max_steps=7).total_steps(100) == 7
+    assert BatchConfig(num_train_epochs=2.5).total_steps(100) == 250
     assert BatchConfig(num_train_epochs=0.001).total_steps(100) == 1
     assert BatchConfig(num_train_epochs=1.5).total_steps(3) == 5  # rounded up: no part of the budget is lost
-    assert BatchConfig().total_steps(100, default=3) == 3
     assert BatchConfig().total_steps(100) == 100
 
 

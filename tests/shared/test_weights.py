@@ -160,7 +160,7 @@ def begin(folder):
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = Subject()
-    optimizers = optim.build(model, OptimConfig())
+    optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
     ema, momentum = WeightCopy(accelerator, model), torch.zeros(3)
     folder.mkdir(exist_ok=True)

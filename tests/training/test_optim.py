@@ -74,7 +74,7 @@ def groups_by_decay(model, optimizers):
 @pytest.mark.parametrize("tied", [False, True])
 def test_only_hidden_matrices_decay(tied):
     model = tiny_llama(tied=tied)
-    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3, learning_rate=3e-4)))
     everything = {name for name, _ in model.named_parameters()}
     matrices = {name for name in everything if name.endswith("proj.weight")}
     assert len(matrices) == 14
@@ -85,7 +85,7 @@ def test_only_hidden_matrices_decay(tied):
 
 def test_position_embeddings_norms_and_transposed_matrices_of_gpt2_are_told_apart():
     model = tiny_gpt2()
-    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3)))
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3, learning_rate=3e-4)))
     assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"} <= decay[0.0]
     assert decay[0.3] == {n for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n}
 
@@ -94,7 +94,7 @@ def test_frozen_parameters_are_in_no_optimizer():
     model = tiny_llama()
     model.model.requires_grad_(False)
     model.model.layers[0].mlp.requires_grad_(True)
-    (optimizer,) = optim.build(model, OptimConfig())
+    (optimizer,) = optim.build(model, OptimConfig(learning_rate=3e-4))
     held = {name for names in groups_by_decay(model, [optimizer]).values() for name in names}
     assert held == {name for name, p in model.named_parameters() if p.requires_grad}
 
@@ -124,7 +124,7 @@ class WithExperts(nn.Module):
 @pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_llama(tied=True), tiny_gpt2, WithExperts])
 def test_muon_and_adamw_share_out_each_trainable_parameter_exactly_once(make):
     model = make()
-    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3))
+    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3, learning_rate=3e-4))
     assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
     held = [id(p) for o in (muon, adamw) for g in o.param_groups for p in g["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
@@ -135,7 +135,7 @@ def test_muon_and_adamw_share_out_each_trainable_parameter_exactly_once(make):
 
 
 def test_muon_falls_back_to_adamw_when_there_is_no_matrix():
-    (optimizer,) = optim.build(nn.LayerNorm(4), OptimConfig(optim="muon"))
+    (optimizer,) = optim.build(nn.LayerNorm(4), OptimConfig(optim="muon", learning_rate=3e-4))
     assert type(optimizer) is torch.optim.AdamW
 
 
@@ -187,7 +187,7 @@ def test_bf16_weights_follow_fp32_adamw_where_rounding_to_nearest_stands_still()
 
 def test_a_model_with_nothing_trainable_is_refused():
     with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
-        optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim="muon"))
+        optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim="muon", learning_rate=3e-4))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
@@ -203,14 +203,16 @@ def test_making_room_for_the_state_changes_no_weight(name):
 
 def test_8_bit_adamw_has_the_same_groups():
     model = tiny_llama()
-    ours, reference = (optim.build(model, OptimConfig(optim=kind, weight_decay=0.3)) for kind in ("adamw_8bit", "adamw"))
+    ours, reference = (
+        optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4)) for kind in ("adamw_8bit", "adamw")
+    )
     assert groups_by_decay(model, ours) == groups_by_decay(model, reference)
 
 
 def test_8_bit_adamw_without_its_library_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ConfigError, match="pip install torchao"):
-        optim.build(nn.Linear(2, 2), OptimConfig(optim="adamw_8bit"))
+        optim.build(nn.Linear(2, 2), OptimConfig(optim="adamw_8bit", learning_rate=3e-4))
 
 
 # Schedules -----------------------------------------------------------------------------------------------------------
@@ -340,12 +342,12 @@ def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(na
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_factors_and_decay_groups_go_together(kind):
     model = tiny_vision("vit")
-    optimizers = optim.build(model, OptimConfig(optim=kind, layer_decay=0.5, weight_decay=0.3))
+    optimizers = optim.build(model, OptimConfig(optim=kind, layer_decay=0.5, weight_decay=0.3, learning_rate=3e-4))
     scales = optim.layer_scales(model, 0.5)
     held = [(p, group) for o in optimizers for group in o.param_groups for p in group["params"]]
     assert sorted(id(p) for p, _ in held) == sorted(id(p) for p in model.parameters())
     assert all(group["lr_scale"] == scales[p] for p, group in held)
-    plain = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3)))
+    plain = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4)))
     assert groups_by_decay(model, optimizers) == plain
 
 
@@ -383,7 +385,7 @@ def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
     config, ends = SPARED[name]
     auto_class = AutoModelForCausalLM if name in ("mamba", "gpt_oss") else AutoModelForImageClassification
     model = on_meta(auto_class, config)
-    decay = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3)))
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4)))
     for end in ends:
         spared = {key for key, _ in model.named_parameters() if key.endswith(end)}
         assert spared and spared <= decay[0.0], end
@@ -392,7 +394,7 @@ def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
 
 def test_muon_leaves_the_head_of_an_image_model_to_adamw():
     model = tiny_vision("vit")
-    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3))
+    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3, learning_rate=3e-4))
     ours, others = (groups_by_decay(model, [optimizer]) for optimizer in (muon, adamw))
     assert "classifier.weight" in others[0.3]
     assert ours[0.3] and all(".layers." in key for key in ours[0.3])

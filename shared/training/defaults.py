@@ -1,0 +1,89 @@
+"""Settings that depend on model and data, for runs that give none: learning rates, batch and budget.
+
+A template hands them to `Run.choose`, which leaves alone what the user gave and says in the summary
+what it chose. docs/quality.md has the measurements behind the numbers.
+"""
+
+import math
+from typing import Any
+
+from torch import nn
+
+from shared.config.options import BatchConfig
+from shared.process import ranks
+
+STEPS = 100  # fewer optimizer steps than this hardly use what the data holds
+
+
+def width(model: nn.Module) -> int:
+    """The size of a language model's hidden states."""
+    config: Any = model.config
+    return int(config.get_text_config().hidden_size)
+
+
+def lora_rate(width: int) -> float:
+    """The peak rate of LoRA adapters on a language model; hardly depends on their rank.
+
+    Ten times that of all weights, and lower for wider models: "LoRA Without Regret" (Thinking
+    Machines, 2025), with the exponent of its cookbook for Llama.
+    """
+    return _rounded(min(2e-3, 5e-4 * (2000 / width) ** 0.781))
+
+
+def full_rate(width: int) -> float:
+    """The peak rate when all weights of a trained language model are trained on conversations."""
+    return _rounded(lora_rate(width) / 10)
+
+
+def preference_rate(width: int, *, full: bool) -> float:
+    """The peak rate for DPO and its relatives: TODO of `lora_rate`, or of `full_rate`."""
+    return _rounded((full_rate(width) if full else lora_rate(width)) / 10)
+
+
+def text_classification_rate(width: int, *, lora: bool) -> float:
+    """The peak rate of a trained model that gets a head for texts."""
+    rate = min(1e-4, 5e-5 * math.sqrt(768 / width))
+    return _rounded(rate * 10 if lora else rate)
+
+
+# The peak rate of an image classifier by what is trained.
+IMAGE_RATES = {"random weights": 1e-3, "trained weights": 3e-4, "head alone": 1e-3}
+
+
+def pretraining_rate(parameters: int, *, trained: bool) -> float:
+    """The peak rate of AdamW for pretraining.
+
+    From random weights it falls with the root of the parameters, through the 6e-4 of GPT-3's 125M
+    (Brown et al., arXiv 2005.14165), and is at most 5e-3. Weights that are trained get a third of it.
+    """
+    rate = min(5e-3, 6e-4 * math.sqrt(125e6 / parameters))
+    return _rounded(rate / 3 if trained else rate)
+
+
+def batch_and_epochs(
+    batch: BatchConfig, samples: int, rows: int, *, most: int, least: int, epochs: float = 3
+) -> dict[str, Any]:
+    """`global_batch_size` and `num_train_epochs` of a fine-tuning run that gives none.
+
+    A step has `most` rows. Where a run of `epochs` then has fewer than 100 steps, the batch is halved, as long
+    as it holds `least` samples; where that is not enough, there are more epochs, at most 10.
+
+    Args:
+        batch: the user's, which may give a batch size or epochs.
+        samples: to train on.
+        rows: that they fill: fewer than `samples` where rows are packed.
+    """
+    epochs = batch.num_train_epochs or epochs
+    size = batch.global_batch_size or most
+    if not batch.global_batch_size:
+        while size > rows or (size * STEPS > epochs * rows and size // 2 * samples >= least * rows):
+            size //= 2
+        readers = ranks.data_parallel_size()
+        size = max(1, math.ceil(size / readers)) * readers
+    enough = math.ceil(size * STEPS / rows)
+    return {"global_batch_size": size, "num_train_epochs": float(max(epochs, min(enough, 10)))}
+
+
+def _rounded(rate: float) -> float:
+    """To two digits, as people write rates."""
+    return float(f"{rate:.1e}")
