@@ -1,0 +1,41 @@
+"""The settings that a run gets which gives none."""
+
+import pytest
+
+from shared.config.options import BatchConfig
+from shared.training import defaults
+
+
+@pytest.mark.parametrize(
+    ("samples", "rows", "given", "size", "epochs"),
+    [
+        (192, 192, {}, 8, 5),  # a row a sample: the batch is halved once, then there are more epochs
+        (500, 50, {}, 1, 3),  # packed: a row holds 10 samples
+        (192, 48, {}, 2, 5),
+        (20, 2, {}, 1, 10),  # at most 10 epochs, also where the steps stay few
+        (5, 5, {}, 4, 10),  # never more rows than there are
+        (5000, 5000, {}, 16, 3),
+        (5000, 500, {}, 8, 3),
+        (192, 48, {"global_batch_size": 16}, 16, 10),  # epochs follow the user's batch
+        (192, 48, {"num_train_epochs": 1.0}, 2, 5),  # which `choose` leaves alone
+    ],
+)
+def test_small_data_get_more_steps(samples, rows, given, size, epochs):
+    chosen = defaults.batch_and_epochs(BatchConfig(**given), samples, rows, most=16, least=8)
+    assert chosen == {"global_batch_size": size, "num_train_epochs": epochs}
+
+
+def test_the_batch_divides_by_the_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    chosen = defaults.batch_and_epochs(BatchConfig(), 500, 50, most=16, least=8)
+    assert chosen["global_batch_size"] == 4
+    BatchConfig(**chosen).micro_batch()
+
+
+def test_rates_fall_with_the_model():
+    """The figures of docs/quality.md."""
+    assert [defaults.lora_rate(width) for width in (64, 576, 2048, 4096, 8192)] == [2e-3, 1.3e-3, 4.9e-4, 2.9e-4, 1.7e-4]
+    assert defaults.full_rate(4096) == 2.9e-5
+    sizes = (800_000, 3_000_000, 125_000_000, 1_300_000_000)
+    assert [defaults.pretraining_rate(size, trained=False) for size in sizes] == [5e-3, 3.9e-3, 6e-4, 1.9e-4]
+    assert defaults.pretraining_rate(125_000_000, trained=True) == 2e-4
