@@ -103,6 +103,11 @@ def smollm2(folder: Path) -> Path:
 QUESTION = "Answer in JSON with the keys topic and headline.\n\n"
 
 
+def sentences(text: str, most: int) -> str:
+    """The first words of a text, at most so many characters of them."""
+    return text if len(text) <= most else text[:most].rsplit(" ", 1)[0]
+
+
 def as_json(item: Row) -> str:
     return json.dumps({key: item[key] for key in ("topic", "headline")})
 
@@ -244,6 +249,7 @@ class Task:
     peer: Callable[[argparse.Namespace], Row] | None
     peer_name: str
     better: str  # the score that decides
+    precision: str = "no"
 
 
 def counted(run: Path) -> Row:
@@ -303,7 +309,10 @@ def trainer_of_texts(options: argparse.Namespace) -> Row:
 def make_chats(folder: Path, options: argparse.Namespace) -> None:
     smollm2(folder)
     asked = [
-        [{"role": "user", "content": QUESTION + item["text"][:600]}, {"role": "assistant", "content": as_json(item)}]
+        [
+            {"role": "user", "content": QUESTION + sentences(item["text"], 160)},
+            {"role": "assistant", "content": as_json(item)},
+        ]
         for item in news()
     ]
     records = [{"messages": messages} for messages in asked]
@@ -343,7 +352,7 @@ def trl_of_chats(options: argparse.Namespace) -> Row:
         max_length=ours["seq_length"],
         seed=options.seed,
         use_cpu=True,
-        bf16=False,
+        bf16=True,
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
@@ -368,7 +377,7 @@ def make_pairs(folder: Path, options: argparse.Namespace) -> None:
         other = next(o for o in items[place + 1 :] + items if o["topic"] == item["topic"] and o is not item)
         records.append(
             {
-                "prompt": [{"role": "user", "content": "Write a headline.\n\n" + item["text"][:400]}],
+                "prompt": [{"role": "user", "content": "Write a headline.\n\n" + sentences(item["text"], 160)}],
                 "chosen": [{"role": "assistant", "content": item["headline"]}],
                 "rejected": [{"role": "assistant", "content": other["headline"]}],
             }
@@ -405,7 +414,7 @@ def trl_of_pairs(options: argparse.Namespace) -> Row:
         max_length=ours["seq_length"],
         seed=options.seed,
         use_cpu=True,
-        bf16=False,
+        bf16=True,
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
@@ -523,12 +532,12 @@ TASKS = {
     "chats": Task(
         "lora_finetune",
         {"model_name_or_path": "smollm2", "num_generations": 0},
-        *(make_chats, scored_chats, trl_of_chats, "TRL", "loss"),
+        *(make_chats, scored_chats, trl_of_chats, "TRL", "loss", "bf16"),
     ),
     "pairs": Task(
         "dpo",
         {"model_name_or_path": "smollm2", "num_generations": 0, "max_steps": 40, "eval_samples": 32},
-        *(make_pairs, scored_pairs, trl_of_pairs, "TRL", "loss"),
+        *(make_pairs, scored_pairs, trl_of_pairs, "TRL", "loss", "bf16"),
     ),
     "pretraining": Task(
         "pretrain",
@@ -562,7 +571,9 @@ def run_template(options: argparse.Namespace, environment: dict, seed: int, extr
     given = set(re.findall(r"--(\w+)", extra))
     values = {key: value for key, value in values.items() if key not in given}
     started = time.perf_counter()
-    rounds.launch(f"templates/{task.template}.py", [*rounds.flags(values), *shlex.split(extra)], environment)
+    rounds.launch(
+        f"templates/{task.template}.py", [*rounds.flags(values), *shlex.split(extra)], environment, precision=task.precision
+    )
     settings = counted(run)
     kept = ("global_batch_size", "num_train_epochs", "learning_rate", "optim", "steps")
     seconds = time.perf_counter() - started
@@ -574,7 +585,7 @@ def main() -> None:
     made.add_argument("task", choices=TASKS, nargs="?" if "--worker" in sys.argv else None)
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     made.add_argument("--flags", nargs="*", default=[""], help="more flags for the template; several: one contender each")
-    made.add_argument("--samples", type=int, default=192, help="chats, pairs or images to train on")
+    made.add_argument("--samples", type=int, default=96, help="chats, pairs or images to train on")
     made.add_argument("--backbone", action="store_true", help="images: fine-tune EfficientNet-Lite0")
     made.add_argument("--only", choices=("template", "peer"))
     made.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")

@@ -20,6 +20,7 @@ def flags(text_file):
     return (
         *("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--max_steps", STEPS, "--save_steps", SAVED),
         *("--save_total_limit", 9, "--eval_samples", 9, "--global_batch_size", 24, "--max_grad_norm", 0.5),
+        *("--learning_rate", 3e-3),
         *("--config_overrides", SHAPE + ",tie_word_embeddings=false"),
     )
 

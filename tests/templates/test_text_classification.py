@@ -314,7 +314,11 @@ def test_columns_files_and_heads(base, tmp_path, capsys):
         ),
         ([{"text": "a", "label": "x|y"}], (), "for several labels add --problem_type multi_label"),
         ([{"text": "a", "label": n % 2} for n in range(40)], ("--seq_length", 200), "longer than the model's context of 96"),
-        ([{"text": "a", "label": n % 2} for n in range(4)], (), "2 training texts are fewer than one --global_batch_size"),
+        (
+            [{"text": "a", "label": n % 2} for n in range(4)],
+            ("--global_batch_size", 16),
+            "2 training texts are fewer than one --global_batch_size",
+        ),
         (
             [{"text": "a", "label": n % 2} for n in range(40)],
             ("--metric_for_best_model", "spearman"),

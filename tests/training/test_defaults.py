@@ -1,9 +1,13 @@
 """The settings that a run gets which gives none."""
 
 import pytest
+import torch
 
-from shared.config.options import BatchConfig
-from shared.training import defaults
+from shared.config import parse as configs
+from shared.config.options import BatchConfig, OptimConfig
+from shared.run.run import Run
+from shared.training import defaults, optim
+from tests.conftest import load_template
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,30 @@ def test_rates_fall_with_the_model():
     sizes = (800_000, 3_000_000, 125_000_000, 1_300_000_000)
     assert [defaults.pretraining_rate(size, trained=False) for size in sizes] == [5e-3, 3.9e-3, 6e-4, 1.9e-4]
     assert defaults.pretraining_rate(125_000_000, trained=True) == 2e-4
+
+
+def run_of(template: str, *argv: str) -> Run:
+    """A run of a template before its processes start."""
+    run = Run.__new__(Run)
+    run.config, run._chosen = configs.parse(load_template(template).Config, argv), []
+    return run
+
+
+def test_only_what_was_left_open_is_chosen():
+    run = run_of("lora_finetune", "--num_train_epochs", "2")
+    config = run.choose("the reason", learning_rate=1e-3, global_batch_size=4, max_steps=40)
+    assert (config.optim.learning_rate, config.batch.global_batch_size) == (1e-3, 4)
+    assert (config.batch.max_steps, config.batch.num_train_epochs) == (None, 2.0)  # a budget was given
+    assert run.choose("another reason", learning_rate=1e-5, global_batch_size=8) == config
+    assert run._chosen == ["learning_rate 0.001, global_batch_size 4 (the reason)"]
+
+
+@pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
+def test_any_budget_counts_as_given(given):
+    config = run_of("pretrain", *given).choose("the demo", max_steps=40)
+    assert config.batch.max_steps != 40
+
+
+def test_a_rate_that_nobody_chose_does_not_train():
+    with pytest.raises(RuntimeError, match="no learning rate"):
+        optim.build(torch.nn.Linear(2, 2), OptimConfig())
