@@ -43,6 +43,18 @@ def run_of(folder: Path) -> str | None:
     return None
 
 
+def settings_of(run_dir: Path, named: Path | None) -> dict[str, Any]:
+    """The settings of the checkpoint that a run goes on from; none where it begins or no manifest tells them.
+
+    Args:
+        named: a checkpoint to begin from, where the run has none itself.
+    """
+    for folder in [*reversed(checkpoints(run_dir)), *([named] if named else [])]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["settings"])
+    return {}
+
+
 def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """The manifest of a checkpoint, after every file's size and checksum was compared with it.
 

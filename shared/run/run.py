@@ -17,6 +17,7 @@ There are no callbacks. To change the step, edit the template. To change the res
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from shared.process.printing import print_main, summary
 from shared.process.version import version
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
+from shared.run.checkpoint_files import settings_of
 from shared.run.folder import open_run
 from shared.run.guard import Guard
 from shared.run.rehearsal import Rehearsal
@@ -82,6 +84,10 @@ class Run:
         self.replicas: Replicas | None = None
         self._kept: dict[str, torch.Tensor] = {}
         self._chosen: list[str] = []
+        self._before: dict[str, Any] = {}
+        if self.dir != Path():
+            named = config.checkpoint.resume_from_checkpoint
+            self._before = on_main(partial(settings_of, self.dir, named))
         self._step: Step | None = None  # the present step, until it is logged
         self.is_last = self._is_settled = False
 
@@ -90,13 +96,16 @@ class Run:
     def choose(self, reason: str, **values: Any) -> Any:
         """Settle settings that the user left open, and return the config with them. The summary says them.
 
+        A run that continues keeps those of its checkpoint, also on another number of processes.
+
         Args:
             reason: what they follow from, for people.
             values: by flag; ignored where the flag was given, or, of a budget, any budget was.
         """
         given = configs.flatten(self.config)
         budgets = configs.BUDGETS if any(given.get(name) is not None for name in configs.BUDGETS) else set()
-        values = {name: value for name, value in values.items() if name not in budgets and not given[name]}
+        left_open = [name for name in values if name not in budgets and not given[name]]
+        values = {name: self._before.get(name) or values[name] for name in left_open}
         if values:
             self.config = configs.replace(self.config, **values)
             self._chosen.append(f"{', '.join(f'{name} {value:g}' for name, value in values.items())} ({reason})")

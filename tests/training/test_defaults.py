@@ -7,7 +7,7 @@ from shared.config import parse as configs
 from shared.config.options import BatchConfig, OptimConfig
 from shared.run.run import Run
 from shared.training import defaults, optim
-from tests.conftest import load_template
+from tests.conftest import load_template, run
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,18 @@ def test_rates_fall_with_the_model():
 
 def run_of(template: str, *argv: str) -> Run:
     """A run of a template before its processes start."""
-    run = Run.__new__(Run)
-    run.config, run._chosen = configs.parse(load_template(template).Config, argv), []
-    return run
+    own = Run.__new__(Run)
+    own.config, own._chosen, own._before = configs.parse(load_template(template).Config, argv), [], {}
+    return own
 
 
 def test_only_what_was_left_open_is_chosen():
-    run = run_of("lora_finetune", "--num_train_epochs", "2")
-    config = run.choose("the reason", learning_rate=1e-3, global_batch_size=4, max_steps=40)
+    own = run_of("lora_finetune", "--num_train_epochs", "2")
+    config = own.choose("the reason", learning_rate=1e-3, global_batch_size=4, max_steps=40)
     assert (config.optim.learning_rate, config.batch.global_batch_size) == (1e-3, 4)
     assert (config.batch.max_steps, config.batch.num_train_epochs) == (None, 2.0)  # a budget was given
-    assert run.choose("another reason", learning_rate=1e-5, global_batch_size=8) == config
-    assert run._chosen == ["learning_rate 0.001, global_batch_size 4 (the reason)"]
+    assert own.choose("another reason", learning_rate=1e-5, global_batch_size=8) == config
+    assert own._chosen == ["learning_rate 0.001, global_batch_size 4 (the reason)"]
 
 
 @pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
@@ -70,3 +70,15 @@ def test_any_budget_counts_as_given(given):
 def test_a_rate_that_nobody_chose_does_not_train():
     with pytest.raises(RuntimeError, match="no learning rate"):
         optim.build(torch.nn.Linear(2, 2), OptimConfig())
+
+
+def test_a_run_continues_with_what_it_chose(tiny_model, chat_file, tmp_path):
+    """Four processes round a batch of 1 up to 4; a run that goes on with one keeps it, and ends alike."""
+    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 256, "--num_generations", 0)
+    flags = (*flags, "--save_steps", 3, "--max_steps")
+    run("lora_finetune", tmp_path, *flags, 3, processes=4)
+    done = run("lora_finetune", tmp_path, *flags, 6, "--allow_changed", "max_steps")
+    assert "4 rows = 1 process(es)" in done.output
+    assert "by default" in done.output and "global_batch_size 4" in done.output and "LoRA, width 64" in done.output
+    assert done.manifest(3)["world_size"] == 4
+    assert (done.manifest(6)["world_size"], done.manifest(6)["settings"]["global_batch_size"]) == (1, 4)
