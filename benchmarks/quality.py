@@ -141,7 +141,7 @@ def shakespeare(folder: Path) -> None:
     vocabulary = {character: number for number, character in enumerate(sorted(set(text)))}
     vocabulary |= {"<eos>": len(vocabulary)}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?s:.)"), "isolated")
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>").save_pretrained(folder / "characters")
     shape: Row = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, "vocab_size": len(vocabulary)}
     none: Row = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -175,6 +175,8 @@ def main(config: Config) -> None:
     run = Run(config, "dpo", unit="pairs")
     if config.data.is_demo:
         config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
+    if config.model_name_or_path == str(demo.MODEL):  # tiny, and needs long steps
+        config = run.choose("the demo's model", learning_rate=1e-3)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(run, tokenizer)

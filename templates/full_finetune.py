@@ -48,7 +48,7 @@ class Config:
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
     optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="loss")
+    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.05, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.05)
     log: LogConfig = LogConfig()
 

@@ -218,3 +218,18 @@ def test_a_row_that_fails_leaves_the_others_and_is_tried_again(tmp_path):
     again = mark.read_text().splitlines()
     assert again[0] == "works" and again.count("works") == 1 and len(again) == 9  # what was not tried yet comes first
     assert "| works1 |  |  |  |  |  |  | measured |" in table and len(json.loads(second.read_text())["rows"]) == 10
+
+
+@pytest.mark.slow
+def test_quality(monkeypatch, tmp_path, text_file):
+    """The row that needs no package. Those with real weights are started by hand."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    small = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --config_overrides {SHAPE} --max_steps 2"
+    output = tmp_path / "quality.json"
+    argv = ["quality.py", "sizes", "--seeds", 0, 1, "--flags", small, f"{small} --learning_rate 0.1", "--output", output]
+    monkeypatch.setattr(sys, "argv", [*map(str, argv)])
+    importlib.import_module("quality").main()
+    rows = json.loads(output.read_text())["sizes"]["rows"]
+    assert [row["seed"] for row in rows] == [0, 0, 1, 1]
+    assert rows[1]["learning_rate"] == 0.1 and 0 < rows[0]["learning_rate"] <= 5e-3
+    assert len({row["loss"] for row in rows}) == 4

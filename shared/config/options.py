@@ -84,7 +84,7 @@ class BatchConfig:
         if steps_per_epoch is None:
             raise ConfigError("a stream has no known length: give the budget as --max_steps")
         steps = math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
-        if steps < 50:
+        if steps < 30:
             note(
                 f"warning: {steps} optimizer steps teach little: give more samples, more --num_train_epochs, or a smaller "
                 f"--global_batch_size than {self.global_batch_size}"

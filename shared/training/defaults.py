@@ -12,7 +12,8 @@ from torch import nn
 from shared.config.options import BatchConfig
 from shared.process import ranks
 
-STEPS = 100  # fewer optimizer steps than this hardly use what the data holds
+STEPS = 100  # the batch is made smaller for so many optimizer steps
+FEWEST_STEPS = 30  # and for so many there are more epochs: further ones mostly learn the samples by heart
 
 
 def width(model: nn.Module) -> int:
@@ -74,7 +75,7 @@ def batch_and_epochs(
     """`global_batch_size` and `num_train_epochs` of a fine-tuning run that gives none.
 
     A step has `most` rows. Where a run of `epochs` then has fewer than 100 steps, the batch is halved, as long
-    as it holds `least` samples; where that is not enough, there are more epochs, at most 10.
+    as it holds `least` samples. Where fewer than 30 steps remain, there are more epochs, at most 10.
 
     Args:
         batch: the user's, which may give a batch size or epochs.
@@ -88,7 +89,7 @@ def batch_and_epochs(
             size //= 2
         readers = ranks.data_parallel_size()
         size = max(1, math.ceil(size / readers)) * readers
-    enough = math.ceil(size * STEPS / rows)
+    enough = math.ceil(size * FEWEST_STEPS / rows)
     return {"global_batch_size": size, "num_train_epochs": float(max(epochs, min(enough, 10)))}
 
 

@@ -13,15 +13,16 @@ from tests.conftest import load_template, run
 @pytest.mark.parametrize(
     ("samples", "rows", "given", "size", "epochs"),
     [
-        (192, 192, {}, 8, 5),  # a row a sample: the batch is halved once, then there are more epochs
+        (192, 192, {}, 8, 3),  # a row a sample: the batch is halved once
         (500, 50, {}, 1, 3),  # packed: a row holds 10 samples
-        (192, 48, {}, 2, 5),
+        (192, 48, {}, 2, 3),
+        (40, 10, {}, 2, 6),  # more epochs, for 30 steps
         (20, 2, {}, 1, 10),  # at most 10 epochs, also where the steps stay few
         (5, 5, {}, 4, 10),  # never more rows than there are
         (5000, 5000, {}, 16, 3),
         (5000, 500, {}, 8, 3),
         (192, 48, {"global_batch_size": 16}, 16, 10),  # epochs follow the user's batch
-        (192, 48, {"num_train_epochs": 1.0}, 2, 5),  # which `choose` leaves alone
+        (192, 48, {"num_train_epochs": 1.0}, 2, 2),  # which `choose` leaves alone
     ],
 )
 def test_small_data_get_more_steps(samples, rows, given, size, epochs):
