@@ -12,6 +12,7 @@ from shared.config.options import OptimConfig
 from shared.models.blocks import heads
 from shared.process.errors import ConfigError
 from shared.training import low_memory
+from shared.training.muon import Muon
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
@@ -172,14 +173,8 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     head = _head_parameters(model)
     orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
     if config.optim == "muon" and orthogonal:
-        # Matched to AdamW's update size (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
-        muon = torch.optim.Muon(
-            groups(orthogonal),
-            lr=config.peak,
-            weight_decay=config.weight_decay,
-            momentum=config.muon_momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        decay, momentum = config.weight_decay, config.muon_momentum
+        muon = Muon(groups(orthogonal), lr=config.peak, weight_decay=decay, momentum=momentum)
         rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
     return [torch.optim.AdamW(everything, fused=True, **adam)]

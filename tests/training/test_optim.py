@@ -33,6 +33,7 @@ from shared.config.options import OptimConfig
 from shared.process.errors import ConfigError
 from shared.training import optim
 from shared.training.low_memory import StochasticAdamW, round_stochastically
+from shared.training.muon import Muon, orthogonal
 
 
 def tiny_llama(*, tied=False):
@@ -125,13 +126,30 @@ class WithExperts(nn.Module):
 def test_muon_and_adamw_share_out_each_trainable_parameter_exactly_once(make):
     model = make()
     muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3, learning_rate=3e-4))
-    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    assert (type(muon), type(adamw)) == (Muon, torch.optim.AdamW)
     held = [id(p) for o in (muon, adamw) for g in o.param_groups for p in g["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     matrices, embeddings, vectors = optim.split_parameters(model)
     assert named(model, muon.param_groups[0]["params"]) == named(model, [p for p in matrices if p.ndim == 2])
     no_decay = {name for group in adamw.param_groups if not group["weight_decay"] for name in named(model, group["params"])}
     assert no_decay == named(model, embeddings + vectors)
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (16, 16)])
+def test_muon_is_torchs_but_for_its_rounding(shape):
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    settings = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.9}
+    pair = Muon([ours], **settings), torch.optim.Muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02)
+    assert (ours - torch.ones(shape)).abs().mean() > 0.05
+    values = torch.linalg.svdvals(orthogonal(torch.randn(shape), (3.4445, -4.775, 2.0315), 5))
+    assert values.min() > 0.5 and values.max() < 1.3
 
 
 def test_muon_falls_back_to_adamw_when_there_is_no_matrix():
