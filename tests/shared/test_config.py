@@ -397,7 +397,7 @@ def test_a_group_refuses_what_cannot_work(group, values, message):
 
 def test_the_default_cadence_is_that_of_a_demo_in_a_short_run_and_a_share_of_a_long_one(templates):
     """20B tokens in steps of 1M: 50 checkpoints of 12 GB, where one each 50 steps would write 4.6 TB."""
-    steps = {"lora_finetune": (50, 20), "pretrain": (50, 50)}
+    steps = {"lora_finetune": (20, 20), "pretrain": (50, 50)}
     for name, (evaluations, saves) in steps.items():
         config = getattr(templates, name).Config()
         for total in (1, 40, 400):
