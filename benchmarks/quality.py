@@ -14,7 +14,7 @@ Goal: no default is beaten by a peer's default by more than the spread of the se
 - pretraining: nanoGPT's recipe for a CPU (0.8M parameters, Shakespeare by characters), over as many tokens.
 - sizes: templates/pretrain.py alone, on the source of Python's library, at the sizes and rates of --flags.
 - images: handwritten digits, 8 x 8 pixels, 500 to train on. EfficientNet-Lite0 with --backbone, else the small ResNet from
-  random weights. Peer: a loop with timm's usual recipe for fine-tuning.
+  random weights. No peer.
 
 Both sides are scored by the same functions of this file, on samples that neither trained on. A peer gets what no library
 sets by default: data, lengths, and the number of samples, texts or tokens that the template chose.
@@ -45,7 +45,6 @@ from torch import nn
 from torch.nn import functional as F
 
 Row = dict[str, Any]
-IGNORED = -100
 
 
 def package(name: str) -> Path:
@@ -249,7 +248,6 @@ class Task:
     score: Callable[[Path, Path], Row]  # (materials, a run's folder) -> scores
     peer: Callable[[argparse.Namespace], Row] | None
     peer_name: str
-    better: str  # the score that decides
     precision: str = "no"
 
 
@@ -258,10 +256,6 @@ def counted(run: Path) -> Row:
     settings = yaml.safe_load((run / "config.yaml").read_text())
     steps = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
     return settings | {"steps": steps[-1]}
-
-
-def trained_like(options: argparse.Namespace) -> Row:
-    return counted(Path(options.run_dir))
 
 
 def make_texts(folder: Path, _: argparse.Namespace) -> None:
@@ -338,7 +332,7 @@ def trl_of_chats(options: argparse.Namespace) -> Row:
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    folder, ours = Path(options.folder), trained_like(options)
+    folder, ours = Path(options.folder), counted(Path(options.run_dir))
     records = [
         {"prompt": record["messages"][:1], "completion": record["messages"][1:]}
         for record in read_lines(folder / "train.jsonl")
@@ -405,7 +399,7 @@ def trl_of_pairs(options: argparse.Namespace) -> Row:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    folder, ours = Path(options.folder), trained_like(options)
+    folder, ours = Path(options.folder), counted(Path(options.run_dir))
     arguments = DPOConfig(
         f"{folder}/trl",
         learning_rate=5e-6,
@@ -528,26 +522,26 @@ TASKS = {
     "texts": Task(
         "text_classification",
         {"model_name_or_path": "minilm", "seq_length": 128},
-        *(make_texts, scored_texts, trainer_of_texts, "Trainer", "accuracy"),
+        *(make_texts, scored_texts, trainer_of_texts, "Trainer"),
     ),
     "chats": Task(
         "lora_finetune",
         {"model_name_or_path": "smollm2", "num_generations": 0},
-        *(make_chats, scored_chats, trl_of_chats, "TRL", "loss", "bf16"),
+        *(make_chats, scored_chats, trl_of_chats, "TRL", "bf16"),
     ),
     "pairs": Task(
         "dpo",
         {"model_name_or_path": "smollm2", "num_generations": 0, "max_steps": 40, "eval_samples": 32},
-        *(make_pairs, scored_pairs, trl_of_pairs, "TRL", "loss", "bf16"),
+        *(make_pairs, scored_pairs, trl_of_pairs, "TRL", "bf16"),
     ),
     "pretraining": Task(
         "pretrain",
         {"config_name": "gpt", "tokenizer_name": "characters", "seq_length": 64, "global_batch_size": 12}
         | {"per_device_train_batch_size": 12, "max_steps": 2000},
-        *(make_pretraining, scored_pretraining, nanogpt, "nanoGPT", "loss"),
+        *(make_pretraining, scored_pretraining, nanogpt, "nanoGPT"),
     ),
-    "sizes": Task("pretrain", {}, nothing, last_evaluation, None, "", "loss"),
-    "images": Task("image_classification", {}, make_images, scored_images, None, "", "accuracy"),
+    "sizes": Task("pretrain", {}, nothing, last_evaluation, None, ""),
+    "images": Task("image_classification", {}, make_images, scored_images, None, ""),
 }
 FILES = {
     "texts": ("train.jsonl", "validation.jsonl"),
@@ -588,7 +582,7 @@ def main() -> None:
     made.add_argument("--flags", nargs="*", default=[""], help="more flags for the template; several: one contender each")
     made.add_argument("--samples", type=int, default=96, help="chats, pairs or images to train on")
     made.add_argument("--backbone", action="store_true", help="images: fine-tune EfficientNet-Lite0")
-    made.add_argument("--only", choices=("template", "peer"))
+    made.add_argument("--only", choices=("template",))
     made.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")
     made.add_argument("--make", type=Path, help="only write a task's model and data into this folder")
     made.add_argument("--worker", help=argparse.SUPPRESS)
@@ -604,12 +598,10 @@ def main() -> None:
         for seed in options.seeds:
             for number, extra in enumerate(options.flags):
                 run = Path(options.folder) / f"run-{seed}-{number}"
-                if options.only == "peer":
-                    continue
                 name = "template" + f", {extra}" * bool(extra)
                 rows.append({"contender": name, "seed": seed} | run_template(options, environment, seed, extra, run))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            if task.peer and options.only != "template":
+            if task.peer and not options.only:
                 first = Path(options.folder) / f"run-{seed}-0"
                 found = rounds.worker(__file__, options.task, options, environment, run_dir=first, seed=seed)
                 rows.append({"contender": task.peer_name, "seed": seed} | found)
