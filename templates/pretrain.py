@@ -39,7 +39,7 @@ class Config:
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig = OptimConfig(optim=None)
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=0.02, metric_for_best_model="none")
     checkpoint: CheckpointConfig = CheckpointConfig(save_steps=0.02)
@@ -188,7 +188,8 @@ def main(config: Config) -> None:
     flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
-    config = run.choose(what, learning_rate=defaults.pretraining_rate(parameters, trained=trained))
+    rate = defaults.pretraining_rate(parameters, trained=trained)
+    config = run.choose(what, learning_rate=rate, optim=defaults.pretraining_optimizer(run.accelerator, trained=trained))
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"

@@ -145,6 +145,33 @@ def test_resumes_what_another_has_saved(reference, launched, flags, tmp_path, sa
     assert resumed.losses == pytest.approx({s: v for s, v in source.losses.items() if s > SAVED}, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def muon(text_file, tmp_path_factory):
+    """Flags of a run from random weights, and what one process makes of them."""
+    flags = (*COMMON, "--train_file", text_file, "--seq_length", 32, "--vocab_size", 300, "--learning_rate", 3e-3)
+    flags = (*flags, "--config_overrides", "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2")
+    return flags, run("pretrain", tmp_path_factory.mktemp("muon"), *flags, "--per_device_train_batch_size", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "hsdp", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero3"])
+def test_random_weights_learn_by_muon_what_one_process_learns(muon, tmp_path, config):
+    flags, one = muon
+    processes, name, *_ = STRATEGIES[config]
+    micro = ("--per_device_train_batch_size", 1 if processes == 4 else 2)
+    other = run("pretrain", tmp_path, *flags, *micro, processes=processes, config=config)
+    assert other.manifest(STEPS)["strategy"] == f"{name} on cpu, fp32"
+    assert "optim muon (" in one.output
+    if config == "deepspeed_zero3":
+        assert "optim adamw (" in other.output
+        return
+    assert "optim muon (" in other.output
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert one.losses[STEPS] < one.losses[1] - 0.3
+    for key, value in one.weights().items():
+        torch.testing.assert_close(other.weights()[key], value, rtol=1e-3, atol=5e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["hsdp", "deepspeed_zero2"])
 def test_qlora_learns_what_one_process_learns(flags, launched, tmp_path, config):

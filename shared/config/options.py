@@ -129,9 +129,10 @@ class OptimConfig(SyncConfig):
 
     FREE: ClassVar = frozenset({"max_skipped_steps"})
 
-    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest. adamw_8bit: 8-bit moments. sgd: with
-    # Nesterov momentum; its --weight_decay is usually 1e-4 and less.
-    optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] = "adamw"
+    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest; pretraining takes it for random
+    # weights if nothing is given. adamw_8bit: 8-bit moments. sgd: with Nesterov momentum; its --weight_decay is usually 1e-4
+    # and less.
+    optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] | None = "adamw"
     # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by the task and the size of
     # the model (docs/quality.md): the summary shows it
     learning_rate: float | None = None

@@ -108,7 +108,8 @@ class Run:
         values = {name: self._before.get(name) or values[name] for name in left_open}
         if values:
             self.config = configs.replace(self.config, **values)
-            self._chosen.append(f"{', '.join(f'{name} {value:g}' for name, value in values.items())} ({reason})")
+            said = (f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in values.items())
+            self._chosen.append(f"{', '.join(said)} ({reason})")
         return self.config
 
     def prepare(

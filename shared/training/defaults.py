@@ -7,9 +7,11 @@ what it chose. docs/quality.md has the measurements behind the numbers.
 import math
 from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 
 from shared.config.options import BatchConfig
+from shared.parallel import zero
 from shared.process import ranks
 
 STEPS = 100  # the batch is made smaller for so many optimizer steps
@@ -59,8 +61,16 @@ def text_classification_rate(width: int, *, lora: bool) -> float:
 IMAGE_RATES = {"random weights": 1e-3, "trained weights": 3e-4, "head alone": 1e-3}
 
 
+def pretraining_optimizer(accelerator: Accelerator, *, trained: bool) -> str:
+    """Muon for random weights, which learn most of all settings from it; AdamW for weights that AdamW has trained.
+
+    DeepSpeed has its own step, which takes AdamW alone.
+    """
+    return "adamw" if trained or zero.is_used(accelerator) else "muon"
+
+
 def pretraining_rate(parameters: int, *, trained: bool) -> float:
-    """The peak rate of AdamW for pretraining.
+    """The peak rate of AdamW and Muon for pretraining.
 
     From random weights it falls with the root of the parameters, through the 6e-4 of GPT-3's 125M
     (Brown et al., arXiv 2005.14165), and is at most 5e-3. Weights that are trained get a third of it.

@@ -13,11 +13,13 @@ class Muon(torch.optim.Muon):
     of its loss after ten steps, where AdamW's differ by 1e-5. Here they differ as little as AdamW's. On a GPU the
     products are TF32 where the launch allows it.
 
-    Updates have the size of AdamW's (Moonlight, arXiv 2502.16982), so that one learning rate serves both.
+    Updates have the size of AdamW's (Moonlight, arXiv 2502.16982), so that one learning rate serves both. As fused
+    AdamW, it leaves all as it is where its attribute `found_inf`, a number on the device, is above 0.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        bad = getattr(self, "found_inf", None)
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for parameter in group["params"]:
@@ -26,11 +28,13 @@ class Muon(torch.optim.Muon):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-                average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+                average = state["momentum_buffer"].lerp(parameter.grad, 1 - momentum)
                 update = parameter.grad.lerp(average, momentum)  # Nesterov's
                 direction = orthogonal(update, group["ns_coefficients"], group["ns_steps"])
-                parameter.mul_(1 - rate * group["weight_decay"])
-                parameter.add_(direction, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+                new = parameter * (1 - rate * group["weight_decay"])
+                new.add_(direction, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+                for old, value in ((state["momentum_buffer"], average), (parameter, new)):
+                    old.copy_(value if bad is None else torch.where(bad > 0, old, value))
 
 
 def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:

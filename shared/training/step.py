@@ -16,6 +16,7 @@ from shared.parallel import zero
 from shared.parallel.gradients import gradient_norm, keeps_gradients, scale_gradients
 from shared.process import faults
 from shared.process.ranks import data_parallel_size
+from shared.training.muon import Muon
 
 
 class Step:
@@ -192,8 +193,8 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
     With fp16 the gradient's `norm` has to be finite, too. If it is not, no optimizer steps and the loss scale falls. The
     scaler alone would skip only the optimizer with the bad gradients.
 
-    Fused AdamW reads `found_inf` on the device, so the host waits for nothing. For other optimizers, offloaded weights and
-    fp16 the host reads `finite`.
+    Fused AdamW and Muon read `found_inf` on the device, so the host waits for nothing. For other optimizers, offloaded
+    weights and fp16 the host reads `finite`.
     """
     faults.point("update")
     if zero.is_used(accelerator):
@@ -215,6 +216,6 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:
     """Whether `step` heeds `found_inf`, as fused AdamW's kernel does; not for weights that are offloaded elsewhere."""
-    if not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
+    if not (isinstance(optimizer, Muon) or (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"])):
         return False
     return all(group["params"][0].device == device for group in optimizer.param_groups)

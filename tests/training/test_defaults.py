@@ -62,6 +62,13 @@ def test_only_what_was_left_open_is_chosen():
     assert own._chosen == ["learning_rate 0.001, global_batch_size 4 (the reason)"]
 
 
+def test_an_optimizer_is_chosen_by_name_unless_one_was_given():
+    own = run_of("pretrain")
+    assert own.choose("random", optim="muon", learning_rate=1e-3).optim.optim == "muon"
+    assert own._chosen == ["optim muon, learning_rate 0.001 (random)"]
+    assert run_of("pretrain", "--optim", "sgd").choose("random", optim="muon").optim.optim == "sgd"
+
+
 @pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
 def test_any_budget_counts_as_given(given):
     config = run_of("pretrain", *given).choose("the demo", max_steps=40)
