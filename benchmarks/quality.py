@@ -13,8 +13,8 @@ Goal: no default is beaten by a peer's default by more than the spread of the se
 - pairs: of two headlines, the right one; the same model. Peer: TRL's DPOTrainer as trl/scripts/dpo.py, over 40 steps.
 - pretraining: nanoGPT's recipe for a CPU (0.8M parameters, Shakespeare by characters), over as many tokens.
 - sizes: templates/pretrain.py alone, on the source of Python's library, at the sizes and rates of --flags.
-- images: handwritten digits, 8 x 8 pixels, 500 to train on. EfficientNet-Lite0 with --backbone, else the small ResNet from
-  random weights. No peer.
+- images: handwritten digits, 8 x 8 pixels, 500 to train on (--samples 500). EfficientNet-Lite0 with --backbone, else the
+  small ResNet from random weights. Peer: the loop of timm's train.py with its defaults, over as many epochs.
 
 Both sides are scored by the same functions of this file, on samples that neither trained on. A peer gets what no library
 sets by default: data, lengths, and the number of samples, texts or tokens that the template chose.
@@ -501,23 +501,76 @@ def make_images(folder: Path, options: argparse.Namespace) -> None:
         (backbone / "config.json").write_text(json.dumps(about))
 
 
-def scored_images(folder: Path, run: Path) -> Row:
+@torch.no_grad()
+def score_images(logits: Callable[[list], torch.Tensor], folder: Path, classes: list[str]) -> Row:
+    """The share of held-out images whose best logit is that of their folder's name."""
     from PIL import Image
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    model = AutoModelForImageClassification.from_pretrained(run / "final").eval()
-    processor = AutoImageProcessor.from_pretrained(run / "final")
     files = sorted((folder / "held-out").glob("*/*.png"))
     right = 0
     for start in range(0, len(files), 64):
         some = files[start : start + 64]
-        inputs = processor([Image.open(file).convert("RGB") for file in some], return_tensors="pt")
-        with torch.no_grad():
-            found = model(**inputs).logits.argmax(-1).tolist()
-        right += sum(model.config.id2label[n] == file.parent.name for n, file in zip(found, some, strict=True))
+        found = logits([Image.open(file).convert("RGB") for file in some]).argmax(-1).tolist()
+        right += sum(classes[number] == file.parent.name for number, file in zip(found, some, strict=True))
     return {"accuracy": right / len(files)}
 
 
+def scored_images(folder: Path, run: Path) -> Row:
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(run / "final").eval()
+    processor = AutoImageProcessor.from_pretrained(run / "final")
+    classes = [model.config.id2label[number] for number in range(model.config.num_labels)]
+    return score_images(lambda images: model(**processor(images, return_tensors="pt")).logits, folder, classes)
+
+
+def timm_of_images(options: argparse.Namespace) -> Row:
+    """timm's train.py with its defaults, over as many epochs as the template chose."""
+    import timm
+    from timm.data import create_dataset, create_loader, create_transform
+    from timm.loss import LabelSmoothingCrossEntropy
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+    from transformers import AutoConfig, AutoModelForImageClassification
+
+    folder, run = Path(options.folder), Path(options.run_dir)
+    epochs, batch = int(counted(run)["num_train_epochs"]), 128
+    size = (3, SIZES[options.backbone], SIZES[options.backbone])
+    data = create_dataset("", root=str(folder), split="train", is_training=True)
+    classes = [name for name, _ in sorted(data.reader.class_to_idx.items(), key=lambda item: item[1])]
+    torch.manual_seed(options.seed)
+    if options.backbone:
+        model: Any = timm.create_model("tf_efficientnet_lite0", num_classes=len(classes))
+        weights = safetensors.torch.load_file(folder / "backbone" / "model.safetensors")
+        body = {name: value for name, value in weights.items() if "classifier" not in name}
+        assert set(model.load_state_dict(body, strict=False).missing_keys) == {"classifier.weight", "classifier.bias"}
+    else:
+        model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(run / "final"))
+
+    def logits_of(pixels: torch.Tensor) -> torch.Tensor:
+        return model(pixels) if options.backbone else model(pixel_values=pixels).logits
+
+    augmenting: Row = {"scale": (0.08, 1.0), "hflip": 0.5, "color_jitter": 0.4}
+    device = torch.device("cpu")
+    loader = create_loader(data, size, batch, is_training=True, use_prefetcher=False, device=device, **augmenting)
+    optimizer = create_optimizer_v2(model, "sgd", lr=0.1 * batch / 256, momentum=0.9, weight_decay=2e-5)
+    schedule: Any = create_scheduler_v2(optimizer, "cosine", epochs, warmup_epochs=5, warmup_lr=1e-5)[0]
+    criterion, steps = LabelSmoothingCrossEntropy(0.1), 0
+    for epoch in range(epochs):
+        model.train()
+        for images, labels in loader:
+            optimizer.zero_grad()
+            criterion(logits_of(images), labels).backward()
+            optimizer.step()
+            steps += 1
+        schedule.step(epoch + 1)
+    transform: Any = create_transform(size)
+    model.eval()
+    scores = score_images(lambda images: logits_of(torch.stack([transform(i) for i in images])), folder, classes)
+    return scores | {"steps": steps, "epochs": epochs}
+
+
+SIZES = {False: 32, True: 96}  # of images in pixels, by whether there is a backbone
 TASKS = {
     "texts": Task(
         "text_classification",
@@ -541,7 +594,7 @@ TASKS = {
         *(make_pretraining, scored_pretraining, nanogpt, "nanoGPT"),
     ),
     "sizes": Task("pretrain", {}, nothing, last_evaluation, None, ""),
-    "images": Task("image_classification", {}, make_images, scored_images, None, ""),
+    "images": Task("image_classification", {}, make_images, scored_images, timm_of_images, "timm"),
 }
 FILES = {
     "texts": ("train.jsonl", "validation.jsonl"),
@@ -561,7 +614,7 @@ def run_template(options: argparse.Namespace, environment: dict, seed: int, extr
         train, validation = FILES[options.task]
         values |= {"train_file": folder / train, "validation_file": folder / validation}
     if options.task == "images":
-        values |= {"train_dir": folder / "train", "image_size": 32 if not options.backbone else 96}
+        values |= {"train_dir": folder / "train", "image_size": SIZES[options.backbone]}
         values |= {"model_name_or_path": folder / "backbone"} if options.backbone else {}
     given = set(re.findall(r"--(\w+)", extra))
     values = {key: value for key, value in values.items() if key not in given}

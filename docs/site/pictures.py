@@ -1,6 +1,7 @@
-"""The README's pictures: what a run of each template leaves, drawn from real runs of the embedded defaults.
+"""The README's pictures: what a run of each template leaves, drawn from real runs by default settings.
 
-    python docs/site/pictures.py --runs runs/pictures           # runs what is missing there, 20 minutes on two cores
+    python benchmarks/quality.py chats --make news              # model and data of lora_finetune.py's
+    python docs/site/pictures.py --runs runs/pictures           # runs what is missing there, 30 minutes on two cores
 
 Each run has the template's defaults; it only logs and evaluates more often, which changes nothing that is learned. A
 picture is written twice, for light pages and for dark ones: docs/pictures/<template>-light.png and -dark.png.
@@ -42,14 +43,22 @@ LIGHT = Theme("light", "#ffffff", "#1f2328", "#8c959f", "#0969da", "#d4740b", "#
 DARK = Theme("dark", "#0d1117", "#e6edf3", "#6e7681", "#58a6ff", "#f0a35e", "#7ee787")
 
 
-def run(template: str, folder: Path) -> None:
-    """Run a template as its demo, with its output in output.txt, unless that was done."""
+def run(template: str, folder: Path, news: Path) -> None:
+    """Run a template as its demo, or on `news`, with its output in output.txt, unless that was done."""
     if (folder / "exit.json").exists():
         return
     often = {"image_classification": ("4", "23"), "text_classification": ("10", "45")}.get(template, ("2", "10"))
     how = "ddp.yaml --num_processes 2 --mixed_precision no" if template == "pretrain_pipeline" else "cpu.yaml"
     command = f"accelerate launch --config_file accelerate_configs/{how} templates/{template}.py".split()
     command += ["--output_dir", str(folder), "--report_to", "none", "--logging_steps", often[0], "--eval_steps", often[1]]
+    if template == "lora_finetune":
+        command[2:2] = ["--mixed_precision", "bf16"]
+        for flag, name in (
+            ("model_name_or_path", "smollm2"),
+            ("train_file", "train.jsonl"),
+            ("validation_file", "validation.jsonl"),
+        ):
+            command += [f"--{flag}", str(news / name)]
     print(" ".join(command), flush=True)
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
     done = subprocess.run(command, cwd=ROOT, text=True, check=False, **pipes)
@@ -120,11 +129,12 @@ def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
     said = answers(folder)
     after = max((name for name in said if name.startswith("model at step")), key=lambda name: int(name.split()[-1]))
     prompt = said["prompt"].removeprefix("### User:\n").split("\n### Assistant:")[0].strip()
-    first = "\n".join(said["model at step 0"].splitlines()[:2]) + " ..."
+    asked, limit = ("a validation prompt", 4) if "JSON" in prompt else ("a validation prompt: write the docstring of", 2)
+    first = "\n".join(said["model at step 0"].splitlines()[:limit]) + " ..." * (limit == 2)
     written(
         right,
         [
-            ("a validation prompt: write the docstring of", "\n".join(prompt.splitlines()[:5]), theme.text),
+            (asked, "\n".join(prompt.splitlines()[:5]), theme.text),
             ("answer in the data", "\n".join(said["reference"].splitlines()[:2]), theme.text),
             ("answer before training", first, theme.second),
             (f"answer after {after.split()[-1]} steps", "\n".join(said[after].splitlines()[:3]), theme.right),
@@ -242,11 +252,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "pictures", help="where the runs are, or go")
     parser.add_argument("--templates", nargs="+", default=list(DRAWN), choices=list(DRAWN))
+    parser.add_argument("--news", type=Path, default=ROOT / "news", help="the folder of quality.py chats --make")
     given = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     for template in given.templates:
         folder = given.runs.resolve() / template
-        run(template, folder)
+        run(template, folder, given.news.resolve())
         for theme in (LIGHT, DARK):
             draw(template, folder, theme)
 
