@@ -77,9 +77,10 @@ from transformers import AutoConfig, ResNetConfig
 
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
-from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy, keep_thresholds
 from shared.data.order import IGNORED, Batch, Order
-from shared.data.report import Predictions
+from shared.evaluation.evaluation import Evaluation
+from shared.evaluation.one_label import OneLabel
+from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor
@@ -170,30 +171,32 @@ def image_loss(model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes
     return (losses * (batch["labels"] != IGNORED)).sum()
 
 
-def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]) -> Any:
-    """`Predictions`: what the model says of the validation images, each counted once on any world size."""
-    batches, kind = [], MultiLabelPredictions if run.config.data.is_multi_label else Predictions
+def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]) -> Evaluation:
+    """What the model says of the validation images, each counted once on any world size."""
+    kind: type[Evaluation] = SeveralLabels if run.config.data.is_multi_label else OneLabel
+    batches = []
     with run.evaluating(model):
         for window in run.read(loader):
             (batch,) = window.micro_batches
             batches.append(kind.of_batch(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
-    return keep_thresholds(kind.gather(run.accelerator, batches, loader.order.num_samples, classes), run, model)
+    evaluation = kind.gather(run.accelerator, batches, loader.order.num_samples, classes, "images")
+    return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
 
 
-def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageData, predictions: Any) -> None:
+def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageData, evaluation: Evaluation) -> None:
     """Write final/ (model, processor, card) and the pictures of the evaluation. Every rank calls this."""
     weights = gather_weights(run.accelerator, model)
     if not run.is_main:
         return
-    for picture in predictions.write(run.dir, data.validation):
+    for picture in evaluation.write(run.dir, data.validation):
         run.logger.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
-        whole.config.update(predictions.for_config())
+        whole.config.update(evaluation.for_config())
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
-        load = predictions.usage(f'pipeline("{task}", model="final"{own_code})')
+        load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8")
         if run.config.export_onnx:
             print_main(classifier.export_onnx(folder, processor.crop_size["height"]))
@@ -243,9 +246,9 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             run.log_evaluation(predict(run, model, validation, to_model, classes).summary())
     run.load_best_weights()
-    predictions = predict(run, model, validation, to_model, classes)
-    save_final(run, model, processor, data, predictions)
-    run.close(predictions.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+    evaluation = predict(run, model, validation, to_model, classes)
+    save_final(run, model, processor, data, evaluation)
+    run.close(evaluation.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
 
 
 if __name__ == "__main__":

@@ -63,9 +63,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.data.loader import Loader
-from shared.data.multi_label import MultiLabelPredictions, binary_cross_entropy, keep_thresholds
 from shared.data.order import IGNORED, Batch, Order
-from shared.data.report import MISTAKES, Predictions
+from shared.evaluation.evaluation import SHOWN, Evaluation
+from shared.evaluation.numbers import Numbers
+from shared.evaluation.one_label import OneLabel
+from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
 from shared.models import adapters, classifier
 from shared.models.attention import forward_texts
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
@@ -80,14 +82,13 @@ from shared.run import exits
 from shared.run.run import Run
 from shared.text import labelled
 from shared.text.packing import rows_order
-from shared.text.regression import RegressionPredictions
 from shared.training import defaults, optim
 
 # By --problem_type: transformers' name of it, and what an evaluation measures.
-PROBLEMS: dict[str, tuple[str, Any]] = {
-    "single_label": ("single_label_classification", Predictions),
-    "multi_label": ("multi_label_classification", MultiLabelPredictions),
-    "regression": ("regression", RegressionPredictions),
+PROBLEMS: dict[str, tuple[str, type[Evaluation]]] = {
+    "single_label": ("single_label_classification", OneLabel),
+    "multi_label": ("multi_label_classification", SeveralLabels),
+    "regression": ("regression", Numbers),
 }
 
 
@@ -153,33 +154,32 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     return (losses * (labels != IGNORED)).sum()
 
 
-def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Any:
+def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Evaluation:
     """What the model says of the validation texts, each counted once on any world size."""
-    batches, (_, kind) = [], PROBLEMS[data.problem_type]
+    _, kind = PROBLEMS[data.problem_type]
+    batches = []
     for window in run.read(loader):
         (batch,) = window.micro_batches
         batches.append(kind.of_batch(forward_texts(model, batch).logits, batch["labels"]))
-    found = kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
-    return keep_thresholds(found, run, model)
+    evaluation = kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
+    return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
 
 
-def evaluate(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Any:
+def evaluate(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> None:
     """Log loss and scores of the validation texts."""
     with run.evaluating(model):
-        predictions = predict(run, model, loader, data)
-        run.log_evaluation(predictions.summary())
-    return predictions
+        run.log_evaluation(predict(run, model, loader, data).summary())
 
 
-def save_final(run: Run, model: nn.Module, data: labelled.TextData, predictions: Any) -> None:
+def save_final(run: Run, model: nn.Module, data: labelled.TextData, evaluation: Evaluation) -> None:
     """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found. Every rank calls this."""
     config, tokenizer = run.config, data.train.tokenizer
     weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
     if not run.is_main:
         return
-    for picture in predictions.write(run.dir, data.validation):
+    for picture in evaluation.write(run.dir, data.validation):
         run.logger.log_picture(picture.stem, picture)
-    mistakes = predictions.listed(data.validation)[:MISTAKES]
+    mistakes = evaluation.records(data.validation)[:SHOWN]
     run.logger.log_table("mistakes", [*mistakes[0]] if mistakes else [], [[*map(str, row.values())] for row in mistakes])
     whole = run.unwrap(model)
     if config.lora_r:
@@ -187,12 +187,12 @@ def save_final(run: Run, model: nn.Module, data: labelled.TextData, predictions:
             adapters.save_adapter(folder, whole, weights, {})
         whole = adapters.merge_into(load_model(config, data)[0], run.dir / "adapter")
     with whole_folder(run.dir / "final") as folder:
-        whole.config.update(predictions.for_config())
+        whole.config.update(evaluation.for_config())
         whole.save_pretrained(folder, state_dict=None if config.lora_r else weights)
         tokenizer.model_max_length = config.data.seq_length  # pipelines cut longer texts, as training did
         tokenizer.save_pretrained(folder)
         task = "text-classification"
-        load = predictions.usage(f'pipeline("{task}", model="final", truncation=True)')
+        load = evaluation.usage(f'pipeline("{task}", model="final", truncation=True)')
         (folder / "README.md").write_text(run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8")
 
 
@@ -234,9 +234,9 @@ def main(config: Config) -> None:
             evaluate(run, model, validation, data)
     run.load_best_weights()
     with run.evaluating(model):
-        predictions = predict(run, model, validation, data)
-    save_final(run, model, data, predictions)
-    run.close(predictions.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+        evaluation = predict(run, model, validation, data)
+    save_final(run, model, data, evaluation)
+    run.close(evaluation.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from PIL import Image
 from sklearn.metrics import f1_score
 
 from shared.data.labels import rarest
-from shared.data.multi_label import MultiLabelPredictions, best_threshold, keep_thresholds
 from shared.data.order import IGNORED
+from shared.evaluation.one_label import OneLabel
+from shared.evaluation.several_labels import SeveralLabels, best_threshold
 from shared.images.augment import mix
 from shared.images.files import Images, prepare
 from shared.images.options import ImageConfig
@@ -23,6 +24,11 @@ from shared.process.errors import ConfigError
 from tests.conftest import paint
 
 LABELS = [["cat"], [], ["dog", "cat"], ["7"], ["dog", "7"], ["cat"], ["dog"], ["cat", "dog", "7"], [], ["7"]]
+
+
+def evaluation_of(labels, scores, classes):
+    rows = np.concatenate([labels, np.log(scores / (1 - scores)), np.ones((len(labels), 1))], axis=1)
+    return SeveralLabels(rows, classes)
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +170,7 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     labels, scores = rng.random((60, 50)) < 0.3, rng.random((60, 50))
     labels[:, 7] = False
     names = ("$5^", *(f"class number {i}" for i in range(49)))
-    predictions = MultiLabelPredictions(labels, scores, np.ones(60), names)
+    predictions = evaluation_of(labels, scores, names)
     images = Images(Files(), np.stack([np.arange(60), np.zeros(60, dtype=np.int64)], axis=1))
     (tmp_path / "run").mkdir()
     pictures = predictions.write(tmp_path / "run", images)
@@ -188,11 +194,10 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
 
 def test_a_model_that_is_not_trained_keeps_its_thresholds():
     rng = np.random.default_rng(0)
-    predictions = MultiLabelPredictions(rng.random((40, 2)) < 0.4, rng.random((40, 2)), np.ones(40), ("a", "b"))
-    model = SimpleNamespace(config=SimpleNamespace(thresholds={"b": 0.25, "a": 0.75}))
-    run = SimpleNamespace(unwrap=lambda model: model, total_steps=0)
-    kept = keep_thresholds(predictions, run, model)
+    config = SimpleNamespace(thresholds={"b": 0.25, "a": 0.75})
+    values = rng.random((40, 2)) < 0.4, rng.random((40, 2)), ("a", "b")
+    kept, best = (evaluation_of(*values).for_model(config, trained=trained) for trained in (False, True))
     assert kept.thresholds.tolist() == [0.75, 0.25]
-    assert kept.summary()["eval_macro_f1"] < predictions.summary()["eval_macro_f1"]
-    run.total_steps = 9
-    assert keep_thresholds(predictions, run, model) is predictions
+    assert kept.summary()["eval_macro_f1"] < best.summary()["eval_macro_f1"]
+    one = OneLabel(np.zeros((1, 5)), ("a",)).for_model(config, trained=False)  # of one label, they are of no use
+    assert one.for_config() == {} and not hasattr(config, "thresholds")

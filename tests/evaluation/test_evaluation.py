@@ -15,11 +15,14 @@ from matplotlib import font_manager, rcParams
 from PIL import Image
 from sklearn import metrics
 
-from shared.data import report
 from shared.data.order import IGNORED
-from shared.data.report import Predictions, line_of, scores
+from shared.evaluation import evaluation
+from shared.evaluation import pictures as class_pictures
+from shared.evaluation.numbers import Numbers
+from shared.evaluation.one_label import OneLabel
 from shared.images.files import Images
-from shared.text.regression import RegressionPredictions
+
+scores = OneLabel.of_batch
 
 
 def test_scores_of_a_batch_by_hand():
@@ -51,7 +54,7 @@ def test_gathering_drops_the_filling_and_keeps_the_order():
     padded = labels.clone()
     padded[10:] = IGNORED
     batches = [scores(logits[i : i + 4], padded[i : i + 4]) for i in (0, 4, 8)]
-    result = Predictions.gather(accelerator, batches, 10, ("a", "b", "c"))
+    result = OneLabel.gather(accelerator, batches, 10, ("a", "b", "c"))
     assert result.labels.tolist() == labels[:10].tolist()
     assert result.predicted.tolist() == logits[:10].argmax(1).tolist()
     assert result.confidence == pytest.approx(logits[:10].softmax(1).amax(1).numpy(), rel=1e-6)
@@ -60,7 +63,7 @@ def test_gathering_drops_the_filling_and_keeps_the_order():
     assert {result.labels.dtype, result.predicted.dtype, result.above.dtype} == {np.dtype(np.int64)}
     assert result.classes == ("a", "b", "c")
     with pytest.raises(AssertionError):
-        Predictions.gather(accelerator, batches, 11, ("a", "b", "c"))
+        OneLabel.gather(accelerator, batches, 11, ("a", "b", "c"))
 
 
 def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set(monkeypatch):
@@ -77,7 +80,7 @@ def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set(monk
             return torch.cat([mine, theirs])
 
     batches = [torch.tensor([[base + row, 0, 0.5, 1, 0] for row in range(2)]) for base in (0.0, 4.0)]
-    result = Predictions.gather(Two(), batches, 8, ("x",) * 8)
+    result = OneLabel.gather(Two(), batches, 8, ("x",) * 8)
     assert result.labels.tolist() == list(range(8))
 
 
@@ -86,7 +89,7 @@ def made(labels, predicted, classes, *, confidence=None, losses=None, above=None
     confidence = np.full(len(labels), 0.5) if confidence is None else np.array(confidence)
     losses = np.ones(len(labels)) if losses is None else np.array(losses)
     above = (labels != predicted).astype(int) if above is None else np.array(above)
-    return Predictions(labels, predicted, confidence, losses, above, tuple(classes))
+    return OneLabel(np.stack([labels, predicted, confidence, losses, above], axis=1), tuple(classes))
 
 
 def test_the_summary_by_hand():
@@ -137,7 +140,7 @@ def test_the_figures_are_scikit_learns(data, classes, size):
 
 def test_the_most_confident_mistake_comes_first():
     predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
-    assert predictions.mistakes().tolist() == [2, 4, 1, 3]
+    assert [sample for sample, _ in predictions.mistakes()] == [2, 4, 1, 3]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -184,6 +187,7 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
             "dog": {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2},
             "eel": {"precision": 0.0, "recall": 0.0, "f1": 0.0, "support": 0},
         },
+        "num_mistakes": 2,
         "mistakes": [
             {"image": "image 1003", "label": "dog", "predicted": "cat", "confidence": 0.7},
             {"image": "image 1001", "label": "cat", "predicted": "dog", "confidence": 0.6},
@@ -229,9 +233,9 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
     matplotlib = [font for font in manager.ttflist if "mpl-data" in font.fname]
     monkeypatch.setattr(manager, "ttflist", matplotlib)  # whatever this machine has besides
     monkeypatch.setitem(rcParams, "font.family", ["sans-serif"])
-    report.picture_names.cache_clear()
-    assert report.picture_names(classes) == ["cat", "кошка", "class 2", "class 3"]
-    report.picture_names.cache_clear()
+    class_pictures.picture_names.cache_clear()
+    assert class_pictures.picture_names(classes) == ["cat", "кошка", "class 2", "class 3"]
+    class_pictures.picture_names.cache_clear()
 
     square, font = TTGlyphPen(None), FontBuilder(1000)
     square.moveTo((0, 0))
@@ -248,7 +252,7 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
     font.setupPost()
     font.save(tmp_path / "cats.ttf")
     manager.addfont(tmp_path / "cats.ttf")
-    assert report.picture_names(classes) == ["cat", "кошка", "猫", "class 3"]
+    assert class_pictures.picture_names(classes) == ["cat", "кошка", "猫", "class 3"]
     assert len(made([0, 1, 2, 3], [1, 2, 3, 0], classes).write(run_dir, pictures(4))) == 2
 
 
@@ -265,7 +269,7 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, ca
     said = capsys.readouterr().err
     assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
     assert (run_dir / "evaluation.json").exists()
-    assert report.MISTAKES == 32
+    assert evaluation.SHOWN == 32
 
 
 def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
@@ -273,13 +277,13 @@ def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
         def shown(self, number):
             return {"where": "a.csv:2", "label": "old", "id": 7}
 
-    line = line_of(Record(), 0, made([0], [1], "ab").told(0))
+    line = evaluation.record_of(Record(), 0, made([0], [1], "ab").line(0))
     assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
 
 
 def test_numbers_that_hardly_vary_are_told():
     labels, noise = np.array([10.0, 20.0, 42.0]), np.array([0.0, 3e-6, 1e-6])
-    constant = RegressionPredictions(labels, 5.4675 + noise, "texts")
+    constant = Numbers(np.stack([labels, 5.4675 + noise], axis=1), (), "texts")
     assert constant.summary() == {
         "eval_loss": pytest.approx(((labels - 5.4675) ** 2).mean(), rel=1e-5),
         "eval_mae": pytest.approx(24 - 5.4675, rel=1e-5),
@@ -287,6 +291,6 @@ def test_numbers_that_hardly_vary_are_told():
         "eval_spearman": 0.0,
     }
     assert constant.headline().endswith("on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)")
-    good = RegressionPredictions(labels, labels + 1, "texts")
+    good = Numbers(np.stack([labels, labels + 1], axis=1), (), "texts")
     assert good.headline() == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
-    assert good.told(1) == {"label": 20.0, "predicted": 21.0}
+    assert good.line(1) == {"label": 20.0, "predicted": 21.0}
