@@ -93,6 +93,22 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     return processor
 
 
+def for_config(processor: Any, config: Any) -> dict[str, Any]:
+    """What final/config.json needs for the images that the model was trained on: timm's models read no other file."""
+    if not getattr(config, "pretrained_cfg", None):
+        return {}
+    size, resized = processor.crop_size["height"], processor.size["shortest_edge"]
+    images = {
+        "input_size": [3, size, size],
+        "crop_pct": size / (resized + 0.25),  # timm rounds the other way
+        "crop_mode": "center",
+        "interpolation": Image.Resampling(processor.resample).name.lower(),
+        "mean": list(processor.image_mean),
+        "std": list(processor.image_std),
+    }
+    return {"pretrained_cfg": config.pretrained_cfg | images}
+
+
 class ToModel:
     """Normalises images on the device: uint8 [batch, 3, height, width] -> fp32, same shape."""
 

@@ -232,7 +232,11 @@ def test_equals_a_plain_loop(architectures, tmp_path):
 
 @pytest.mark.parametrize("architecture", ["convnext", slow("resnet"), slow("timm")])
 def test_final_gives_the_same_answers_in_a_pipeline(image_folder, architectures, base, tmp_path, architecture):
-    flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 8, "--image_size", 32)
+    config = transformers.AutoConfig.from_pretrained(architectures / architecture)
+    if architecture == "timm":  # whose own size is another
+        config.pretrained_cfg = {"input_size": [3, 64, 64], "crop_pct": 0.95, "mean": [0.5] * 3, "std": [0.5] * 3}
+    config.save_pretrained(tmp_path / "config")
+    flags = (*base, "--config_name", tmp_path / "config", "--per_device_train_batch_size", 8, "--image_size", 32)
     run_here("image_classification", *flags, "--output_dir", tmp_path)
     classify = pipeline("image-classification", model=str(tmp_path / "final"), device="cpu")
     report = evaluation(tmp_path)

@@ -41,9 +41,13 @@ def assert_same_learning(a, b, tolerance=1e-5):
         torch.testing.assert_close(b.weights()[name], value, rtol=1e-3, atol=2e-5)
 
 
-def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
+@pytest.mark.parametrize(("template", "processes"), [("pretrain", 1), ("pretrain_pipeline", 2)])
+def test_equals_a_plain_loop(text_file, tiny_model, tmp_path, template, processes):
     """A hand-written loop with none of shared/'s training code; all sequences in each batch, so order plays no part."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, tie_word_embeddings=False)
+    start.save_pretrained(tmp_path / "start")  # of two matrices, as a pipeline needs it
+    tokenizer.save_pretrained(tmp_path / "start")
 
     # Its own reading of the documented split and layout: documents ended by eos, in order, cut into windows.
     documents = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
@@ -55,15 +59,18 @@ def test_equals_a_plain_loop(text_file, tiny_model, tmp_path):
     validation_file.write_text(text_file.read_text())
     steps, peak, warmup = 6, 3e-3, 2
     theirs = run(
-        *("pretrain", tmp_path / "run", "--model_name_or_path", tiny_model, "--train_file", text_file),
+        *(template, tmp_path / "run", "--model_name_or_path", tmp_path / "start", "--train_file", text_file),
         *("--validation_file", validation_file, "--seq_length", length, "--optim", "adamw", "--learning_rate", peak),
         *("--weight_decay", 0.1, "--warmup_steps", warmup / steps, "--max_steps", steps, "--max_grad_norm", 0.5),
-        *("--global_batch_size", len(windows), "--per_device_train_batch_size", len(windows), "--eval_samples", 8),
+        *("--global_batch_size", len(windows), "--per_device_train_batch_size", len(windows) // processes),
+        *("--eval_samples", 8),
+        processes=processes,
     )
+    assert theirs.manifest(steps)["world_size"] == processes
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    plain = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)
+    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    plain = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), eps=1e-8)
     for step in range(steps):
