@@ -11,7 +11,9 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,13 +130,19 @@ def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
     loss(left, folder, theme)
     said = answers(folder)
     after = max((name for name in said if name.startswith("model at step")), key=lambda name: int(name.split()[-1]))
-    prompt = said["prompt"].removeprefix("### User:\n").split("\n### Assistant:")[0].strip()
-    asked, limit = ("a validation prompt", 4) if "JSON" in prompt else ("a validation prompt: write the docstring of", 2)
-    first = "\n".join(said["model at step 0"].splitlines()[:limit]) + " ..." * (limit == 2)
+    if "<|im_start|>" in said["prompt"]:  # of the news
+        heading = "a validation prompt"
+        said = {name: "\n".join(textwrap.wrap(text, 62)) for name, text in said.items()}
+        prompt = "\n".join(textwrap.wrap(re.split(r"<\|im_start\|>user|<\|im_end\|>", said["prompt"])[2].strip(), 62))
+        first = said["model at step 0"]
+    else:
+        heading = "a validation prompt: write the docstring of"
+        prompt = said["prompt"].removeprefix("### User:\n").split("\n### Assistant:")[0].strip()
+        first = "\n".join(said["model at step 0"].splitlines()[:2]) + " ..."
     written(
         right,
         [
-            (asked, "\n".join(prompt.splitlines()[:5]), theme.text),
+            (heading, "\n".join(prompt.splitlines()[:5]), theme.text),
             ("answer in the data", "\n".join(said["reference"].splitlines()[:2]), theme.text),
             ("answer before training", first, theme.second),
             (f"answer after {after.split()[-1]} steps", "\n".join(said[after].splitlines()[:3]), theme.right),
