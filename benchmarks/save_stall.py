@@ -48,7 +48,7 @@ def training(options: argparse.Namespace) -> Row:
     metrics.Logger.step, checkpoint.Checkpointer.save = logged, saved  # type: ignore[method-assign]
     given = {"max_steps": options.steps, "save_steps": options.every, "async_save": KINDS[options.work]}
     given |= dict.fromkeys(("eval_steps", "logging_steps"), options.steps + 1) | {"eval_samples": 1, "report_to": "none"}
-    given |= {"output_dir": f"{options.folder}/{options.work}-{options.number}"}
+    given |= {"output_dir": f"{options.folder}/{options.work}-{options.number}", "optim": "adamw"}
     template = str(ROOT / "templates/pretrain.py")
     sys.argv = [template, *rounds.flags(given), *shlex.split(options.flags)]
     runpy.run_path(template, run_name="__main__")

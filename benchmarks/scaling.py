@@ -45,7 +45,8 @@ def throughput(config: str, processes: int, args: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--output_dir", folder, "--report_to", "none", "--max_steps", str(args.steps), "--logging_steps", "2"]
         flags += ["--global_batch_size", str(args.rows * args.accumulation * processes), "--eval_samples", "1"]
-        flags += ["--per_device_train_batch_size", str(args.rows), "--save_steps", "100000", *shlex.split(args.flags)]
+        flags += ["--per_device_train_batch_size", str(args.rows), "--save_steps", "100000", "--optim", "adamw"]
+        flags += shlex.split(args.flags)
         on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
         command = [*accelerate, *precision, str(ROOT / "templates" / "pretrain.py"), *flags]
         done = subprocess.run(command, env=os.environ | on_cpu, capture_output=True, text=True)

@@ -112,7 +112,7 @@ def measure(way: str, model: str) -> dict[str, float]:
         train = [str(ROOT / "templates/pretrain.py"), "--output_dir", folder, "--report_to", "none", "--model_preset", model]
         train += ["--max_steps", str(steps), "--logging_steps", "1", "--eval_samples", "2", "--eval_steps", "100000"]
         train += ["--global_batch_size", "8", "--per_device_train_batch_size", "4", "--seq_length", "128"]
-        train += ["--save_steps", "100000", *shlex.split(flags)]
+        train += ["--save_steps", "100000", "--optim", "adamw", *shlex.split(flags)]
         env = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "link0"}
         before, processes, half = sent(), [], max(1, (os.cpu_count() or 1) // 2)
         for rank, name in enumerate(NAMES):
