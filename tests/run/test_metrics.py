@@ -1,4 +1,4 @@
-"""What is logged is what happened (curves: test_report.py; the profile: test_profiling.py)."""
+"""What is logged is what happened (curves: tests/evaluation; the profile: test_profiling.py)."""
 
 import json
 from types import SimpleNamespace
