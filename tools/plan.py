@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared import demo
-from shared.commands.recipes import FOLDER
 from shared.config import parse as configs
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError, first_line
+from tools.recipes import FOLDER
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,11 @@ def throughput_report(job: Any, config: PlanConfig) -> str:
     """Where an optimizer step's time goes, eager and compiled, and what other settings would give."""
     from tqdm import tqdm
 
-    from shared.models import memory, throughput
-    from shared.models.counts import GPUS, experts_of, find_gpu
+    from shared.models.counts import experts_of
+    from tools import memory, throughput
+    from tools.gpus import find_gpu
 
     gpu = find_gpu(config.gpu)
-    if gpu is None:
-        raise ConfigError(f"--gpu {config.gpu}: known are {', '.join(GPUS)}")
     if experts_of(job.config)[0]:
         raise ConfigError(f"--throughput cannot count the experts of {type(job.config).__name__}")
     steps, stored, job = config.gradient_accumulation_steps, job, replace(job, four_bits=False)  # computed in bf16
@@ -181,9 +180,9 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from tqdm import tqdm
 
-    from shared.models import memory
     from shared.models.hub import override
     from shared.run import launch
+    from tools import memory
 
     launch.quieten_libraries()
     architecture = architecture_of(config)

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from shared.commands.new import TWO, small_runs
 from shared.commands.verify_resume import WHY, verify
 from shared.process.errors import CleanExit
+from tools.new import TWO, small_runs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
 
 
