@@ -125,9 +125,9 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
                 content = content.replace(old.encode(), new.encode())
         files[changes.get(place, place)] = content
     files["shared/LICENSE"] = (SOURCE / "LICENSE").read_bytes()
-    own = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
-    own |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE, "AGENTS.md": _agents(names)}
-    return files | {name: text.encode() for name, text in own.items()}
+    made = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
+    made |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE, "AGENTS.md": _agents(names)}
+    return files | {name: text.encode() for name, text in made.items()}
 
 
 def first_run(names: tuple[str, ...]) -> str:
@@ -245,9 +245,7 @@ if __name__ == "__main__":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m shared new", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("templates", nargs="+", help=f"one or more of {', '.join(templates())}")
     parser.add_argument("folder", type=Path, help="folder of the new project, empty or not there yet")
     options = parser.parse_args()

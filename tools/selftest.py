@@ -56,9 +56,7 @@ def environment() -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        prog="python -m shared selftest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(environment(), flush=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(ROOT)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shared.process.errors import CleanExit, ConfigError, shown
 from shared.process.files import inside
 
 RECORD = ".template.json"  # in a project: its name, its templates, and the commit that they had
+OUTSIDE = 128  # what git returns outside of a repository
 FATES = {  # git's status of a file after the merge: what happens to it
     "M ": "changed",
     "A ": "new",
@@ -33,15 +35,15 @@ class Conflicts(CleanExit):
     exit_code = 1
 
 
-def git(folder: Path, *arguments: str, data: bytes = b"", expected: tuple[int, ...] = (0,), env: Any = os.environ) -> bytes:
+def git(folder: Path, *arguments: str, data: bytes = b"", expected: int = 0, env: Any = os.environ) -> bytes:
     """What git prints when it runs in a folder.
 
     Raises:
-        ConfigError: it returns another code than the expected ones.
+        ConfigError: it fails with another code than the expected one.
     """
     command = ["git", "-C", str(folder), *arguments]
     done = subprocess.run(command, input=data, capture_output=True, env=env)
-    if done.returncode not in expected:
+    if done.returncode not in (0, expected):
         raise ConfigError(f"{folder}: git {arguments[0]}: {os.fsdecode(done.stderr).partition(chr(10))[0]}")
     return done.stdout
 
@@ -95,7 +97,7 @@ def files_at(source: Path, commit: str, record: dict) -> dict[str, bytes]:
 
 def files_here(folder: Path, names: set[str]) -> dict[str, bytes]:
     """These files of a project, and those in git that may be one of them under another name."""
-    tracked = git(folder, "ls-files", "-z", "*.py", "*.sh", "*.yaml", expected=(0, 128))  # 128: not a repository
+    tracked = git(folder, "ls-files", "-z", "*.py", "*.sh", "*.yaml", expected=OUTSIDE)
     paths = {name: folder / name for name in names.union(os.fsdecode(tracked).split("\0"))}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
@@ -115,10 +117,7 @@ def merge(then: dict[str, bytes], now: dict[str, bytes], here: dict[str, bytes])
         env = os.environ | {"GIT_DIR": f"{work}/.git", "GIT_WORK_TREE": temporary}
         env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # no setting of the user changes the merge
         env |= {"GIT_COMMITTER_NAME": "upgrade", "GIT_COMMITTER_EMAIL": "upgrade"}
-
-        def run(*arguments: str, data: bytes = b"", expected: tuple[int, ...] = (0,)) -> bytes:
-            return git(work, *arguments, data=data, expected=expected, env=env)
-
+        run = partial(git, work, env=env)
         run("init", "--quiet")
         parent = "from refs/heads/then\n"
         run(
@@ -127,7 +126,7 @@ def merge(then: dict[str, bytes], now: dict[str, bytes], here: dict[str, bytes])
             data=commit("then", then, "") + commit("templates", now, parent) + commit("yours", here, parent),
         )
         run("checkout", "--quiet", "yours")
-        run("merge", "--no-commit", "--no-ff", "templates", expected=(0, 1))  # 1: there are conflicts
+        run("merge", "--no-commit", "--no-ff", "templates", expected=1)  # 1: there are conflicts
         status = os.fsdecode(run("status", "--porcelain", "-z", "--no-renames")).split("\0")
         changes = {line[3:]: line[:2] for line in status if line}
         for name, code in changes.items():
@@ -138,9 +137,7 @@ def merge(then: dict[str, bytes], now: dict[str, bytes], here: dict[str, bytes])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m shared upgrade", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only list what would change")
     # Asked for, not recorded: a project got from others does not choose whose code runs.
     parser.add_argument("--source", type=Path, required=True, help="git checkout of the templates")
@@ -149,10 +146,10 @@ def main() -> None:
     record = read_record(folder)
     if not shutil.which("git"):
         raise ConfigError("upgrade merges with git, which is not installed")
-    # Outside of a repository, git returns 128 or 129 and says nothing.
-    edited = os.fsdecode(git(folder, "diff", "HEAD", "--name-only", "--relative", expected=(0, 128, 129))).splitlines()
-    if edited and not options.check:
-        raise ConfigError(f"first commit your edits, so that git can undo the upgrade: {', '.join(edited)}")
+    edits = os.fsdecode(git(folder, "status", "--porcelain", "--untracked-files=no", ".", expected=OUTSIDE))
+    if edits and not options.check:
+        names = ", ".join(line[3:] for line in edits.splitlines())
+        raise ConfigError(f"first commit your edits, so that git can undo the upgrade: {names}")
     latest = latest_commit(source, record["commit"])
     changes: dict[str, str] = {}
     patch = b""
@@ -166,7 +163,7 @@ def main() -> None:
     if not changes:
         print(f"no change in the templates since {record['commit'][:12]}")
     if patch:  # all of it or nothing; git refuses links, and paths that lead out of the project
-        inner = os.fsdecode(git(folder, "rev-parse", "--show-prefix", expected=(0, 128))).strip()
+        inner = os.fsdecode(git(folder, "rev-parse", "--show-prefix", expected=OUTSIDE)).strip()
         apply = ["apply", "--whitespace=nowarn", f"--directory={inner}", *["--check"] * options.check]
         git(folder, *apply, data=patch)
     if not options.check:
