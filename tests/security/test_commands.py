@@ -48,6 +48,7 @@ def rename_to_a_link(project):
     (project / "train.py").rename(project.parent / "train.py")
     link(project / "mine.py", project.parent / "train.py")
     subprocess.run(["git", "add", "-A"], check=True)
+    subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me", "commit", "-qm", "all"], check=True)
 
 
 ATTACKS = {
