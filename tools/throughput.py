@@ -61,6 +61,11 @@ class Setting:
     fp8: bool = False  # matrix products of the blocks
     micro_batches: int = 1
 
+    def __str__(self) -> str:
+        words = "compiled" if self.compiled else "eager"
+        words += ", fp8" * self.fp8 + ", whole logits" * (not self.fused)
+        return words + f", checkpointing {self.checkpointing}" * (self.checkpointing != "none")
+
 
 @dataclass(frozen=True)
 class Operator:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from shared.models.counts import flops_per_token
 from shared.process.errors import ConfigError
 from shared.run import metrics
-from tools import memory, plan, throughput
+from tools import memory, plan, reports, throughput
 from tools.gpus import find_gpu
 from tools.memory import CHECKPOINTING, Job
 from tools.throughput import FIGURES, PARTS, Operator, Setting, estimate, fuse
@@ -169,4 +169,4 @@ def test_the_command_says_that_it_is_an_estimate(monkeypatch, capsys, tmp_path):
         plan.main()
     experts = MixtralConfig(**SHAPE, num_local_experts=4)
     with pytest.raises(ConfigError, match="--throughput cannot count the experts of MixtralConfig"):
-        plan.throughput_report(Job(experts, 1, 8), plan.PlanConfig(throughput=True))
+        reports.of_throughput(Job(experts, 1, 8), plan.PlanConfig(throughput=True))
