@@ -62,6 +62,7 @@ ENV PYTHONPATH=/workspace
 COPY --chmod=755 accelerate_configs accelerate_configs
 COPY --chmod=755 shared shared
 COPY --chmod=755 templates templates
+COPY --chmod=755 tools tools
 
 # All caches in one place. USER: torch asks for a name, and a --user that is not in /etc/passwd has none.
 ENV HF_HOME=/cache/huggingface \

@@ -3,7 +3,7 @@
     python benchmarks/operators.py --nanochat PATH   # a checkout of github.com/karpathy/nanochat; without it, ours alone
 
 The same width, blocks, heads, vocabulary and tokens, attention to all earlier tokens, bf16 over fp32, clipping and fused
-AdamW. Counted as in shared/models/throughput.py: no figure is measured. The models differ where their authors want them
+AdamW. Counted as in tools/throughput.py: no figure is measured. The models differ where their authors want them
 to: nanochat has two matrices of feed-forward to our three, further embeddings, an untied head, soft-capped logits in fp32.
 """
 
@@ -22,11 +22,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from shared.models import loss as lm_loss  # noqa: E402
-from shared.models import memory, throughput  # noqa: E402
-from shared.models.counts import GPUS, flops_per_token  # noqa: E402
+from shared.models.counts import flops_per_token  # noqa: E402
 from shared.models.options import PRESETS  # noqa: E402
+from tools import memory, throughput  # noqa: E402
+from tools.gpus import find_gpu  # noqa: E402
 
-GPU = GPUS["H100"]
+GPU = find_gpu("H100")
 VOCABULARY = 128256  # as gpu.py's rows of 1B have it
 
 

@@ -189,7 +189,7 @@ def predict() -> None:
     """Print what one row of LONG_TOKENS takes on one device, as `python -m shared plan` predicts it."""
     from transformers import AutoConfig
 
-    from shared.models import memory
+    from tools import memory
 
     settings = " | ".join(f"activations {setting}, GB (of 1,000 tokens)" for setting in memory.CHECKPOINTING)
     print(f"| predicted | tokens | weights, GB | {settings} | peak full, GB |")

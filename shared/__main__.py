@@ -9,27 +9,33 @@ from shared.process.errors import ConfigError
 from shared.process.printing import quieten_imports
 from shared.process.signals import clean_exit
 
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ("new", "plan", "recipes", "selftest")  # in tools/, which only a checkout of the templates has
 
-def commands() -> dict[str, str]:
-    """The first line of each module in commands/, by the command's name."""
-    files = sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))
-    documentation = {file.stem: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "" for file in files}
-    return {stem.replace("_", "-"): text.splitlines()[0] for stem, text in documentation.items()}
+
+def commands() -> dict[str, Path]:
+    """The module of each command."""
+    files = [*ROOT.glob("shared/commands/[a-z]*.py"), *(ROOT / f"tools/{name}.py" for name in TOOLS)]
+    return {file.stem.replace("_", "-"): file for file in sorted(files, key=lambda file: file.stem) if file.exists()}
 
 
 def main() -> None:
+    modules = commands()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__ + "\n")
-        print("\n".join(f"  {name:<14} {about}" for name, about in commands().items()))
+        for name, file in modules.items():
+            about = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            print(f"  {name:<14} {about.splitlines()[0]}")
         return
     quieten_imports()
     command = sys.argv.pop(1)
     sys.argv[0] = f"python -m shared {command}"  # as --help shows it
     with clean_exit():
-        if command not in commands():
-            elsewhere = "" if "new" in commands() else "; others are in the templates' repository"
-            raise ConfigError(f"no command {command!r}: there is {', '.join(commands())}{elsewhere}")
-        importlib.import_module(f"shared.commands.{command.replace('-', '_')}").main()
+        if command not in modules:
+            checkout = "; a checkout of the templates has new, plan, recipes, ask, evaluate and selftest, too"
+            raise ConfigError(f"no command {command!r}: there is {', '.join(modules)}{checkout * ('new' not in modules)}")
+        sys.path.insert(0, str(ROOT))  # the current folder may have a tools/ of its own
+        importlib.import_module(".".join(modules[command].relative_to(ROOT).with_suffix("").parts)).main()
 
 
 if __name__ == "__main__":

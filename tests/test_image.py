@@ -31,6 +31,7 @@ SOURCES = (
     "accelerate_configs",
     "shared",
     "templates",
+    "tools",
 )
 
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import shared as shared_package
-from shared.commands.new import FLAGS, imports, templates
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
+from tools.new import FLAGS, imports, templates
 
 NAMES = (
     *("dpo", "full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline"),
@@ -44,9 +44,9 @@ def projects(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     folder = projects / name
-    modules = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if ".template" not in p.parts}
+    modules = {str(p.relative_to(folder)) for p in folder.rglob("*.py")}
     assert modules >= {"train.py", "smoke_test.py", "shared/__main__.py", "shared/commands/upgrade.py"}
-    assert not modules & {f"shared/{unused}.py" for unused in ("commands/new", "commands/plan", "models/memory")}
+    assert not any(module.startswith(("tools/", "shared/commands/ask")) for module in modules)
     users = {
         "images/files": ("image_classification",),
         "models/adapters": ("dpo", "lora_finetune", "text_classification"),
@@ -77,6 +77,16 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     assert len(configs) == 3 and all((folder / config).exists() for config in configs)
 
 
+def test_tools_are_found_from_anywhere_and_imported_by_nothing_that_is_copied(tmp_path):
+    copied = [*(ROOT / "shared").rglob("*.py"), *(ROOT / "templates").glob("*.py")]
+    assert [path for path in copied if any(name.split(".")[0] == "tools" for name in imports(path))] == []
+    (tmp_path / "tools").mkdir()  # the user's own
+    (tmp_path / "tools/__init__.py").touch()
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "shared", "recipes"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "qwen3_8b_lora_80gb: " in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("name", ["lora_finetune", *map(slow, sorted({*NAMES} - {"lora_finetune"}))])
 def test_a_project_trains_where_it_is(projects, tmp_path, name):
     folder, processes = projects / name, 1 + (name == "pretrain_pipeline")
@@ -101,7 +111,7 @@ def test_the_smoke_test_of_a_project(projects):
 @pytest.mark.slow
 def test_selftest(tmp_path):
     """Of two templates, in a checkout that has no more: what it starts of the others is what test_faults.py starts."""
-    for folder in ("shared", "accelerate_configs"):
+    for folder in ("shared", "tools", "accelerate_configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "templates").mkdir()
     for name in ("image_classification", "pretrain_pipeline"):
@@ -130,7 +140,9 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
     assert "no change in the templates since" in shared("upgrade", "--check", "--source", ROOT, cwd=folder).stdout
     done = shared("plan", cwd=folder, check=False)
-    assert done.returncode == 2 and "no command 'plan': there is audit, run, upgrade, verify-resume; others" in done.stderr
+    assert (
+        done.returncode == 2 and "no command 'plan': there is audit, run, upgrade, verify-resume; a checkout " in done.stderr
+    )
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -154,15 +166,29 @@ def test_the_plain_way_to_copy_works_too(tmp_path):
 # Upgrade -------------------------------------------------------------------------------------------------------------
 
 
+def git(folder, *arguments):
+    settings = ("-c", "user.name=me", "-c", "user.email=me@x.org")
+    done = subprocess.run(["git", "-C", folder, *settings, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def commit(folder):
+    git(folder, "add", "-A")
+    git(folder, "commit", "--quiet", "-m", "all")
+
+
 @pytest.fixture
 def origin(tmp_path):
     """A checkout of the templates that the test may change."""
     folder = tmp_path / "origin"
     folder.mkdir()
-    for name in ("shared", "templates", "accelerate_configs", "jobs"):
+    for name in ("shared", "templates", "tools", "accelerate_configs", "jobs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("AGENTS.md", "requirements.txt", "Dockerfile", ".dockerignore", "LICENSE"):
+    for name in ("AGENTS.md", "requirements.txt", "Dockerfile", ".dockerignore", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, folder)
+    git(folder, "init", "--quiet")
+    commit(folder)
     return folder
 
 
@@ -173,82 +199,123 @@ def change(path, old, new):
 
 
 def contents(folder):
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and not {"__pycache__", ".git"} & {*p.parts}}
 
 
 def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, tmp_path):
-    project = tmp_path / "project"
+    project, no_change = tmp_path / "project", "no change in the templates since"
     shared("new", "pretrain", project, cwd=origin)
-    shutil.copytree(project, tmp_path / "colleague")  # a clone has another name
-    for folder in (project, tmp_path / "colleague"):
-        assert "no change in the templates since" in shared("upgrade", "--source", origin, cwd=folder).stdout
+    assert no_change in shared("upgrade", "--source", origin, cwd=project).stdout
+    alone, within = tmp_path / "alone", tmp_path / "larger/within"  # a copy has another name; in no repository, and in one
+    for copy in (alone, within):
+        shutil.copytree(project, copy, ignore=shutil.ignore_patterns(".git"))
+    git(within.parent, "init", "--quiet")
+    for folder in (project, within.parent):
+        commit(folder)
 
     with (project / "train.py").open("a") as script:  # edits of the user
         script.write("# mine\n")
-    change(project / "accelerate_configs/ddp.yaml", "mixed_precision: bf16", "mixed_precision: fp16")
-    change(project / "accelerate_configs/cpu.yaml", "One process", "My process")
+    configs = project / "accelerate_configs"
+    change(configs / "ddp.yaml", "mixed_precision: bf16", "mixed_precision: fp16")
+    change(configs / "cpu.yaml", "One process", "My process")
     change(project / "shared/training/optim.py", '"""', '"""Mine. ')
     (project / "mine.py").write_text("print('mine')\n")
-    (project / "accelerate_configs/hsdp.yaml").unlink()
+    (configs / "hsdp.yaml").unlink()
+    (project / "shared/training/step.py").rename(project / "steps.py")
 
     change(origin / "templates/pretrain.py", '"""', '"""Better. ')  # later changes of the templates
     change(origin / "accelerate_configs/ddp.yaml", "mixed_precision: bf16", "mixed_precision: fp8")
     change(origin / "accelerate_configs/hsdp.yaml", "mixed_precision: bf16", "mixed_precision: fp8")
-    change(origin / "shared/data/loader.py", '"""', '"""Better. ')
+    for name in ("shared/data/loader.py", "shared/training/step.py"):
+        change(origin / name, '"""', '"""Better. ')
     (origin / "shared/data/extra.py").write_text('"""A new module."""\n')
     with (origin / "shared/data/loader.py").open("a") as module:
         module.write("from shared.data import extra\n")
     for removed in ("fp8", "cpu"):
         (origin / f"accelerate_configs/{removed}.yaml").unlink()
+    (project / "jobs/slurm.sh").write_text("#!/bin/sh\n")  # not committed, and not the templates' to change
+    assert no_change in shared("upgrade", "--check", "--source", origin, cwd=project).stdout  # nor are theirs
+    commit(origin)
+    refused = shared("upgrade", "--source", origin, cwd=project, check=False)
+    assert refused.returncode == 2 and "error: first commit your edits, so that git can undo" in refused.stderr
+    commit(project)
 
     before = contents(project)
     checked = shared("upgrade", "--check", "--source", origin, cwd=project, check=False)
     assert before == contents(project) and checked.returncode == 1
-    told = checked.stdout
-    for line in (
-        "train.py: merged with your edits",
-        "shared/data/loader.py: updated",
-        "shared/data/extra.py: new",
-        "accelerate_configs/ddp.yaml: merged, 1 conflict to solve in it",
-        "accelerate_configs/hsdp.yaml: changed in the templates, not here: if renamed, name it so while you upgrade",
-        "accelerate_configs/fp8.yaml: removed from the templates; deleted here\n",
-        "accelerate_configs/cpu.yaml: removed from the templates; kept, since you edited it",
-    ):
-        assert line in told
+    assert checked.stdout.splitlines() == [
+        "an upgrade would do this:",
+        "  accelerate_configs/cpu.yaml: deleted in the templates; you changed it, and it stays",
+        "  accelerate_configs/ddp.yaml: changed on both sides: a conflict to solve in it",
+        "  accelerate_configs/fp8.yaml: deleted",
+        "  accelerate_configs/hsdp.yaml: changed in the templates; you deleted it, and it stays deleted",
+        "  shared/data/extra.py: new",
+        "  shared/data/loader.py: changed",
+        "  steps.py: changed",
+        "  train.py: changed",
+    ]
 
     done = shared("upgrade", "--source", origin, cwd=project, check=False)
     assert done.returncode == 1 and "error: conflicts to solve in accelerate_configs/ddp.yaml" in done.stderr
     again = shared("upgrade", "--source", origin, cwd=project, check=False)
-    assert again.returncode == 1 and "first solve the conflicts of an earlier upgrade" in again.stderr
+    assert again.returncode == 2 and "first commit your edits" in again.stderr
+    after = contents(project)
+    changed = {str(p.relative_to(project)) for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
+    of_two = {"train.py", "steps.py", "shared/data/loader.py", "shared/data/extra.py", ".template.json"}
+    assert changed == of_two | {"accelerate_configs/ddp.yaml", "accelerate_configs/fp8.yaml"}
     train = (project / "train.py").read_text()
     assert train.startswith('"""Better. ') and train.endswith("# mine\n")
-    config = (project / "accelerate_configs/ddp.yaml").read_text()
-    assert "<<<<<<< yours\nmixed_precision: fp16\n" in config
+    assert (project / "steps.py").read_text().startswith('"""Better. ')
+    config = (configs / "ddp.yaml").read_text()
+    assert "<<<<<<< HEAD\nmixed_precision: fp16\n" in config
     assert "=======\nmixed_precision: fp8\n>>>>>>> templates" in config
-    assert (project / "shared/data/loader.py").read_text().startswith('"""Better. ')
-    assert (project / "shared/training/optim.py").read_text().startswith('"""Mine. ')
-    there = ("shared/data/extra.py", "mine.py", "accelerate_configs/cpu.yaml")
-    gone = ("accelerate_configs/fp8.yaml", "accelerate_configs/hsdp.yaml")
-    assert all((project / name).exists() for name in there) and not any((project / name).exists() for name in gone)
-    (project / "accelerate_configs/ddp.yaml").write_text(config.split("<<<<<<<")[0])
-    there = project / "accelerate_configs/hsdp.yaml"  # under its name again, it is upgraded
-    there.write_bytes((project / ".template/base/accelerate_configs/hsdp.yaml").read_bytes())
-    assert "mixed_precision: bf16" in there.read_text()
-    assert shared("upgrade", "--source", origin, cwd=project).stdout.startswith("  accelerate_configs/hsdp.yaml: updated\n")
-    assert "mixed_precision: fp8" in there.read_text()
-    assert "no change in the templates since" in shared("upgrade", "--source", origin, cwd=project).stdout
+    assert not (configs / "fp8.yaml").exists() and os.access(project / "jobs/slurm.sh", os.X_OK)
+    commit(project)
+    assert no_change in shared("upgrade", "--source", origin, cwd=project).stdout
+
+    shared("new", "pretrain", tmp_path / "today/project", cwd=origin)  # which what nobody has edited becomes
+    today = {p.relative_to(tmp_path / "today/project"): text for p, text in contents(tmp_path / "today/project").items()}
+    for folder in (alone, within):
+        assert "  shared/data/extra.py: new\n" in shared("upgrade", "--source", origin, cwd=folder).stdout
+        assert {p.relative_to(folder): text for p, text in contents(folder).items()} == today
 
 
-@pytest.mark.slow
-def test_a_checkout_that_has_moved_is_named(origin, tmp_path):
-    project = tmp_path / "project"
+def test_a_source_that_cannot_say_what_changed_is_named(origin, tmp_path):
+    """It has moved, has no history, or another one; and what a project says is not trusted."""
+    project, record = tmp_path / "project", tmp_path / "project/.template.json"
+
+    def refused(source, message):
+        done = shared("upgrade", "--source", source, cwd=project, check=False)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
     shared("new", "pretrain", project, cwd=origin)
+    written = json.loads(record.read_text())
+    assert written == {"name": "project", "templates": ["pretrain"], "commit": git(origin, "rev-parse", "HEAD").strip()}
     moved = origin.rename(tmp_path / "moved")
-    done = shared("upgrade", "--source", origin, cwd=project, check=False)
-    assert done.returncode == 2 and "no templates there; --source names a checkout of them" in done.stderr
+    refused(origin, "origin: git rev-list: fatal: cannot change to")
     assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
-    done = shared("upgrade", "--source", moved, cwd=moved, check=False)
-    assert done.returncode == 2 and "was this project made by `new`?" in done.stderr
+    git(moved, "checkout", "--quiet", "-b", "proposed")  # by somebody whose code nobody has accepted
+    git(moved, "commit", "--quiet", "--allow-empty", "-m", "run me")
+    proposed = git(moved, "rev-parse", "HEAD").strip()
+    git(moved, "checkout", "--quiet", "-")
+    for commit, message in (
+        (proposed, f"its history lacks commit {proposed}, which made this project"),
+        ("--output=x", "its history lacks commit --output=x"),
+        ("", "its history lacks this project: it was made without git"),
+    ):
+        record.write_text(json.dumps(written | {"commit": commit}))
+        refused(moved, message)
+    git(moved, "commit", "--quiet", "--allow-empty", "-m", "later")
+    record.write_text(json.dumps(written | {"templates": ["--help"]}))
+    refused(moved, "`new` failed at ")
+    record.write_text(json.dumps(written))
+    assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
+    assert json.loads(record.read_text())["commit"] == git(moved, "rev-parse", "HEAD").strip()
+    shutil.rmtree(moved / ".git")
+    shared("new", "pretrain", tmp_path / "new", cwd=moved)
+    assert json.loads((tmp_path / "new/.template.json").read_text())["commit"] == ""
+    record.unlink()
+    refused(moved, "was this project made by `new`?")
 
 
 def test_versions_are_the_same_wherever_they_are_written():

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shared.__main__ import commands
 from shared.commands import ask
 from shared.config import parse as configs
 from shared.process import ranks
@@ -117,20 +118,22 @@ def test_every_page_config_template_job_and_folder_is_named_and_every_file_named
         assert [path for path in ROOT.glob(pattern) if f"{path.parent.name}/{path.name}" not in ALL] == []
     for path in (ROOT / "shared").iterdir():
         assert path.name.startswith("__") or f"shared/{path.name}/" in PAGES["docs/copying.md"], path
-    named = set(re.findall(r"(?<![\w/])(?:templates|accelerate_configs|benchmarks|shared|tests|docs|jobs)/[\w./-]*\w", ALL))
+    named = set(
+        re.findall(r"(?<![\w/])(?:templates|accelerate_configs|benchmarks|shared|tests|tools|docs|jobs)/[\w./-]*\w", ALL)
+    )
     assert len(named) >= 40 and [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_flag_exists():
     from accelerate.commands.launch import launch_command_parser
 
-    from shared.commands.plan import PlanConfig
+    from tools.plan import PlanConfig
 
     known = {"config", "help", *(name for name, _, _ in configs.fields(PlanConfig))}
     for template in TEMPLATES:
         known |= {name for name, _, _ in configs.fields(load_template(template).Config)}
     known |= {option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings}
-    for path in (*(ROOT / "shared/commands").glob("*.py"), ROOT / "benchmarks/quality.py"):
+    for path in (*commands().values(), ROOT / "benchmarks/quality.py"):
         known |= set(re.findall(r'add_argument\("--([\w-]+)"', path.read_text()))
     docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
     cluster = {"dependency", "from-file", "gpus-per-node", "nodes", "time"}
@@ -262,7 +265,7 @@ def test_what_a_job_names_is_there(part):
 @pytest.mark.parametrize("part", parts("shared"))
 def test_a_command_of_the_package_has_the_flags_that_are_given_to_it(part):
     name, *given = shlex.split(part)[3:]
-    source = (ROOT / f"shared/commands/{name.replace('-', '_')}.py").read_text()
+    source = commands()[name].read_text()
     given = list(itertools.takewhile(lambda token: token != "--", given)) if name != "run" else []
     flags = [token.removeprefix("--") for token in given if token.startswith("--")]
     flags = [flag for flag in flags if flag != "config"]  # which configs.parse reads

@@ -5,21 +5,28 @@ python -m shared upgrade --source ../templates              # a checkout of the 
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shared.process.errors import CleanExit, ConfigError, shown
 from shared.process.files import inside
 
-ORIGIN = ".template/origin.json"  # templates, their version, and a hash of each file as `new` wrote it
-BASE = ".template/base"  # those files, for a three-way merge
+RECORD = ".template.json"  # in a project: its name, its templates, and the commit that they had
+OUTSIDE = 128  # what git returns outside of a repository
+FATES = {  # git's status of a file after the merge: what happens to it
+    "M ": "changed",
+    "A ": "new",
+    "D ": "deleted",
+    "DU": "changed in the templates; you deleted it, and it stays deleted",
+    "UD": "deleted in the templates; you changed it, and it stays",
+}
 
 
 class Conflicts(CleanExit):
@@ -28,147 +35,140 @@ class Conflicts(CleanExit):
     exit_code = 1
 
 
-MARK = b"<<<<<<< yours\n"
-
-
-@dataclass
-class Plan:
-    """What an upgrade does, by path."""
-
-    writes: dict[str, bytes] = field(default_factory=dict)
-    removes: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # are not here, so that their changes stay to be made
-    notes: dict[str, str] = field(default_factory=dict)  # what happens to each file, for the user
-    conflicts: list[str] = field(default_factory=list)
-
-
-def read_origin(made: Path, project: Path) -> dict:
-    """What `new` recorded about a project when it was `made`. All paths in it are to be used in `project`.
+def git(folder: Path, *arguments: str, data: bytes = b"", expected: int = 0, env: Any = os.environ) -> bytes:
+    """What git prints when it runs in a folder.
 
     Raises:
-        ConfigError: `new` did not make it, or a path leads out of the project, where a file of others may name it.
+        ConfigError: it fails with another code than the expected one.
+    """
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, input=data, capture_output=True, env=env)
+    if done.returncode not in (0, expected):
+        raise ConfigError(f"{folder}: git {arguments[0]}: {os.fsdecode(done.stderr).partition(chr(10))[0]}")
+    return done.stdout
+
+
+def read_record(folder: Path) -> dict:
+    """What `new` wrote about a project.
+
+    Raises:
+        ConfigError: `new` did not make it.
     """
     try:
-        origin = json.loads(inside(made, ORIGIN).read_text(encoding="utf-8"))
-        origin["name"] = Path(origin["name"]).name or "new"  # of the folder that it was made in, not of a clone
-        for name in (ORIGIN, *origin["files"]):
-            inside(project, name)
-            inside(inside(project, BASE), name)
+        record = json.loads(inside(folder, RECORD).read_text(encoding="utf-8"))
+        name, templates, commit = Path(record["name"]).name, map(str, record["templates"]), str(record["commit"])
     except (OSError, ValueError, LookupError, TypeError):
-        raise ConfigError(f"{made / ORIGIN}: missing or damaged: was this project made by `new`?") from None
-    return origin
+        raise ConfigError(f"{folder / RECORD}: missing or damaged: was this project made by `new`?") from None
+    return {"name": name or "new", "templates": list(templates), "commit": commit}
 
 
-def make_latest(source: Path, names: list[str], into: Path) -> None:
-    """Let the templates at `source` make the project again, with their own code.
+def latest_commit(source: Path, since: str) -> str:
+    """The commit of a checkout of the templates.
+
+    Raises:
+        ConfigError: its history lacks the commit that made the project. A project got from others does not choose whose
+            code runs: only what is in this history.
+    """
+    history = git(source, "rev-list", "HEAD").decode().split()
+    if since not in history:
+        made = f"commit {since}, which made this project: fetch it" if since else "this project: it was made without git"
+        raise ConfigError(f"{source}: its history lacks {made}")
+    return history[0]
+
+
+def files_at(source: Path, commit: str, record: dict) -> dict[str, bytes]:
+    """The project as `new` makes it from the templates of a commit, with their own code.
 
     Raises:
         ConfigError: there are no templates, or `new` fails there.
     """
-    if not (source / "templates").is_dir():
-        raise ConfigError(f"{source}: no templates there; --source names a checkout of them")
-    command = [sys.executable, "-m", "shared", "new", *names, str(into)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(source)})
-    if done.returncode:
-        raise ConfigError(f"{source}: `new` failed: {done.stderr.strip()[-300:]}")
+    with tempfile.TemporaryDirectory() as temporary:
+        tree, project = Path(temporary) / "templates", Path(temporary) / "new" / record["name"]
+        git(source, "archive", "--format=tar", f"--output={temporary}/templates.tar", commit)
+        shutil.unpack_archive(f"{temporary}/templates.tar", tree)
+        command = [sys.executable, "-m", "shared", "new", "--", *record["templates"], str(project)]
+        done = subprocess.run(command, cwd=tree, capture_output=True, env=os.environ | {"PYTHONPATH": str(tree)})
+        if done.returncode:
+            raise ConfigError(f"{source}: `new` failed at commit {commit[:12]}: {os.fsdecode(done.stderr).strip()[-300:]}")
+        paths = [path for path in project.rglob("*") if path.is_file() and path != project / RECORD]
+        names = {path.relative_to(project).as_posix(): path for path in paths if ".git" not in path.parts}
+        return {name: path.read_bytes() for name, path in names.items()}
 
 
-def plan(folder: Path, new: Path, origin: dict) -> Plan:
-    """Compare three versions of each file: as `new` wrote it, as it is now, as `new` would write it today."""
-    then, today = origin["files"], read_origin(new, folder)["files"]
-    made = Plan()
-    for name in sorted(then | today):
-        if today.get(name) == then.get(name):
-            continue
-        mine = (folder / name).read_bytes() if (folder / name).is_file() else None
-        edited = mine is not None and hashlib.sha256(mine).hexdigest() != then.get(name)
-        theirs = (new / name).read_bytes() if name in today else None
-        if theirs is None:
-            if mine is not None:
-                fate = "kept, since you edited it" if edited else "deleted here"
-                made.notes[name] = f"removed from the templates; {fate}"
-                made.removes += [] if edited else [name]
-        elif mine is None and name in then:
-            made.notes[name] = "changed in the templates, not here: if renamed, name it so while you upgrade"
-            made.missing.append(name)
-        elif mine is None or not edited:
-            made.writes[name] = theirs
-            made.notes[name] = "new" if mine is None else "updated"
-        elif mine != theirs:
-            _merge(folder, new, name, made)
-    return made
+def files_here(folder: Path, names: set[str]) -> dict[str, bytes]:
+    """These files of a project, and those in git that may be one of them under another name."""
+    tracked = git(folder, "ls-files", "-z", "*.py", "*.sh", "*.yaml", expected=OUTSIDE)
+    paths = {name: folder / name for name in names.union(os.fsdecode(tracked).split("\0"))}
+    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
-def put(path: Path, content: bytes) -> None:
-    """Write a file of a project; a script gets the right to be executed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    if content.startswith(b"#!"):
-        path.chmod(path.stat().st_mode | 0o111)
+def merge(then: dict[str, bytes], now: dict[str, bytes], here: dict[str, bytes]) -> tuple[dict[str, str], bytes]:
+    """Merge what changed between `then` and `now` into `here`: git's status of each file that changes, and a patch."""
 
+    def commit(branch: str, files: dict[str, bytes], parent: str) -> bytes:
+        lines = [f"commit refs/heads/{branch}\ncommitter upgrade <> 0 +0000\ndata 0\n{parent}deleteall\n".encode()]
+        for name, content in files.items():
+            mode = b"755" if content.startswith(b"#!") else b"644"
+            lines.append(b"M %s inline %s\ndata %d\n%s\n" % (mode, os.fsencode(name), len(content), content))
+        return b"".join(lines)
 
-def _merge(folder: Path, new: Path, name: str, made: Plan) -> None:
-    sides = {"yours": folder / name, "original": folder / BASE / name, "templates": new / name}
-    labels = [token for label in sides for token in ("-L", label)]
-    done = subprocess.run(["git", "merge-file", "-p", *labels, *map(str, sides.values())], capture_output=True)
-    if not 0 <= done.returncode <= 127:  # a binary file, or no base
-        made.notes[name] = f"cannot be merged; yours is kept, the new one is in {BASE}/"
-        made.conflicts.append(name)
-        return
-    made.writes[name] = done.stdout
-    count = done.returncode
-    made.notes[name] = f"merged, {count} conflict{'s' * (count > 1)} to solve in it" if count else "merged with your edits"
-    made.conflicts += [name] if count else []
-
-
-def _uncommitted() -> list[str]:
-    """Files here that git knows and that differ from the last commit; none where there is no repository."""
-    command = ["git", "diff", "HEAD", "--name-only", "--relative"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        env = os.environ | {"GIT_DIR": f"{work}/.git", "GIT_WORK_TREE": temporary}
+        env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # no setting of the user changes the merge
+        env |= {"GIT_COMMITTER_NAME": "upgrade", "GIT_COMMITTER_EMAIL": "upgrade"}
+        run = partial(git, work, env=env)
+        run("init", "--quiet")
+        parent = "from refs/heads/then\n"
+        run(
+            "fast-import",
+            "--quiet",
+            data=commit("then", then, "") + commit("templates", now, parent) + commit("yours", here, parent),
+        )
+        run("checkout", "--quiet", "yours")
+        run("merge", "--no-commit", "--no-ff", "templates", expected=1)  # 1: there are conflicts
+        status = os.fsdecode(run("status", "--porcelain", "-z", "--no-renames")).split("\0")
+        changes = {line[3:]: line[:2] for line in status if line}
+        for name, code in changes.items():
+            if code == "DU":
+                (work / name).unlink()
+        run("add", "--all", "--force")
+        return changes, run("diff", "--cached", "--binary", "--no-renames", "yours")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m shared upgrade", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only list what would change")
     # Asked for, not recorded: a project got from others does not choose whose code runs.
-    parser.add_argument("--source", type=Path, required=True, help="checkout of the templates")
+    parser.add_argument("--source", type=Path, required=True, help="git checkout of the templates")
     options = parser.parse_args()
-    folder = Path.cwd()
-    origin = read_origin(folder, folder)
+    folder, source = Path.cwd(), options.source.resolve()
+    record = read_record(folder)
     if not shutil.which("git"):
         raise ConfigError("upgrade merges with git, which is not installed")
-    unsolved = [name for name in origin["files"] if (folder / name).is_file() and MARK in (folder / name).read_bytes()]
-    if unsolved:
-        raise Conflicts(f"first solve the conflicts of an earlier upgrade in {', '.join(unsolved)}")
-    if not options.check and (changed := _uncommitted()):
-        raise ConfigError(f"first commit your edits, so that git can undo the upgrade: {', '.join(changed)}")
-    with tempfile.TemporaryDirectory() as temporary:
-        new = Path(temporary) / origin["name"]
-        make_latest(options.source.resolve(), origin["templates"], new)
-        made, latest = plan(folder, new, origin), read_origin(new, folder)
-        if made.notes and options.check:
-            print("an upgrade would do this:")
-        for name, note in made.notes.items():
-            print(shown(f"  {name}: {note}"))
-        if not made.notes:
-            print(shown(f"no change in the templates since {origin['version']}"))
-        if options.check and made.conflicts:
-            raise Conflicts(f"it would leave conflicts in {', '.join(made.conflicts)}")
-        if options.check:
-            return
-        for name, content in made.writes.items():
-            put(folder / name, content)
-        for name in made.removes:
-            (folder / name).unlink(missing_ok=True)
-        for name in made.missing:
-            put(new / BASE / name, (folder / BASE / name).read_bytes())
-            latest["files"][name] = origin["files"][name]
-        shutil.rmtree(folder / BASE, ignore_errors=True)
-        shutil.copytree(new / BASE, folder / BASE)
-        put(folder / ORIGIN, (json.dumps(latest, indent=1) + "\n").encode())
-    if made.conflicts:
-        raise Conflicts(f"conflicts to solve in {', '.join(made.conflicts)} (`git stash -u` puts the upgrade aside)")
-    if made.notes:
-        print(f"now at {latest['version']}")
+    edits = os.fsdecode(git(folder, "status", "--porcelain", "--untracked-files=no", ".", expected=OUTSIDE))
+    if edits and not options.check:
+        names = ", ".join(line[3:] for line in edits.splitlines())
+        raise ConfigError(f"first commit your edits, so that git can undo the upgrade: {names}")
+    latest = latest_commit(source, record["commit"])
+    changes: dict[str, str] = {}
+    patch = b""
+    if latest != record["commit"]:
+        then, now = (files_at(source, commit, record) for commit in (record["commit"], latest))
+        changes, patch = merge(then, now, files_here(folder, then.keys() | now.keys()))
+    if changes and options.check:
+        print("an upgrade would do this:")
+    for name, code in sorted(changes.items()):
+        print(shown(f"  {name}: {FATES.get(code, 'changed on both sides: a conflict to solve in it')}"))
+    if not changes:
+        print(f"no change in the templates since {record['commit'][:12]}")
+    if patch:  # all of it or nothing; git refuses links, and paths that lead out of the project
+        inner = os.fsdecode(git(folder, "rev-parse", "--show-prefix", expected=OUTSIDE)).strip()
+        apply = ["apply", "--whitespace=nowarn", f"--directory={inner}", *["--check"] * options.check]
+        git(folder, *apply, data=patch)
+    if not options.check:
+        inside(folder, RECORD).write_text(json.dumps(record | {"commit": latest}, indent=1) + "\n", encoding="utf-8")
+    if conflicts := [name for name, code in changes.items() if code not in FATES]:
+        raise Conflicts(shown(f"conflicts to solve in {', '.join(conflicts)} (`git stash -u` puts an upgrade aside)"))
+    if changes and not options.check:
+        print(f"now at {latest[:12]}")

@@ -1,8 +1,8 @@
-"""Parameters and floating-point operations of a model, and what GPUs can do."""
+"""Parameters and floating-point operations of a model, and the peak of GPUs."""
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,46 +12,36 @@ from shared.models.attention import watch_masks
 from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError, first_line
 
-
-class GPU(NamedTuple):
-    """A device, by its vendor's data sheet."""
-
-    flops: float  # a second, dense, bf16 with sums in fp32 (fp16 where there is no bf16)
-    bandwidth: float  # bytes a second
-    memory: float  # bytes
-    fp8: float  # times `flops`; 0: it has none
-
-
-# Found in the device's name, first match.
-GPUS = {
-    "GB200": GPU(2500e12, 8e12, 186e9, 2),
-    "B200": GPU(2250e12, 8e12, 180e9, 2),
-    "GH200": GPU(989.4e12, 4e12, 96e9, 2),
-    "H200 NVL": GPU(835.5e12, 4.8e12, 141e9, 2),
-    "H200": GPU(989.4e12, 4.8e12, 141e9, 2),
-    "H100 PCIe": GPU(756e12, 2e12, 80e9, 2),
-    "H100 NVL": GPU(835.5e12, 3.9e12, 94e9, 2),
-    "H100": GPU(989.4e12, 3.35e12, 80e9, 2),
-    "A100-SXM4-40GB": GPU(312e12, 1.555e12, 40e9, 0),
-    "A100-PCIE-40GB": GPU(312e12, 1.555e12, 40e9, 0),
-    "A100 80GB PCIe": GPU(312e12, 1.935e12, 80e9, 0),
-    "A100": GPU(312e12, 2.039e12, 80e9, 0),
-    "L40S": GPU(362e12, 0.864e12, 48e9, 2),
-    "L40": GPU(181e12, 0.864e12, 48e9, 2),
-    "L4": GPU(121e12, 0.3e12, 24e9, 2),
-    "A10G": GPU(70e12, 0.6e12, 24e9, 0),
-    "A10": GPU(125e12, 0.6e12, 24e9, 0),
-    "RTX 4090": GPU(165.2e12, 1.008e12, 24e9, 2),
-    "RTX 3090": GPU(71e12, 0.936e12, 24e9, 0),
-    "V100": GPU(125e12, 0.9e12, 32e9, 0),
-    "T4": GPU(65e12, 0.32e12, 16e9, 0),
-    "MI300X": GPU(1307.4e12, 5.3e12, 192e9, 2),
+# Floating-point operations a second, by data sheets: dense, bf16 with sums in fp32 (fp16 where there is no bf16).
+PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989.4e12,
+    "H200 NVL": 835.5e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
+    "H100": 989.4e12,
+    "A100-SXM4-40GB": 312e12,
+    "A100-PCIE-40GB": 312e12,
+    "A100 80GB PCIe": 312e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "MI300X": 1307.4e12,
 }
 
 
-def find_gpu(name: str) -> GPU | None:
-    """What is known of a device with this name, as `torch.cuda.get_device_name` prints it or shorter."""
-    return next((gpu for key, gpu in GPUS.items() if re.search(rf"\b{key}\b", name) or name == key.split()[-1]), None)
+def known_gpu(name: str) -> str | None:
+    """The first of these that a name contains, as `torch.cuda.get_device_name` prints it or shorter."""
+    return next((key for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name) or name == key.split()[-1]), None)
 
 
 def _numel(parameter: nn.Parameter) -> int:

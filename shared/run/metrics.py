@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from shared.config.options import LogConfig
 from shared.data import audit
-from shared.models.counts import find_gpu
+from shared.models.counts import PEAK_FLOPS, known_gpu
 from shared.parallel.sharding import total
 from shared.process.collectives import wait_for_main
 from shared.process.errors import ConfigError, first_line
@@ -417,5 +417,5 @@ def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a known device, else None."""
     if device.type != "cuda":
         return None
-    gpu = find_gpu(torch.cuda.get_device_name(device))
-    return gpu.flops if gpu else None
+    gpu = known_gpu(torch.cuda.get_device_name(device))
+    return PEAK_FLOPS[gpu] if gpu else None

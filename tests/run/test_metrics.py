@@ -8,7 +8,7 @@ import torch
 
 from shared.config.options import LogConfig
 from shared.data.order import IGNORED
-from shared.models.counts import find_gpu
+from shared.models.counts import PEAK_FLOPS
 from shared.run import metrics
 from shared.run.state import TrainState
 from shared.training import step
@@ -20,7 +20,7 @@ QUIET = LogConfig(report_to="none", logging_steps=2)
 def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(metrics, "peak_flops", lambda _: find_gpu("NVIDIA H100 80GB HBM3").flops)
+    monkeypatch.setattr(metrics, "peak_flops", lambda _: PEAK_FLOPS["H100"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
     two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None)

@@ -1,6 +1,5 @@
 """Commands change nothing outside of their folder, and run no code that a file names."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -11,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shared.commands import new, upgrade
+from shared.commands import upgrade
 from shared.config import parse
 from shared.models.hub import _refuse_pickles
 from shared.process.errors import ConfigError
 from tests.conftest import ROOT
+from tools import new
 
 
 @pytest.fixture
@@ -33,13 +33,6 @@ def upgraded(monkeypatch, *flags):
     upgrade.main()
 
 
-def record(project, **changes):
-    path = project / upgrade.ORIGIN
-    origin = json.loads(path.read_text())
-    origin["files"] |= changes.pop("files", {})
-    path.write_text(json.dumps(origin | changes))
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -50,35 +43,40 @@ def link(path, target):
     path.symlink_to(target)
 
 
+def rename_to_a_link(project):
+    """One that git knows, and so may take for the template that is gone."""
+    (project / "train.py").rename(project.parent / "train.py")
+    link(project / "mine.py", project.parent / "train.py")
+    subprocess.run(["git", "add", "-A"], check=True)
+    subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me", "commit", "-qm", "all"], check=True)
+
+
 ATTACKS = {
-    "dots": lambda project: None,
-    "absolute": lambda project: None,
     "a-file": lambda project: link(project / "train.py", project.parent / "victim.txt"),
     "a-folder": lambda project: link(project / "shared", project.parent),
-    "the-base": lambda project: link(project / upgrade.BASE, project.parent),
-    "a-file-of-the-base": lambda project: link(project / upgrade.BASE / "train.py", project.parent / "victim.txt"),
-    "the-record": lambda project: link(project / upgrade.ORIGIN, project.parent / "origin.json"),
+    "another-name": rename_to_a_link,
+    "the-record": lambda project: link(project / upgrade.RECORD, project.parent / "origin.json"),
     "a-new-file": lambda project: link(project / "accelerate_configs/fresh.yaml", project.parent / "victim.txt"),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_upgrade_does_not_leave_the_project(attack, project, monkeypatch):
-    name = {"dots": "../victim.txt", "absolute": str(project.parent / "victim.txt")}.get(attack)
-    if name:
-        record(project, files={name: hashlib.sha256(b"dear to me").hexdigest()})
-    shutil.copy(project / upgrade.ORIGIN, project.parent)
+    shutil.copy(project / upgrade.RECORD, project.parent / "origin.json")
 
-    def made(source, names, into):  # the templates of today have one file more, and one that is changed
-        files = new.build(tuple(names), "project")
-        files |= {"accelerate_configs/fresh.yaml": b"num_processes: 2\n", "train.py": files["train.py"] + b"# better\n"}
-        new.create(into, tuple(names), files, "project")
+    def made(source, commit, record):  # the templates of today have two files more, and one that is changed
+        files = new.build(("pretrain",), "project")
+        if commit == "later":
+            files |= {"accelerate_configs/fresh.yaml": b"num_processes: 2\n", "train.py": files["train.py"] + b"# better\n"}
+            files |= {"shared/fresh.py": b""}
+        return files
 
-    monkeypatch.setattr(upgrade, "make_latest", made)
+    monkeypatch.setattr(upgrade, "files_at", made)
+    monkeypatch.setattr(upgrade, "latest_commit", lambda *_: "later")
     ATTACKS[attack](project)
     before = contents(project.parent)
     for flags in (("--check",), ()):
-        with pytest.raises(ConfigError, match="leads out of this folder"):
+        with pytest.raises(ConfigError, match=r"leads out of this folder|git apply: error: "):
             upgraded(monkeypatch, "--source", ROOT, *flags)
         assert contents(project.parent) == before
 
@@ -89,7 +87,8 @@ def test_a_project_does_not_name_the_folder_whose_code_an_upgrade_runs(project, 
         (other / path).parent.mkdir(parents=True)
         (other / path).touch()
     (other / "shared/__main__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    record(project, source=str(other))
+    record = project / upgrade.RECORD
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"source": str(other)}))
     for flags in (("--check",), ()):
         with pytest.raises(SystemExit) as end:
             upgraded(monkeypatch, *flags)

@@ -42,7 +42,8 @@ def test_only_kinds_of_files_that_the_image_needs_get_into_it():
         return result
 
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    needed = {f for f in tracked if f.startswith(("shared/", "templates/", "accelerate_configs/")) and "README" not in f}
+    copied = ("shared/", "templates/", "tools/", "accelerate_configs/")
+    needed = {f for f in tracked if f.startswith(copied) and "README" not in f}
     assert {f for f in tracked if included(f)} == needed | {"requirements.txt", "requirements.lock"}
     strangers = "templates/id_rsa shared/hf_token.txt shared/demo/chats.jsonl shared/.env.py accelerate_configs/key.pem .env"
     assert not any(included(path) for path in [*strangers.split(), "shared/demo/tiny-llama/key.bin", "outputs/x.py"])

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from shared.commands.new import TWO, small_runs
 from shared.commands.verify_resume import WHY, verify
 from shared.process.errors import CleanExit
+from tools.new import TWO, small_runs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
 
 
@@ -56,9 +56,7 @@ def environment() -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        prog="python -m shared selftest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(environment(), flush=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(ROOT)

@@ -6,7 +6,6 @@ python -m shared new pretrain lora_finetune ../my-project      # several templat
 
 import argparse
 import ast
-import hashlib
 import importlib.metadata
 import json
 import re
@@ -16,11 +15,10 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shared.commands.upgrade import BASE, ORIGIN, put
+from shared.commands.upgrade import RECORD
 from shared.process.errors import ConfigError
-from shared.process.version import version
 
-SOURCE = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).resolve().parents[1]
 COMMANDS = ("run", "verify_resume", "audit", "upgrade")  # of `python -m shared` in a project
 # Launch configs that a template does not support.
 UNFIT = {
@@ -116,6 +114,7 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
     paths |= {*(SOURCE / "jobs").glob("*.*"), SOURCE / "Dockerfile", SOURCE / ".dockerignore"}
     changes = {f"templates/{name}.py": script(name if name in names else names[0], names) for name in templates()}
     changes |= {"755 templates templates": "755 *.py ./", "!templates/*.py\n": "!*.py\n"}
+    changes |= {"COPY --chmod=755 tools tools\n": "", "!tools/*.py\n": ""}
     changes |= {'"accelerate-templates': f'"{called}', '"templates': f'"{called}'}  # containers and volumes
     files = {}
     for path in sorted(paths):
@@ -126,9 +125,9 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
                 content = content.replace(old.encode(), new.encode())
         files[changes.get(place, place)] = content
     files["shared/LICENSE"] = (SOURCE / "LICENSE").read_bytes()
-    own = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
-    own |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE, "AGENTS.md": _agents(names)}
-    return files | {name: text.encode() for name, text in own.items()}
+    made = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
+    made |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE, "AGENTS.md": _agents(names)}
+    return files | {name: text.encode() for name, text in made.items()}
 
 
 def first_run(names: tuple[str, ...]) -> str:
@@ -199,10 +198,10 @@ sbatch jobs/slurm.sh {first}
 
 ## Upgrade
 
-`python -m shared upgrade --source ../templates` merges later changes of the templates, of which you name a checkout, into
-your files. Your edits stay, and conflicts are marked as git marks them. `--check` only lists the changes. The templates'
-repository also has `python -m shared plan`, which predicts GPU memory. What comes from there is under the Apache License
-2.0: see `shared/LICENSE`.
+`python -m shared upgrade --source ../templates` merges later changes of the templates into your files; `--source` names a
+git checkout of them. Your edits stay, and conflicts are marked as git marks them. `--check` only lists the changes.
+`.template.json` names the commit that your files come from. In the checkout, `python -m shared plan` predicts GPU memory.
+What comes from the templates is under the Apache License 2.0: see `shared/LICENSE`.
 """
 
 
@@ -246,9 +245,7 @@ if __name__ == "__main__":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m shared new", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("templates", nargs="+", help=f"one or more of {', '.join(templates())}")
     parser.add_argument("folder", type=Path, help="folder of the new project, empty or not there yet")
     options = parser.parse_args()
@@ -256,9 +253,27 @@ def main() -> None:
     called = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
     files = build(names, called)
     create(folder, names, files, called)
+    if _git("status", "--porcelain", "--untracked-files=no"):
+        print("The templates have changes that are not committed: `upgrade` will take them for your edits.")
     print(f"{folder}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.1f} MB. Next:")
     print(f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}")
     print("  git add -A && git commit -m templates    # so that git shows your edits, and can undo an upgrade")
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file of a project; a script gets the right to be executed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    if content.startswith(b"#!"):
+        path.chmod(path.stat().st_mode | 0o111)
+
+
+def _git(*arguments: str) -> str:
+    """What git says of the templates; nothing without git or history."""
+    try:
+        return subprocess.run(["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes], called: str) -> None:
@@ -267,16 +282,13 @@ def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes], called
     Raises:
         ConfigError: the folder is not empty, or cannot be written.
     """
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    origin = {"name": called, "templates": list(names), "version": version(), "files": hashes}
+    record = {"name": called, "templates": list(names), "commit": _git("rev-parse", "HEAD")}
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not empty: choose another folder, nothing is overwritten")
         for name, content in files.items():
             put(folder / name, content)
-            if not name.endswith(".safetensors"):  # large, and git cannot merge it
-                put(folder / BASE / name, content)
-        put(folder / ORIGIN, (json.dumps(origin, indent=1) + "\n").encode())
+        put(folder / RECORD, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     git = ["git", "-C", str(folder)]

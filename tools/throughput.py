@@ -29,9 +29,10 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shared.models import loss as lm_loss
-from shared.models import memory
 from shared.models.blocks import set_gradient_checkpointing
-from shared.models.counts import GPU, flops_per_token
+from shared.models.counts import flops_per_token
+from tools import memory
+from tools.gpus import GPU
 
 # Assumed shares of the data sheet's figures. The best of many matrix products reaches 80 % on an H100, 71 % in fp8, and 87 %
 # on an A100 (github.com/stas00/ml-engineering, compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS"): a model's
@@ -59,6 +60,11 @@ class Setting:
     fused: bool = True  # head and loss in chunks, not whole logits
     fp8: bool = False  # matrix products of the blocks
     micro_batches: int = 1
+
+    def __str__(self) -> str:
+        words = "compiled" if self.compiled else "eager"
+        words += ", fp8" * self.fp8 + ", whole logits" * (not self.fused)
+        return words + f", checkpointing {self.checkpointing}" * (self.checkpointing != "none")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ python -m shared recipes
 import argparse
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / "recipes"
+FOLDER = Path(__file__).parents[1] / "recipes"
 HEAD = ("what", "command", "needs", "budget", "source")
 
 

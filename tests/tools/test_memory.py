@@ -10,11 +10,10 @@ from unittest import mock
 import pytest
 from transformers import DeepseekV3Config, Gemma3Config, GPT2Config, GptOssConfig, LlamaConfig
 
-from shared.commands import plan
-from shared.models import memory
 from shared.process.errors import ConfigError
 from tests.conftest import LAUNCHER, ROOT, free_port, slow
 from tests.small_models import architectures
+from tools import memory, plan
 
 SCRIPT = ROOT / "tests" / "measure_memory.py"
 

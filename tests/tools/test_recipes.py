@@ -10,13 +10,13 @@ import yaml
 from transformers import AutoConfig, AutoModel, AutoTokenizer, ModernBertConfig
 
 from shared import demo
-from shared.commands.plan import RESERVED, PlanConfig
-from shared.commands.recipes import FOLDER, HEAD, head
 from shared.config import parse as configs
-from shared.models import memory
 from shared.models.options import PRESETS
 from tests.conftest import ROOT, load_template, run, save_classifier, slow
 from tests.model_families import make
+from tools import memory
+from tools.plan import RESERVED, PlanConfig
+from tools.recipes import FOLDER, HEAD, head
 
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 KNOWN = json.loads((FOLDER / "architectures.json").read_text())

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, MptConfig
 
-from shared.commands import plan
-from shared.models import memory, throughput
-from shared.models.counts import find_gpu, flops_per_token
-from shared.models.memory import CHECKPOINTING, Job
-from shared.models.throughput import FIGURES, PARTS, Operator, Setting, estimate, fuse
+from shared.models.counts import flops_per_token
 from shared.process.errors import ConfigError
 from shared.run import metrics
+from tools import memory, plan, reports, throughput
+from tools.gpus import find_gpu
+from tools.memory import CHECKPOINTING, Job
+from tools.throughput import FIGURES, PARTS, Operator, Setting, estimate, fuse
 
 
 # Dense bf16 TFLOP/s and TB/s as github.com/stas00/ml-engineering (compute/accelerator/README.md) and karpathy/nanochat
@@ -169,4 +169,4 @@ def test_the_command_says_that_it_is_an_estimate(monkeypatch, capsys, tmp_path):
         plan.main()
     experts = MixtralConfig(**SHAPE, num_local_experts=4)
     with pytest.raises(ConfigError, match="--throughput cannot count the experts of MixtralConfig"):
-        plan.throughput_report(Job(experts, 1, 8), plan.PlanConfig(throughput=True))
+        reports.of_throughput(Job(experts, 1, 8), plan.PlanConfig(throughput=True))

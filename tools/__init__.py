@@ -1,0 +1,1 @@
+"""What only a checkout of the templates has: commands that make or plan a training. Nothing in shared/ imports it."""
