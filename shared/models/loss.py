@@ -24,9 +24,8 @@ from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
-MIN_TOKENS = (
-    1024  # of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the head's size
-)
+# Of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the head's size
+MIN_TOKENS = 1024
 NOT_BALANCED = ("doge", "llama4_text")  # routes by pairs of keys; does not return its router's logits
 KNOWN_LOGITS = (1e-6, 1.0, 1e30, -3.0, 40.0, -700.0, 0.0)  # see `_measure_head`
 
@@ -229,17 +228,16 @@ def _compiled() -> Any:
 
 
 class FusedHead:
-    """Lets a model's head compute the loss, or log-probabilities, while they are `asked` for.
+    """Lets a model's head compute the loss, or log-probabilities, while they are `asked` for: `model.fused_head`.
 
     Args:
         model: not wrapped.
         function: what the model computes of its head's logits; None: nothing.
         compiled: see `fuse_head`.
-        recompute: compute logits again in the backward pass, with the gradient that comes there, such as a loss scale.
     """
 
-    def __init__(self, model: Any, function: Any, *, compiled: bool = False, recompute: bool = False) -> None:
-        self.function, self.compiled, self.recompute = function, compiled, recompute
+    def __init__(self, model: Any, function: Any, compiled: bool = False) -> None:
+        self.function, self.compiled = function, compiled
         # Labels, targets, and whether each target's log-probability is asked for
         self.asked: tuple[torch.Tensor, torch.Tensor | None, bool] | None = None
         self.result: torch.Tensor | None = None
@@ -267,7 +265,8 @@ class FusedHead:
         is_matrix = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward  # no adapter, not quantised
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         learning = torch.is_grad_enabled() and (states.requires_grad or bool(trained))
-        again = learning and (self.recompute or (by_target and bool(trained)))
+        # In fp16, the gradient of the logits needs the loss scale, which comes with the backward pass.
+        again = learning and (dtype == torch.float16 or (by_target and bool(trained)))
         size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
         size = max(1, size // (1 + (again or not is_matrix) + (self.function is not None)))  # of more copies of the logits
         size *= 2 if self.compiled and dtype.itemsize == 2 and is_matrix and not again else 1  # no fp32 copy
@@ -308,11 +307,8 @@ def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) 
         known.append(row.to(logits.device).repeat(*logits.shape[:-1], 1))
         return known[0]
 
-    hook = whole.get_output_embeddings().register_forward_hook(give_known)
-    try:
+    with whole.get_output_embeddings().register_forward_hook(give_known):
         logits = forward_rows(model, batch).logits
-    finally:
-        hook.remove()
     small, one, large = logits.flatten()[:3].tolist()
     is_capped, is_fp32 = abs(large) < 1e20, logits.dtype == torch.float32
 
@@ -350,7 +346,7 @@ def fuse_head(accelerator: Accelerator, model: Any, vocab_size: int, *, compiled
         plain = causal_lm_loss(model, trial)
         try:
             function = _measure_head(model, whole, trial)
-            model.fused_head = FusedHead(whole, function, compiled=compiled, recompute=accelerator.mixed_precision == "fp16")
+            model.fused_head = FusedHead(whole, function, compiled)
             loss = causal_lm_loss(model, trial)
             if loss.dtype != torch.float32 or not torch.allclose(plain.float(), loss, rtol=1e-3):
                 raise ValueError(f"{type(whole).__name__} changes what its head returns")

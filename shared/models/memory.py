@@ -128,10 +128,9 @@ def fuse_head(model: Any, *, compiled: bool = False) -> None:
     as a cap: fake tensors have no values to measure."""
     plain: list[torch.Tensor] = []
     hook = model.get_output_embeddings().register_forward_hook(lambda head, args, logits: plain.append(logits))
-    with torch.no_grad():
+    with torch.no_grad(), hook:
         logits = forward_rows(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}).logits
-    hook.remove()
-    model.fused_head = lm_loss.FusedHead(model, None if logits is plain[0] else torch.tanh, compiled=compiled)
+    model.fused_head = lm_loss.FusedHead(model, None if logits is plain[0] else torch.tanh, compiled)
 
 
 def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:
