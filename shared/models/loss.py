@@ -148,7 +148,7 @@ class _InOnePass(torch.autograd.Function):
         *trained: torch.Tensor,
     ) -> torch.Tensor:
         """states: [tokens, width]; labels: [tokens]. `logits_of` makes logits, [size, vocab], of a chunk's states and of
-        `sources`: the `trained` weights or casts of them. Gradients by the sources are added up in fp32."""
+        `sources`: casts of the `trained` weights. Gradients by the sources are added up in fp32."""
         to_states = ctx.needs_input_grad[0]
         states_grad = torch.empty_like(states) if to_states else None
         sums: list[torch.Tensor] = []
@@ -175,7 +175,7 @@ class _InOnePass(torch.autograd.Function):
             if any(source.ndim == 1 for source in sources):  # a bias, whose gradient does not vanish with the states
                 gradient.masked_fill_(left_out, 0.0)
             wanted = [part, *sources] if to_states else sources
-            products = list(torch.autograd.grad([edge], wanted, gradient, materialize_grads=True))
+            products = list(torch.autograd.grad([edge], wanted, gradient))
             del gradient
             if states_grad is not None:
                 states_grad[chunk] = products.pop(0).masked_fill_(left_out, 0.0)
@@ -265,14 +265,15 @@ class FusedHead:
         is_matrix = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward  # no adapter, not quantised
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         learning = torch.is_grad_enabled() and (states.requires_grad or bool(trained))
-        # In fp16, the gradient of the logits needs the loss scale, which comes with the backward pass.
-        again = learning and (dtype == torch.float16 or (by_target and bool(trained)))
+        # In fp16, the gradient of the logits needs the loss scale, which comes with the backward pass. And ZeRO-3 has an
+        # adapter's weights only while the adapter runs.
+        again = learning and (dtype == torch.float16 or (bool(trained) and (by_target or not is_matrix)))
         size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
         size = max(1, size // (1 + (again or not is_matrix) + (self.function is not None)))  # of more copies of the logits
         size *= 2 if self.compiled and dtype.itemsize == 2 and is_matrix and not again else 1  # no fp32 copy
         size -= size % 128 if size > 128 else 0  # a multiple of the tile size
         casts: list[torch.Tensor] = []
-        if is_matrix and not (again and trained):  # once for all chunks, whose products are added up in fp32
+        if is_matrix and not (again and trained):  # cast once for all chunks, whose products are added up in fp32
             casts = [p.detach().to(dtype).requires_grad_(p.requires_grad) for p in head.parameters()]
 
         def logits_of(part: torch.Tensor) -> torch.Tensor:
@@ -283,7 +284,7 @@ class FusedHead:
         with torch.autocast(device, enabled=False):
             states = states.to(dtype)
             if learning and not again:
-                sources = [source for source in casts or trained if source.requires_grad]
+                sources = [cast for cast in casts if cast.requires_grad]
                 log_probs = _InOnePass.apply(states, labels, logits_of, sources, size, self.compiled, *trained)
             else:
                 log_probs = _log_probabilities(states, labels, logits_of, size)
@@ -326,8 +327,8 @@ def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) 
 def fuse_head(accelerator: Accelerator, model: Any, vocab_size: int, *, compiled: bool = False) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the summary.
 
-    Both losses are compared on a few tokens. With fp16, and for log-probabilities by a trained head, each chunk's logits are
-    computed twice.
+    Both losses are compared on a few tokens. Each chunk's logits are computed twice with fp16, by adapters of the head, and
+    for log-probabilities by a trained head.
     Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:
