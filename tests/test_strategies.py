@@ -173,6 +173,16 @@ def test_random_weights_learn_by_muon_what_one_process_learns(muon, tmp_path, co
 
 
 @pytest.mark.slow
+def test_an_adapter_of_the_head_learns_what_one_process_learns(flags, tmp_path):
+    """ZeRO-3 has the adapter's weights only while the adapter runs."""
+    given = (*flags["lora_finetune"], "--lora_target_modules", "q_proj", "lm_head")
+    one = run("lora_finetune", tmp_path / "one", *given)
+    two = run("lora_finetune", tmp_path / "two", *given, processes=2, config="deepspeed_zero3")
+    assert "fused with the head" in two.output
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["hsdp", "deepspeed_zero2"])
 def test_qlora_learns_what_one_process_learns(flags, launched, tmp_path, config):
     given = (*flags["lora_finetune"], "--load_in_4bit")

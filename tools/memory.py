@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shared.models import loss as lm_loss
 from shared.models.adapters import add_adapters
+from shared.models.attention import forward_rows
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
 from shared.models.hub import from_architecture
 from shared.models.loading import class_of, freeze_outer_parts
@@ -123,11 +124,13 @@ def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
 
 
 def fuse_head(model: Any, *, compiled: bool = False) -> None:
-    """Let the head of a model of fake tensors compute the loss: see `loss.fuse_head`."""
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
-    lm_loss.attach(model, compiled=compiled)
-    with torch.no_grad():
-        lm_loss.causal_lm_loss(model, {"input_ids": tokens, "labels": tokens})
+    """Let the head of a model of fake tensors compute the loss: see `loss.fuse_head`. What a model does to its logits counts
+    as a cap: fake tensors have no values to measure."""
+    plain: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda head, args, logits: plain.append(logits))
+    with torch.no_grad(), hook:
+        logits = forward_rows(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}).logits
+    model.fused_head = lm_loss.FusedHead(model, None if logits is plain[0] else torch.tanh, compiled)
 
 
 def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:

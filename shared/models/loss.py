@@ -1,8 +1,7 @@
 """The loss of a language model, computed in chunks of tokens: all logits at once would dominate peak memory.
 
-If a batch has `targets`, logits are computed only for them, not for prompts and padding. After `fuse_head`, the head itself
-returns the loss, or the log-probability of each target. `causal_lm_loss` and `log_probabilities` hand it the labels in a
-global, since the model in between cannot.
+If a batch has `targets`, logits are computed only for them, not for prompts and padding. `fuse_head` gives a model a
+`FusedHead`. There, `causal_lm_loss` and `log_probabilities` leave the labels for the model's head, which computes the loss.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
-from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 from shared.data.order import IGNORED
@@ -26,12 +24,10 @@ from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
-MIN_TOKENS = (
-    1024  # of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the head's size
-)
+# Of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the head's size
+MIN_TOKENS = 1024
 NOT_BALANCED = ("doge", "llama4_text")  # routes by pairs of keys; does not return its router's logits
-# While the head computes the loss: labels, targets, and whether each target's log-probability is asked for
-_pending: tuple[torch.Tensor, torch.Tensor | None, bool] | None = None
+KNOWN_LOGITS = (1e-6, 1.0, 1e30, -3.0, 40.0, -700.0, 0.0)  # see `_measure_head`
 
 
 def causal_lm_loss(
@@ -68,12 +64,14 @@ def causal_lm_loss(
 
 
 def _forward_with_labels(model: nn.Module, batch: dict[str, torch.Tensor], *, by_target: bool) -> Any:
-    global _pending
-    _pending = batch["labels"].flatten(), batch.get("targets"), by_target
+    fused: FusedHead | None = getattr(model, "fused_head", None)
+    if fused is None:
+        return forward_rows(model, batch)
+    fused.asked = batch["labels"].flatten(), batch.get("targets"), by_target
     try:
         return forward_rows(model, batch)
     finally:
-        _pending = None
+        fused.asked = fused.result = None
 
 
 def log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor], groups: torch.Tensor, count: int) -> torch.Tensor:
@@ -92,10 +90,8 @@ def log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor], groups: 
     if targets is not None:
         labels, groups = labels[targets], groups[targets]
     if found.ndim > 1:  # logits
-        found = found.flatten(0, 1)
-        found = found if targets is None else found.index_select(0, targets)
-        found = F.log_softmax(found, -1, dtype=torch.float32).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
-        found = found.masked_fill(labels == IGNORED, 0.0)
+        found = found.flatten(0, 1) if targets is None else found.flatten(0, 1).index_select(0, targets)
+        found = _log_probabilities(found, labels, lambda logits: logits, MIN_TOKENS)
     return found.new_zeros(count).index_add(0, groups, found)
 
 
@@ -133,93 +129,79 @@ def balancing_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor
     return (by_row * is_target.sum(1)).sum() / len(router_logits)
 
 
-class _HeadLoss(torch.autograd.Function):
-    """Sum of -log softmax(logits)[label], or log softmax(logits)[label] of each token, chunk by chunk over the tokens.
+class _InOnePass(torch.autograd.Function):
+    """log softmax(logits)[label] of each token, chunk by chunk. The backward pass recomputes nothing: the forward pass has
+    turned each chunk's logits into their gradient.
 
-    The forward pass also turns a chunk's logits into their gradient, so the backward pass recomputes nothing. With trained
-    weights it gives the sum alone: the gradient of the weights is added up over tokens that count the same.
+    With trained weights it is for the sum alone: their gradient is added up over tokens that count the same.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        hidden: torch.Tensor,
+        states: torch.Tensor,
         labels: torch.Tensor,
-        logits_of: Callable[..., torch.Tensor],
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        sources: list[torch.Tensor],
         size: int,
-        dtype: torch.dtype,
-        by_target: bool,
-        learning: bool,
         compiled: bool,
-        *weights: torch.Tensor,
+        *trained: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden: [tokens, width]; labels: [tokens]; weights: [vocab, width] and perhaps a bias, [vocab]. `logits_of` makes
-        logits, [size, vocab], of a chunk's hidden states and the weights, both cast to `dtype`."""
-        to_states, *to_weights = (learning and needed for needed in (ctx.needs_input_grad[0], *ctx.needs_input_grad[8:]))
-        learning = to_states or any(to_weights)
-        states = hidden.to(dtype)
-        inputs = [w.detach().to(dtype).requires_grad_(needed) for w, needed in zip(weights, to_weights, strict=True)]
+        """states: [tokens, width]; labels: [tokens]. `logits_of` makes logits, [size, vocab], of a chunk's states and of
+        `sources`: casts of the `trained` weights. Gradients by the sources are added up in fp32."""
+        to_states = ctx.needs_input_grad[0]
         states_grad = torch.empty_like(states) if to_states else None
-        grads: list[torch.Tensor | None] = [None] * len(weights)
-        found = torch.empty(len(labels), device=hidden.device)
+        sums: list[torch.Tensor] = []
+        result = torch.empty(len(labels), device=states.device)
         for start in range(0, max(1, len(states)), size):  # once even without tokens: DDP waits for each gradient
-            here, label = slice(start, start + size), labels[start : start + size]
-            place, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
-            part = states[here].masked_fill(left_out, 0.0).requires_grad_(to_states)  # cheaper than masking the logits
-            with torch.set_grad_enabled(learning):
-                logits = logits_of(part, *inputs)
-            edge: Any = get_gradient_edge(logits) if learning else None  # what needs no logits lets them go
+            chunk, label = slice(start, start + size), labels[start : start + size]
+            target, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
+            part = states[chunk].masked_fill(left_out, 0.0).requires_grad_(to_states)  # cheaper than masking the logits
+            with torch.enable_grad():
+                logits = logits_of(part)
+            edge: Any = get_gradient_edge(logits)  # what needs no logits lets them go
             logits = logits.detach()
-            if compiled and learning and len(label) > 1:
-                for argument in (logits, place, left_out):
+            if compiled and len(label) > 1:
+                for argument in (logits, target, left_out):
                     torch._dynamo.maybe_mark_dynamic(argument, 0)  # another number of tokens must not recompile
-                found[here], gradient = _compiled()(logits, place, left_out)
+                result[chunk], gradient = _compiled()(logits, target, left_out)
                 del logits
             else:
-                log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+                dtype, gradient = logits.dtype, F.log_softmax(logits, -1, dtype=torch.float32)
                 del logits
-                found[here] = log_probs.gather(-1, place).masked_fill_(left_out, 0.0).squeeze(-1)
-                gradient = log_probs.exp_() if learning else None
-                if gradient is not None:
-                    gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=torch.float32))
-                    gradient = gradient.to(dtype)
-                del log_probs
-            if gradient is not None:
-                if len(weights) > 1:  # the gradient of the bias
-                    gradient.masked_fill_(left_out, 0.0)
-                wanted = [tensor for tensor in (part, *inputs) if tensor.requires_grad]
-                products = list(torch.autograd.grad([edge], wanted, gradient))
-                del gradient
-                if states_grad is not None:
-                    states_grad[here] = products.pop(0).masked_fill_(left_out, 0.0)
-                for i, needed in enumerate(to_weights):
-                    if needed:
-                        product, before = products.pop(0), grads[i]
-                        grads[i] = product.float() if before is None else before.add_(product)
-        ctx.save_for_backward(states_grad, *grads)
-        ctx.dtypes, ctx.by_target = (hidden.dtype, *(w.dtype for w in weights)), by_target
-        return found if by_target else -found.sum()
+                result[chunk] = gradient.gather(-1, target).masked_fill_(left_out, 0.0).squeeze(-1)
+                gradient.exp_().scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
+                gradient = gradient.to(dtype)
+            if any(source.ndim == 1 for source in sources):  # a bias, whose gradient does not vanish with the states
+                gradient.masked_fill_(left_out, 0.0)
+            wanted = [part, *sources] if to_states else sources
+            products = list(torch.autograd.grad([edge], wanted, gradient))
+            del gradient
+            if states_grad is not None:
+                states_grad[chunk] = products.pop(0).masked_fill_(left_out, 0.0)
+            sums = [a.add_(b) for a, b in zip(sums, products, strict=False)] or [product.float() for product in products]
+        ctx.save_for_backward(states_grad, *sums)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        """gradient: scalar or [tokens]"""
-        gradient = -gradient[:, None] if ctx.by_target else gradient
-        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        states_grad, *others = (g.mul_(gradient).to(dtype) if g is not None else None for g, dtype in grads)
-        return states_grad, None, None, None, None, None, None, None, *others
+        states_grad, *sums = ctx.saved_tensors
+        if states_grad is not None:
+            states_grad.mul_(-gradient[:, None])
+        return states_grad, None, None, None, None, None, *(product.mul_(-gradient[:1].sum()) for product in sums)
 
 
-def _recomputed(
-    hidden: torch.Tensor, labels: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], size: int
+def _log_probabilities(
+    states: torch.Tensor, labels: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], size: int
 ) -> torch.Tensor:
-    """log softmax(logits)[label] of each token, chunk by chunk; the backward pass computes each chunk's logits again."""
+    """The same, of tokens that count differently; the backward pass computes each chunk's logits again."""
 
     def chunk(part: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         left_out = label == IGNORED
         log_probs = F.log_softmax(logits_of(part.masked_fill(left_out[:, None], 0.0)), -1, dtype=torch.float32)
         return log_probs.gather(-1, label.clamp(min=0)[:, None]).squeeze(-1).masked_fill(left_out, 0.0)
 
-    parts = zip(hidden.split(size), labels.split(size), strict=True)
+    parts = zip(states.split(size), labels.split(size), strict=True)
     return torch.cat([checkpoint(chunk, part, label, use_reentrant=False) for part, label in parts])
 
 
@@ -245,122 +227,109 @@ def _compiled() -> Any:
     return torch.compile(_loss_and_gradient)
 
 
-class _Noted:
-    """Stands for a head's logits in the rest of a model's forward, and notes what is done to them: scales, caps, casts."""
-
-    def __init__(self, value: torch.Tensor, steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()) -> None:
-        self.value, self.steps = value, steps
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_Noted":
-        if any(isinstance(argument, torch.Tensor) for argument in args):
-            raise TypeError("its logits meet another tensor")  # which may have a gradient
-        noted, named = next(argument for argument in args if isinstance(argument, cls)), kwargs or {}
-        place, given = args.index(noted), [None if argument is noted else argument for argument in args]
-        step = lambda logits: function(*given[:place], logits, *given[place + 1 :], **named)  # noqa: E731
-        return cls(noted.value, (*noted.steps, step))
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(torch.Tensor, name)
-        return lambda *args, **named: self.__torch_function__(method, (), (self, *args), named)
-
-    def __mul__(self, other: Any) -> "_Noted":
-        return self.__torch_function__(torch.mul, (), (self, other))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> "_Noted":
-        return self.__torch_function__(torch.div, (), (self, other))
-
-
-# FSDP looks for tensors in what a module returns.
-register_pytree_node(
-    _Noted, lambda noted: ([noted.value], noted.steps), lambda value, steps: _Noted(next(iter(value)), steps)
-)
-
-
-class _Fused:
-    """Lets a model's head compute the loss, or log-probabilities, while they are asked for; see `attach`."""
-
-    def __init__(self, model: Any, *, compiled: bool, recompute: bool) -> None:
-        self.compiled, self.recompute = compiled, recompute
-        self.steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None  # from the head's logits to the model's
-        head = model.get_output_embeddings()
-        # PEFT's `modules_to_save`: the wrapper chooses one of them.
-        self.heads = [head.original_module, *head.modules_to_save.values()] if hasattr(head, "modules_to_save") else [head]
-        for one in self.heads:
-            one.forward = partial(self.forward, one)
-        self.hook = model.register_forward_hook(self._take_out, prepend=True)  # before FSDP's own
-
-    def detach(self) -> None:
-        self.hook.remove()
-        for one in self.heads:
-            del one.forward
-
-    def _take_out(self, model: nn.Module, args: Any, outputs: Any) -> Any:
-        if isinstance(outputs.logits, _Noted):
-            self.steps, outputs.logits = outputs.logits.steps, outputs.logits.value
-        return outputs
-
-    def _logits(self, head: nn.Module, states: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(states, *weights) if weights else type(head).forward(head, states)
-        for step in self.steps or ():
-            logits = step(logits)
-        return logits
-
-    def forward(self, head: Any, hidden: torch.Tensor) -> Any:
-        """The head's logits, or the loss or log-probabilities while they are asked for."""
-        if _pending is None:
-            return type(head).forward(head, hidden)
-        (labels, targets, by_target), states = _pending, hidden.flatten(0, -2)
-        if targets is not None:
-            labels, states = labels[targets], states.index_select(0, targets)
-        device, learning = hidden.device.type, torch.is_grad_enabled()
-        mixed = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if mixed else hidden.dtype
-        weights = [w for w in (head.weight, head.bias) if w is not None] if is_linear(head) else []
-        trained = any(parameter.requires_grad for parameter in head.parameters())
-        again = not weights or (learning and (self.recompute or (by_target and trained)))
-        size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
-        size = max(1, size // (1 + again + bool(self.steps)))  # of more copies of the logits
-        size *= 2 if self.compiled and dtype.itemsize == 2 and not again else 1  # no fp32 copy of 16-bit logits
-        size -= size % 128 if size > 128 else 0  # a multiple of the tile size
-        logits_of = partial(self._logits, head)
-        if again:  # each chunk casts weights again, so that their gradients are added up in fp32
-            with torch.autocast(device, dtype if mixed else None, enabled=mixed, cache_enabled=False):
-                found = _recomputed(states, labels, logits_of, size)
-                result = found if by_target else -found.sum()
-        else:
-            with torch.autocast(device, enabled=False):
-                arguments = (labels, logits_of, size, dtype, by_target, learning, self.compiled)
-                result = _HeadLoss.apply(states, *arguments, *weights)
-        return result if self.steps == () else _Noted(result)
-
-
-def is_linear(head: Any) -> bool:
-    """Whether a head is one matrix, and perhaps a bias: no adapter, not quantised."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-
-
-def attach(model: Any, *, compiled: bool = False, recompute: bool = False) -> _Fused:
-    """Let a model's head compute the loss when `causal_lm_loss` asks for it; from the second time on it is right.
-
-    The first time shows what the model does to its head's logits. Later, the head does that to each chunk of them.
+class FusedHead:
+    """Lets a model's head compute the loss, or log-probabilities, while they are `asked` for: `model.fused_head`.
 
     Args:
         model: not wrapped.
+        function: what the model computes of its head's logits; None: nothing.
         compiled: see `fuse_head`.
-        recompute: compute logits again in the backward pass, with the gradient that comes there, such as a loss scale.
     """
-    return _Fused(model, compiled=compiled, recompute=recompute)
+
+    def __init__(self, model: Any, function: Any, compiled: bool = False) -> None:
+        self.function, self.compiled = function, compiled
+        # Labels, targets, and whether each target's log-probability is asked for
+        self.asked: tuple[torch.Tensor, torch.Tensor | None, bool] | None = None
+        self.result: torch.Tensor | None = None
+        head = model.get_output_embeddings()
+        # PEFT's `modules_to_save`: the wrapper chooses one of them.
+        heads = [head.original_module, *head.modules_to_save.values()] if hasattr(head, "modules_to_save") else [head]
+        for one in heads:
+            one.forward = partial(self.forward, one)  # a hook could not keep it from computing all logits
+        model.register_forward_hook(self._give_result, prepend=True)  # before FSDP's own
+
+    def _give_result(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        if self.result is not None:  # not what the model makes of it; but hooks of FSDP and DeepSpeed are in its gradient
+            outputs.logits = self.result + 0 * outputs.logits
+
+    def forward(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's logits, or the loss or log-probabilities while they are asked for."""
+        if self.asked is None:
+            return type(head).forward(head, hidden)
+        (labels, targets, by_target), states = self.asked, hidden.flatten(0, -2)
+        if targets is not None:
+            labels, states = labels[targets], states.index_select(0, targets)
+        device = hidden.device.type
+        mixed = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if mixed else hidden.dtype
+        is_matrix = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward  # no adapter, not quantised
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        learning = torch.is_grad_enabled() and (states.requires_grad or bool(trained))
+        # In fp16, the gradient of the logits needs the loss scale, which comes with the backward pass. And ZeRO-3 has an
+        # adapter's weights only while the adapter runs.
+        again = learning and (dtype == torch.float16 or (bool(trained) and (by_target or not is_matrix)))
+        size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
+        size = max(1, size // (1 + (again or not is_matrix) + (self.function is not None)))  # of more copies of the logits
+        size *= 2 if self.compiled and dtype.itemsize == 2 and is_matrix and not again else 1  # no fp32 copy
+        size -= size % 128 if size > 128 else 0  # a multiple of the tile size
+        casts: list[torch.Tensor] = []
+        if is_matrix and not (again and trained):  # cast once for all chunks, whose products are added up in fp32
+            casts = [p.detach().to(dtype).requires_grad_(p.requires_grad) for p in head.parameters()]
+
+        def logits_of(part: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(device, enabled=mixed, cache_enabled=False):
+                logits = F.linear(part, *casts) if casts else type(head).forward(head, part)
+            return logits if self.function is None else self.function(logits)
+
+        with torch.autocast(device, enabled=False):
+            states = states.to(dtype)
+            if learning and not again:
+                sources = [cast for cast in casts if cast.requires_grad]
+                log_probs = _InOnePass.apply(states, labels, logits_of, sources, size, self.compiled, *trained)
+            else:
+                log_probs = _log_probabilities(states, labels, logits_of, size)
+        self.result = log_probs if by_target else -log_probs.sum()
+        return self.result
+
+
+@torch.enable_grad()
+def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -> Any:
+    """What a model computes of its head's logits x: cap * tanh(factor * x / cap), or None if it leaves them as they are.
+
+    The head is made to return known numbers in fp64. The model's logits show factor, cap, and a cast to fp32.
+
+    Raises:
+        ValueError: the model computes something else, or a trained weight takes part.
+    """
+    known: list[torch.Tensor] = []
+
+    def give_known(module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        row = torch.tensor((KNOWN_LOGITS * logits.shape[-1])[: logits.shape[-1]], dtype=torch.float64)
+        known.append(row.to(logits.device).repeat(*logits.shape[:-1], 1))
+        return known[0]
+
+    with whole.get_output_embeddings().register_forward_hook(give_known):
+        logits = forward_rows(model, batch).logits
+    small, one, large = logits.flatten()[:3].tolist()
+    is_capped, is_fp32 = abs(large) < 1e20, logits.dtype == torch.float32
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x.float() if is_fp32 else x
+        return torch.tanh(x * (small / KNOWN_LOGITS[0] / large)) * large if is_capped else x * one
+
+    same = logits.shape == known[0].shape and torch.allclose(logits.float(), function(known[0]).float(), rtol=1e-5)
+    if logits.requires_grad or not same:
+        raise ValueError(f"{type(whole).__name__} changes what its head returns")
+    return function if is_capped or one != 1 else None
 
 
 @torch.no_grad()
-def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, compiled: bool = False) -> str:
+def fuse_head(accelerator: Accelerator, model: Any, vocab_size: int, *, compiled: bool = False) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the summary.
 
-    Both losses are compared on a few tokens. Heads that are more than a matrix and a bias, and fp16, compute each chunk's
-    logits twice. Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
+    Both losses are compared on a few tokens. Each chunk's logits are computed twice with fp16, by adapters of the head, and
+    for log-probabilities by a trained head.
+    Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:
         compiled: compile the operations between the matrix products where gradients are needed.
@@ -372,21 +341,21 @@ def fuse_head(accelerator: Accelerator, model: nn.Module, vocab_size: int, *, co
     training = model.training
     model.eval()
     trial = {"input_ids": tokens, "labels": labels}
+    summary = "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
     # Compiled blocks must not see these few tokens: they would specialise on the size of their first input.
-    why = f"{type(whole).__name__} changes what its head returns"
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
-        fusion = attach(whole, compiled=compiled, recompute=accelerator.mixed_precision == "fp16")
         try:
-            causal_lm_loss(model, trial)
-            fused = causal_lm_loss(model, trial)
+            function = _measure_head(model, whole, trial)
+            model.fused_head = FusedHead(whole, function, compiled)
+            loss = causal_lm_loss(model, trial)
+            if loss.dtype != torch.float32 or not torch.allclose(plain.float(), loss, rtol=1e-3):
+                raise ValueError(f"{type(whole).__name__} changes what its head returns")
         except Exception as error:  # a model may raise anything if it gets a loss in place of logits
-            end_step(model)
             if is_out_of_memory(error):
                 raise
-            fused, why = None, first_line(error)
-    model.train(training)
-    if fused is not None and fused.dtype == torch.float32 and torch.allclose(plain.float(), fused, rtol=1e-3):
-        return "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
-    fusion.detach()
-    return f"not fused: {why}"
+            summary, model.fused_head = f"not fused: {first_line(error)}", None
+        finally:
+            end_step(model)
+            model.train(training)
+    return summary

@@ -1,5 +1,7 @@
 """The loss in chunks is the loss from whole logits, and so are its gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -22,7 +24,7 @@ from transformers import (
 
 from shared.data.order import IGNORED
 from shared.models import loss as lm_loss
-from shared.models.loss import causal_lm_loss, fuse_head, log_probabilities
+from shared.models.loss import FusedHead, causal_lm_loss, fuse_head, log_probabilities
 from tests.conftest import slow
 
 VOCAB = 96
@@ -42,9 +44,27 @@ def batch(rows=3, length=17):
     return {"input_ids": tokens[:, :-1], "labels": labels}
 
 
-def loss_of(hidden, weight, labels, dtype=torch.float32, size=1024):
-    learning = hidden.requires_grad or weight.requires_grad
-    return lm_loss._HeadLoss.apply(hidden, labels, F.linear, size, dtype, False, learning, False, weight)
+class OnlyHead(nn.Module):
+    """A language model of given hidden states, [tokens, width], which computes the loss in its head."""
+
+    def __init__(self, hidden, weight):
+        super().__init__()
+        self.hidden, self.head = hidden, nn.Linear(*weight.T.shape, bias=False)
+        self.head.weight = nn.Parameter(weight) if not isinstance(weight, nn.Parameter) else weight
+        self.fused_head = FusedHead(self, None)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.head(self.hidden[None]))
+
+
+def in_chunks(hidden, weight, labels, size=1024, ask=causal_lm_loss):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_loss, "MAX_LOGITS", size * len(weight))
+        patch.setattr(lm_loss, "MIN_TOKENS", 1)
+        return ask(OnlyHead(hidden, weight), {"input_ids": labels[None], "labels": labels[None]})
 
 
 def log_probs_of(model):
@@ -158,12 +178,12 @@ def test_compiled_it_is_one_graph_for_any_number_of_tokens_and_evaluations_leave
 def test_every_size_and_every_share_of_ignored_labels(tokens, vocab, chunk, share, seed):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
-    weight = torch.randn(vocab, 8, generator=generator, requires_grad=True)
+    weight = nn.Parameter(torch.randn(vocab, 8, generator=generator))
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < share] = IGNORED
     expected = F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED, reduction="sum")
     wanted = torch.autograd.grad(expected, (hidden, weight))
-    loss = loss_of(hidden, weight, labels, size=max(1, chunk // vocab))
+    loss = in_chunks(hidden, weight, labels, max(1, chunk // vocab))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
@@ -173,10 +193,42 @@ def test_a_logit_that_is_not_finite_counts_only_where_there_is_a_label():
     hidden, weight = torch.ones(3, 4), torch.ones(5, 4)
     hidden[1] = float("nan")
     labels = torch.tensor([1, IGNORED, 2])
-    total = loss_of(hidden, weight, labels)
+    total = in_chunks(hidden, weight, labels)
     torch.testing.assert_close(total, 2 * torch.log(torch.tensor(5.0)))
-    spoiled = loss_of(hidden, weight, torch.tensor([1, 1, 2]))
+    spoiled = in_chunks(hidden, weight, torch.tensor([1, 1, 2]))
     assert spoiled.isnan()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("count", [23, 0])
+def test_log_probabilities_of_each_token_and_their_gradients(trained, count):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(count, 16, generator=generator).requires_grad_()
+    weight = nn.Parameter(torch.randn(50, 16, generator=generator), requires_grad=trained)
+    labels = torch.randint(0, 50, (count,), generator=generator)
+    labels[3:4] = IGNORED
+    factors = torch.randn(count, generator=generator)
+    ours = in_chunks(hidden, weight, labels, 7, lambda *given: log_probabilities(*given, torch.arange(count), count))
+    plain = -F.cross_entropy(hidden @ weight.T, labels, reduction="none")
+    torch.testing.assert_close(ours, plain)
+    inputs = [hidden, weight] if trained else [hidden]
+    for mine, theirs in zip(*(torch.autograd.grad((v * factors).sum(), inputs) for v in (ours, plain)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_in_fp16_the_gradient_of_the_logits_is_scaled_before_it_is_rounded():
+    """fp16 has no number for the probability of an unlikely token, but one for 1024 times it."""
+    torch.manual_seed(0)
+    hidden, weight = torch.rand(20, 16) + 0.5, nn.Parameter(0.2 * torch.randn(50, 16))
+    with torch.no_grad():
+        weight[25:] -= 1.0
+    labels = torch.arange(20)
+    exact = torch.autograd.grad(in_chunks(hidden, weight, labels, 7), weight)[0]
+    with torch.autocast("cpu", torch.float16):
+        loss = in_chunks(hidden, weight, labels, 7)
+    scaled = torch.autograd.grad(1024 * loss, weight)[0] / 1024
+    assert 0 < exact[25:].abs().max() < 1e-5
+    assert (scaled - exact)[25:].norm() < 0.05 * exact[25:].norm()
 
 
 def test_the_head_gives_logits_to_whoever_does_not_ask_for_the_loss():
@@ -219,11 +271,9 @@ HEADS = {
 
 
 @pytest.mark.parametrize("ask", [lambda model: causal_lm_loss(model, batch()), log_probs_of])
-@pytest.mark.parametrize("precision", ["no", "fp16"])
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_of_all_kinds_compute_the_loss_of_whole_logits(monkeypatch, name, precision, ask):
+def test_heads_of_all_kinds_compute_the_loss_of_whole_logits(monkeypatch, name, ask):
     """With the model's own caps and scales, in chunks of at most five tokens; the loss and all gradients."""
-    monkeypatch.setattr(Accelerator, "mixed_precision", precision)  # which recomputes; numbers are fp32 all the same
     monkeypatch.setattr(lm_loss, "MAX_LOGITS", 5 * VOCAB)
     monkeypatch.setattr(lm_loss, "MIN_TOKENS", 5)
     config, adapter = HEADS[name]
@@ -244,32 +294,54 @@ def test_heads_of_all_kinds_compute_the_loss_of_whole_logits(monkeypatch, name, 
         torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
 
 
-class Steered(LlamaForCausalLM):
-    """Has a trained number in its logits."""
+class Changed(LlamaForCausalLM):
+    """Does something to its head's logits."""
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.heat = nn.Parameter(torch.tensor(2.0))
+    def __init__(self, change):
+        super().__init__(LlamaConfig(**SMALL))
+        self.change, self.heat = change, nn.Parameter(torch.tensor(2.0))
 
     def forward(self, *args, **kwargs):
         outputs = super().forward(*args, **kwargs)
-        outputs.logits = outputs.logits * self.heat
+        outputs.logits = self.change(outputs.logits, self)
         return outputs
 
 
-def test_logits_that_another_weight_changes_stay_whole():
-    model = Steered(LlamaConfig(**SMALL)).eval()
-    plain = causal_lm_loss(model, batch())
-    assert fuse_head(Accelerator(cpu=True), model, VOCAB) == "not fused: its logits meet another tensor"
-    assert "forward" not in vars(model.lm_head) and not model._forward_hooks
-    torch.testing.assert_close(causal_lm_loss(model, batch()), plain)
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        (lambda logits, _: 3 * torch.tanh(0.7 * logits.float() / 3), True),
+        (lambda logits, _: -0.3 * logits, True),
+        (lambda logits, _: logits.mul_(0.1), False),  # the loss would be changed, too
+        (lambda logits, _: 3 * torch.erf(logits / 3), False),
+        (lambda logits, _: logits + 1e-3, False),
+        (lambda logits, _: logits[..., :-8], False),
+        (lambda logits, _: logits.masked_fill(torch.arange(VOCAB) == 90, -1e9), False),
+        (lambda logits, _: logits * torch.linspace(0.9, 1, logits.shape[1])[:, None], False),
+        (lambda logits, model: logits * model.heat, False),
+    ],
+)
+@torch.no_grad()
+def test_what_a_model_does_to_its_logits_is_measured(change, fused):
+    """What is more than a cap and a factor, or has a trained weight in it, leaves the logits whole."""
+    torch.manual_seed(0)
+    model = Changed(change).eval()
+    model.lm_head.weight.mul_(30)
+    few = batch(1, 16)
+    few["labels"].clamp_(max=VOCAB - 9)
+    plain = causal_lm_loss(model, few)
+    summary = fuse_head(Accelerator(cpu=True), model, VOCAB - 8)
+    assert summary.startswith("fused") if fused else summary == "not fused: Changed changes what its head returns"
+    torch.testing.assert_close(causal_lm_loss(model, few), plain)
+    assert model(few["input_ids"]).logits.shape == change(torch.zeros(1, 16, VOCAB), model).shape
 
 
 def test_the_head_s_gradient_is_added_up_in_fp32_over_chunks():
     torch.manual_seed(0)
-    hidden, weight = torch.randn(2048, 8), torch.randn(16, 8, requires_grad=True)
+    hidden, weight = torch.randn(2048, 8), nn.Parameter(torch.randn(16, 8))
     labels, found = torch.randint(0, 16, (2048,)), []
     for size in (2048, 64):
-        loss = loss_of(hidden, weight, labels, torch.bfloat16, size)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = in_chunks(hidden, weight, labels, size)
         found.append(torch.autograd.grad(loss, weight)[0])
     assert (found[0] - found[1]).norm() < 4e-3 * found[0].norm()

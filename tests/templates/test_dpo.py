@@ -9,10 +9,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.models import loss as losses
 from shared.process.errors import ConfigError
 from shared.text import chat, preferences
 from shared.text.options import PreferenceConfig
@@ -297,26 +295,6 @@ def test_bad_data_is_one_config_error(base, tmp_path, record, message):
 def test_flags_that_do_not_fit_are_refused(base, tmp_path, flags, message):
     with pytest.raises(ConfigError, match=message):
         run_here("dpo", *base, *flags, "--output_dir", tmp_path / "run")
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("count", [23, 0])
-def test_log_probabilities_and_their_gradients_in_chunks(trained, count):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(count, 16, generator=generator).requires_grad_()
-    weight = torch.randn(50, 16, generator=generator).requires_grad_(trained)
-    labels = torch.randint(0, 50, (count,), generator=generator)
-    labels[3:4] = -100
-    factors = torch.randn(count, generator=generator)
-    if trained:
-        ours = losses._recomputed(hidden, labels, lambda states: F.linear(states, weight), 7)
-    else:
-        ours = losses._HeadLoss.apply(hidden, labels, F.linear, 7, torch.float32, True, True, False, weight)
-    plain = -F.cross_entropy(hidden @ weight.T, labels, reduction="none")
-    torch.testing.assert_close(ours, plain)
-    inputs = [hidden, weight] if trained else [hidden]
-    for mine, theirs in zip(*(torch.autograd.grad((v * factors).sum(), inputs) for v in (ours, plain)), strict=True):
-        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("flags", [("--load_in_4bit",), slow(("--full", "--optim", "muon"))])
