@@ -173,7 +173,8 @@ class Encoder:
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
-        silent = [n for n in wanted if not str(messages[n].get("content") or "").strip()]
+        calling = {answer.number for answer in answers if answer.calls}
+        silent = [n for n in wanted if n not in calling and not str(messages[n].get("content") or "").strip()]
         dropped = {n for n in silent if _words(messages[n]) and _is_dropped(render, text, messages, n)}
         self._look_for({n: messages[n] for n in wanted}, parts, dropped, where)
         shown = [(number, str(turn.get("content"))) for number, turn in enumerate(messages, 1) if turn["role"] == "tool"]
@@ -312,6 +313,7 @@ class _Answer(NamedTuple):
     number: int
     first: int
     last: int
+    calls: bool  # tools, and they are written
     follows: bool  # what the template's generation prompt gives at inference, which ends at `first`
 
 
@@ -403,5 +405,5 @@ def _find_answers(render: Callable[..., str], text: str, messages: Messages, wan
         opened = text.startswith(thought, first)
         while text[last - 1 : last].isspace():
             last -= 1
-        answers.append(_Answer(number, first + len(thought) * opened, last, follows and opened))
+        answers.append(_Answer(number, first + len(thought) * opened, last, number in calling, follows and opened))
     return answers
