@@ -317,7 +317,7 @@ WITHIN = (  # what a tool answers, and then the text of the call, stand in the t
 
 @pytest.mark.parametrize("content", ["", "says what"])
 def test_what_a_tool_answers_within_a_turn_is_not_learned(learns, content):
-    """Gemma 4's template: with a text beside the call, the tool's answer was learned in silence."""
+    """Found here in 2026, with Gemma 4's template: if the call had a text, the tool's answer was learned in silence."""
     call = {**CALL, "content": content}
     messages = [USER, call, {"role": "tool", "content": "sunny"}, {**call, "tool_calls": call["tool_calls"] * 2}]
     messages += [{"role": "tool", "content": "it rains"}, LAST]

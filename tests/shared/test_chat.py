@@ -93,7 +93,7 @@ def test_each_form_is_recognised_and_learns_the_answer_and_its_end(tokenizer, re
         ("completion", ["since it saw many<|im_end|>"]),
     ],
 )
-def test_a_template_that_marks_nothing_is_read_by_its_prefixes(chatml, loss_on, expected):
+def test_a_template_that_marks_nothing_is_read_by_placeholders(chatml, loss_on, expected):
     ids, mask = Encoder(chatml, loss_on)(Example(TURNS), "here")
     assert learned_runs(chatml, ids, mask) == expected
 
