@@ -334,7 +334,7 @@ def _as_placeholder(message: dict[str, Any], mark: str, *, calls: bool) -> dict[
 def _divided(message: dict[str, Any]) -> dict[str, Any]:
     """A turn that is not looked for, with a placeholder within its text: no generation prompt is looked for before it."""
     said = message.get("content") or ""
-    if not said.strip() or (message["role"] == "assistant" and not message.get("tool_calls")):
+    if not said.strip():
         return message
     return {**message, "content": said[: len(said) // 2] + HERE + NEXT + said[len(said) // 2 :]}
 

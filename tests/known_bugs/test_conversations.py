@@ -305,6 +305,18 @@ def test_a_turn_of_weight_0_is_left_out_of_marks_that_touch(learns):
     assert learns({"messages": [USER, {**ANSWER, "weight": 0}, LAST]}, MARKED) == runs[1:]
 
 
+JOINED = (  # answers without a turn between them share one header and one end, as in Gemma 4's template
+    "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% endif %}{{ m.content }}{% if loop.last or loop.nextitem.role != m.role %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt and messages[-1].role != 'assistant' }}"
+)
+
+
+def test_a_turn_of_weight_0_that_shares_a_header_is_left_out(learns):
+    end = LAST["content"] + "<|im_end|>"
+    assert learns({"messages": [USER, {**ANSWER, "weight": 0}, LAST]}, JOINED) == [end]
+
+
 WITHIN = (  # what a tool answers, and then the text of the call, stand in the turn of the call, as in Gemma 4's template
     "{{ tools | tojson if tools }}{% for m in messages %}{% set after = loop.nextitem or {} %}{% if m.role != 'tool' %}"
     "{{ '<|im_start|>' + m.role + '\n' if loop.first or loop.previtem.role != 'tool' }}{% for c in m.tool_calls or [] %}"
