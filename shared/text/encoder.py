@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain, pairwise
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write without a clock
-HERE, NEXT = "\ue000", "\ue001"  # placeholders for the content of turns: characters for private use
+HERE, NEXT = "\ufdd0", "\ufdd1"  # around the number of a turn, a placeholder: no text has these characters
+MARK = re.compile(f"{HERE}(\\d*){NEXT}")
 SAYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # keys of what an assistant says
 Span = tuple[int, int]  # first and last + 1 character in the rendered text
 
@@ -138,83 +139,79 @@ class Encoder:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [n for n in (turns[-1:] if self.loss_on == "completion" else turns) if messages[n].get("weight", 1)]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        runs: list[Span] = []
+        answers: list[_Answer] = []
         try:
             template = self._with_fixed_date(tools)
             options: Any = {"tools": tools, "chat_template": template, **template_options}
             render: Any = partial(self._render, **options)
             messages = _with_accepted_calls(messages, render)
-            if self.loss_on == "all":
-                text = str(render(messages))
-                spans: list[Span | None] = [(0, len(text))]
-            elif self.marks_turns:
+            if self.marks_turns:
                 from transformers.utils.chat_template_utils import render_jinja_template
 
                 options |= {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
                 marked: Any = render_jinja_template([_in_parts(messages) if self.takes_parts else messages], **options)
-                text, spans = marked[0][0], [*_only_turns(marked[1][0], turns, wanted, where)]
+                text, runs = marked[0][0], marked[1][0]
             else:
-                text = str(render(messages))
-                parts = _parts(render, text, messages, len(wanted))
-                spans = [_find_turn(render, _part_of(parts, number), number) for number in wanted]
-        except ConfigError:
-            raise
+                text = render(messages)
+            if wanted and self.loss_on != "all":
+                with contextlib.suppress(*([Exception] if self.marks_turns else [])):  # it may refuse placeholders
+                    answers = _find_answers(render, text, messages, wanted)
         except Exception as error:  # jinja2's errors, and templates' own raise_exception
             raise ConfigError(f"{where}: the chat template refuses this conversation ({error})") from None
-        if None in spans:
+        spans = [(answer.first, answer.last) for answer in answers]
+        parts = [text[first:last] for first, last in spans]
+        if self.loss_on == "all":
+            spans, parts = [(0, len(text))], [text] * len(wanted)
+        elif runs:
+            within = [[run for run in runs if run[0] < last and first < run[1]] for first, last in spans]
+            whole = "".join(text[first:last] for first, last in runs)
+            parts = ["".join(text[first:last] for first, last in part) for part in within] or [whole] * len(wanted)
+            spans = runs if wanted == turns else [*chain(*within)]
+        if wanted and not spans:
             raise ConfigError(
                 f"{where}: what the assistant says cannot be found in what the chat template makes of it: use a tokenizer "
                 "whose template marks it with {% generation %}, --loss_on completion (the last answer), or --loss_on all"
             )
-        found = [span for span in spans if span is not None]
-        silent = [n for n in wanted if not str(messages[n].get("content") or "").strip()]
+        calling = {answer.number for answer in answers if answer.calls}
+        silent = [n for n in wanted if n not in calling and not str(messages[n].get("content") or "").strip()]
         dropped = {n for n in silent if _words(messages[n]) and _is_dropped(render, text, messages, n)}
-        self._look_for({n: messages[n] for n in wanted}, [text[first:last] for first, last in found], dropped, where)
+        self._look_for({n: messages[n] for n in wanted}, parts, dropped, where)
         shown = [(number, str(turn.get("content"))) for number, turn in enumerate(messages, 1) if turn["role"] == "tool"]
         self.lost += [f"{where}, message {number}: {said[:40]!r}" for number, said in shown if not _is_written(said, text)]
-        ids, mask, places = self._tokens(text, found)
-        if self.loss_on != "all":
-            parts = _parts(render, text, messages, len(wanted)) if self.marks_turns else parts
-            for number in wanted:
-                self._compare(render, _part_of(parts, number), places, number, where)
+        ids, mask, places = self._tokens(text, spans)
+        borders = {*places.ravel().tolist()}  # of tokens, which do not go across the end of a prompt
+
+        def unlike(found: list[_Answer]) -> set[int]:
+            return {answer.number for answer in found if not (answer.follows and answer.first in borders)} - {0}
+
+        asked: dict[int, bool] = {}
+        for value in (False, True) if unlike(answers) and "enable_thinking" in template else ():
+            with contextlib.suppress(Exception):  # a template may refuse it
+                found = _find_answers(partial(render, enable_thinking=value), text, messages, wanted)
+                asked |= dict.fromkeys({answer.number for answer in found} - unlike(found) - asked.keys(), value)
+        for number in sorted(unlike(answers)):
+            option = json.dumps({"chat_template_kwargs": {"enable_thinking": asked.get(number)}})[1:-1]
+            self.unlike.append(f"{where}, message {number + 1}" + f", as it does with {option}" * (number in asked))
         return ids, mask
 
     def _render(self, messages: Messages, **options: Any) -> str:
         turns = _in_parts(messages) if self.takes_parts else messages
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
-    def _compare(self, render: Callable[..., Any], part: _Part, places: np.ndarray, number: int, where: str) -> None:
-        """Note a learned turn that does not follow the tokens that the template's generation prompt gives at inference."""
-
-        def follows(**options: Any) -> bool:
-            prompt = render(part.messages[: number - part.number], add_generation_prompt=True, **options)
-            end = len(prompt) + part.place
-            across = np.searchsorted(places[:, 0], end) > np.searchsorted(places[:, 1], end, side="right")  # has a token
-            return part.text.startswith(prompt) and not across
-
-        with contextlib.suppress(Exception):  # a template may refuse what is before this turn
-            if not number or follows():
-                return
-            asked = [value for value in (False, True) if follows(enable_thinking=value)]
-            way = (
-                f', as it does with "chat_template_kwargs": {{"enable_thinking": {str(asked[0]).lower()}}}' if asked else ""
-            )
-            self.unlike.append(f"{where}, message {number + 1}{way}")
-
     def _look_for(self, learned: dict[int, dict[str, Any]], parts: list[str], dropped: set[int], where: str) -> None:
         """Note turns with words that are not in the rendered text. Refuse one of which nothing is there.
 
         Args:
             learned: the learned turns, by their numbers.
-            parts: the learned parts of the rendered text.
+            parts: what is learned of each in the rendered text.
             dropped: numbers of turns of which the template writes nothing. Short words may be in a part by chance.
         """
-        may_be_empty = len(parts) == len(learned) or not self.marks_turns  # a turn without marks is no empty answer
-        if len(parts) != len(learned):  # a template may mark several parts of a turn
-            parts = ["".join(parts)] * len(learned)
         for (number, message), part in zip(learned.items(), parts, strict=True):
             words = _words(message)
             lost = [word for word in words if number in dropped or not _is_written(word, part)]
-            if may_be_empty and lost and lost == words and not str(message.get("content") or "").strip():
+            marks_it = bool(part) or not self.marks_turns  # a turn without marks is no empty answer
+            if marks_it and lost and lost == words and not str(message.get("content") or "").strip():
                 raise ConfigError(
                     f"{where}: the chat template writes nothing of what the assistant says in message {number + 1}, so an "
                     f"empty answer would be learned ({lost[0][:40]!r} is missing): choose a model whose chat template "
@@ -283,24 +280,20 @@ def _with_accepted_calls(messages: Messages, render: Callable[..., Any]) -> Mess
     arguments = [function.get("arguments") for message in messages for function in _called(message)]
     objects = [value for value in arguments if isinstance(value, dict) and value]
     silent = [number for number, message in enumerate(messages) if _called(message) and not message.get("content")]
-    plain = [dict(message) for message in messages]
-
-    def to_json(value: Any) -> Any:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
-
+    to_json = partial(
+        with_arguments, convert=lambda value: json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+    )
     as_json = [
-        {**message, "tool_calls": [with_arguments(call, to_json) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
+        {**message, "tool_calls": [*map(to_json, message["tool_calls"])]} if _called(message) else message
         for message in messages
     ]
     contents: list[dict[str, Any]] = [{}, {"content": ""}, {"content": None}]
     for content in contents if silent else contents[:1]:
-        for form in (plain, as_json) if objects else (plain,):
+        for form in (messages, as_json) if objects else (messages,):
             turns = [{**turn, **content} if number in silent else turn for number, turn in enumerate(form)]
             with contextlib.suppress(Exception):
                 text = render(turns)
-                as_python = form is plain and any(str(value) in text for value in objects)
+                as_python = form is messages and any(str(value) in text for value in objects)
                 if text and not as_python and not any(_is_dropped(render, text, turns, n) for n in silent[:1]):
                     return turns
     return as_json if objects else messages
@@ -314,113 +307,103 @@ def _is_dropped(render: Callable[..., Any], text: str, messages: Messages, numbe
     return False
 
 
-def _only_turns(spans: list[Span], turns: list[int], wanted: list[int], where: str) -> list[Span]:
-    """The spans that a template marks, reduced to those of the `wanted` turns."""
-    runs: list[Span] = []
-    for first, last in spans:
-        if runs and runs[-1][1] == first:  # a template may mark parts of a turn one by one
-            first = runs.pop()[0]
-        runs.append((first, last))
-    if wanted == turns:
-        return runs
-    if len(runs) != len(turns) and wanted != turns[-1:]:
-        raise ConfigError(f"{where}: the chat template marks {len(runs)} of {len(turns)} turns, so some cannot be left out")
-    return [run for number, run in zip(reversed(turns), reversed(runs), strict=False) if number in wanted][::-1]
+class _Answer(NamedTuple):
+    """Where an assistant's turn stands in the rendered text, with its end token."""
+
+    number: int
+    first: int
+    last: int
+    calls: bool  # tools, and they are written
+    follows: bool  # what the template's generation prompt gives at inference, which ends at `first`
 
 
-class _Part(NamedTuple):
-    """Some turns of a conversation after its first ones, as a short conversation with the same text."""
+def _as_placeholder(message: dict[str, Any], mark: str, *, calls: bool) -> dict[str, Any]:
+    """An assistant's turn that says nothing but `mark`: in its texts, or in its thoughts and the arguments of its calls."""
+    said: dict[str, Any] = {key: mark for key in SAYS[:4] if message.get(key)}
+    if not calls:
+        return {**message, **(said or {"content": mark})}
+    if "content" in said:  # some templates write it after the tool's answer
+        said["content"] = ""
+    marked = []
+    for call in message["tool_calls"]:
+        is_text = isinstance(call["function"].get("arguments"), str)
+        marked.append({**call, "function": {**call["function"], "arguments": mark if is_text else {mark: mark}}})
+    return {**message, **said, "tool_calls": marked}
 
-    messages: Messages
-    text: str
-    first: int  # number in the conversation of the first of these turns
-    number: int  # to add to a turn's number here, to get that in the conversation
-    place: int  # likewise to a place in the text
+
+def _divided(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn that is not looked for, with a placeholder within its text: no generation prompt is looked for before it."""
+    said = message.get("content") or ""
+    if not said.strip():
+        return message
+    return {**message, "content": said[: len(said) // 2] + HERE + NEXT + said[len(said) // 2 :]}
 
 
-def _parts(render: Callable[..., Any], text: str, messages: Messages, wanted: int) -> list[_Part]:
-    """The rendered conversation in parts, so that the time to find `wanted` turns grows with the conversation's length.
+def _in_order(text: str, pieces: list[str]) -> list[int]:
+    """Where `pieces` are in `text`, which the first begins and the last ends. Empty if there is no order, or several."""
+    places = [0]
+    for before, piece in pairwise(pieces):
+        places.append(text.find(piece, places[-1] + len(before)))
+    places[-1] = len(text) - len(pieces[-1])
+    ends = zip(pieces[1:], places[1:], [*places[2:], len(text)], strict=True)
+    fits = text.startswith(pieces[0]) and all(0 <= place == text.rfind(piece, 0, end) for piece, place, end in ends)
+    return places if fits else []
 
-    A part is its first messages up to the first answer, some later turns, and the message after these. Rendered, the later
-    turns have to be what they are in `text`, and all parts together `text`. Else the conversation is one part.
+
+def _find_answers(render: Callable[..., str], text: str, messages: Messages, wanted: list[int]) -> list[_Answer]:
+    """The `wanted` turns in the rendered `text`. Empty if one of them cannot be found.
+
+    Rendered with placeholders as the answers, a conversation shows the text between answers, which is found in `text`, too.
+    An answer begins after the generation prompt, without its <think>, which some templates leave out of a finished
+    conversation. It ends with the common beginning of what follows it and of what follows the last one: its end token.
     """
-    whole = [_Part(messages, text, 0, 0, 0)]
-    after = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
-    starts = [n for n in after if messages[n]["role"] == "user"]
-    if len(starts) < len(messages) / 16:  # one task, and many calls of tools
-        starts = [n for n in after if messages[n]["role"] in ("user", "tool")]
-    firsts = [0]
-    for n in starts:
-        firsts += [n] * (n >= firsts[-1] + 6)
-    if wanted < 4 or len(firsts) < 4:
-        return whole
-    heads: dict[str, tuple[Messages, str]] = {"": ([], "")}  # by the role of the message that follows
-    parts, place = [], 0
-    with contextlib.suppress(Exception):  # a template may refuse such a conversation
-        for first, last in zip(firsts, [*firsts[1:], len(messages)], strict=True):
-            role = messages[first]["role"] if first else ""
-            if role not in heads:
-                head = messages[: next(n for n in starts if messages[n]["role"] == role)]
-                heads[role] = head, render([*head, {**messages[first], "content": HERE}]).partition(HERE)[0]
-            head, before = heads[role]
-            some, then = [*head, *messages[first:last]], messages[last : last + 1]
-            written, found, _ = render(some + [{**turn, "content": HERE} for turn in then]).partition(HERE)
-            size = len(written) - len(before)
-            if before + text[place : place + size] != written or bool(then) != bool(found):
-                return whole
-            parts.append(_Part(some + then, written, first, first - len(head), place - len(before)))
-            place += size
-        return parts if place == len(text) else whole
-    return whole
-
-
-def _part_of(parts: list[_Part], number: int) -> _Part:
-    """The part with a turn of the conversation."""
-    return parts[bisect_right(parts, number, key=lambda part: part.first) - 1]
-
-
-def _find_turn(render: Callable[..., Any], part: _Part, number: int) -> Span | None:
-    """The span of an assistant's turn in the rendered `text`, including its end token. None if it cannot be found.
-
-    Some templates render the last turn differently, with its thoughts or with another end token. Some write <think> in the
-    generation prompt, but not in a finished conversation.
-    """
-    messages, text, number, place = part.messages, part.text, number - part.number, part.place
-    if number:
-        before = render(messages[:number], add_generation_prompt=True)
+    calling = {number for number in wanted if messages[number].get("tool_calls")}
+    for _ in range(2):
+        shown = [
+            _as_placeholder(turn, f"{HERE}{n}{NEXT}", calls=n in calling) if n in wanted else _divided(turn)
+            for n, turn in enumerate(messages)
+        ]
+        written = render(shown)
+        marks: dict[str, list[int]] = {}
+        for found in MARK.finditer(written):
+            marks.setdefault(found[1], [found.start(), 0])[1] = found.end()
+        marks.pop("", None)
+        if [*map(int, marks)] == wanted:
+            break
+        calling &= {*map(int, marks)}  # the template writes no calls
     else:
-        before = render([{"role": "assistant", "content": HERE}]).partition(HERE)[0]  # templates refuse an empty list
-    if not text.startswith(before):
-        before = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", before)
-    if text.startswith(before):
-        as_last_turn = render(messages[: number + 1]).rstrip()
-        if text.startswith(as_last_turn):
-            return place + len(before), place + len(as_last_turn)
-    for calls in ({}, {"tool_calls": messages[number].get("tool_calls")}):
-        with contextlib.suppress(Exception):  # a template may refuse a tool result without a call
-            span = _find_by_placeholder(render, text, messages, number, before, calls)
-            if span is not None:
-                return place + span[0], place + span[1]
-    return None
-
-
-def _find_by_placeholder(
-    render: Callable[..., Any], text: str, messages: Messages, number: int, before: str, calls: dict[str, Any]
-) -> Span | None:
-    """`_find_turn` for a turn before the last: render it and the next turn as placeholders, and find the text between."""
-    until_here = [*messages[:number], {"role": "assistant", "content": HERE, **calls}]
-    both = render([*until_here, {**messages[number + 1], "content": NEXT}, *messages[number + 2 :]])
-    if HERE not in both or NEXT not in both:
-        return None
-    if not text.startswith(before):
-        before = both.partition(HERE)[0]
-    between = both.rpartition(HERE)[2].partition(NEXT)[0]
-    end = text.find(between, len(before))
-    if end < 0 or not text.startswith(before) or not between.strip():
-        return None
-    at_the_end = render(until_here).rpartition(HERE)[2]
-    closing = "".join(a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(between, at_the_end, strict=False)))
-    if not closing and at_the_end.strip() and not between[0].isspace():
-        return None  # the last turn ends with another token
-    whole = re.sub(r"<[^<>]*$", "", closing)  # drop a partial token, the common prefix of two, unless nothing else is left
-    return len(before), end + len((whole if whole.strip() else closing).rstrip())
+        return []
+    last_with = {number in calling: number + 1 for number in wanted}
+    tails = {
+        calls: (render(shown[:stop]) if stop < len(shown) else written).rpartition(NEXT)[2]
+        for calls, stop in last_with.items()
+    }
+    prompts: dict[str, tuple[str, str]] = {}  # by the role of the last message, what follows its text, and the last thought
+    pieces, facts, begin = [], [], 0
+    for number, (first, last) in zip(wanted, marks.values(), strict=True):
+        role, before = messages[number - 1]["role"] if number else "", ""
+        if role not in prompts:
+            after = written[:first]
+            if number:  # templates refuse an empty list
+                prompt = [*shown[: number - 1], {**shown[number - 1], "content": HERE + NEXT}]
+                before, _, after = render(prompt, add_generation_prompt=True).rpartition(HERE + NEXT)
+            header = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", after)
+            prompts[role] = header, after.removeprefix(header)
+        header, thought = prompts[role]
+        place = written.rfind(header, written.rfind(NEXT, 0, first) + 1, first)
+        if number in calling and not (number and header and place >= 0):
+            return []
+        pieces.append(MARK.sub("", written[begin : place + len(header) if place >= 0 else first]))
+        shared = commonprefix([written[last:].partition(HERE)[0], tails[number in calling]])  # noqa: RUF071
+        end = len(re.sub(r"(?<=\S)\s*<[^<>]*$", "", shared).rstrip())  # without a part of a token
+        begin = last + end if number in calling else last  # the end of arguments depends on what they are
+        facts.append((number, thought, place >= 0 and written.startswith(before), last + end - begin))
+    pieces.append(MARK.sub("", written[begin:]))
+    places, answers = _in_order(text, pieces), []
+    for (number, thought, follows, end), piece, place, last in zip(facts, pieces, places, places[1:], strict=False):
+        first, last = place + len(piece), last + end
+        opened = text.startswith(thought, first)
+        while text[last - 1 : last].isspace():
+            last -= 1
+        answers.append(_Answer(number, first + len(thought) * opened, last, number in calling, follows and opened))
+    return answers

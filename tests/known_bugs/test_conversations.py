@@ -292,6 +292,60 @@ def test_turns_outside_of_the_marks_of_a_template_are_counted(learns):
     assert learns.encoder.lost == ["here, message 2: 'look'"]
 
 
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "{% generation %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def test_a_turn_of_weight_0_is_left_out_of_marks_that_touch(learns):
+    """Two answers without a turn between them were taken for one, and both were learned."""
+    runs = [f"<|im_start|>{turn['content']}<|im_end|>" for turn in (ANSWER, LAST)]
+    assert learns({"messages": [USER, ANSWER, LAST]}, MARKED) == ["".join(runs)]
+    assert learns({"messages": [USER, {**ANSWER, "weight": 0}, LAST]}, MARKED) == runs[1:]
+
+
+JOINED = (  # answers without a turn between them share one header and one end, as in Gemma 4's template
+    "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% endif %}{{ m.content }}{% if loop.last or loop.nextitem.role != m.role %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt and messages[-1].role != 'assistant' }}"
+)
+
+
+def test_a_turn_of_weight_0_that_shares_a_header_is_left_out(learns):
+    end = LAST["content"] + "<|im_end|>"
+    assert learns({"messages": [USER, {**ANSWER, "weight": 0}, LAST]}, JOINED) == [end]
+
+
+WITHIN = (  # what a tool answers, and then the text of the call, stand in the turn of the call, as in Gemma 4's template
+    "{{ tools | tojson if tools }}{% for m in messages %}{% set after = loop.nextitem or {} %}{% if m.role != 'tool' %}"
+    "{{ '<|im_start|>' + m.role + '\n' if loop.first or loop.previtem.role != 'tool' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + (c.function.arguments | tojson) + '<|pause|>' }}{% endfor %}"
+    "{{ '<answer>' + after.content + '</answer>' if after.role == 'tool' }}{{ m.content }}"
+    "{{ '<|im_end|>\n' if m.content or after.role != 'tool' }}{% endif %}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt and messages[-1].role != 'tool' }}"
+)
+
+
+@pytest.mark.parametrize("content", ["", "says what"])
+def test_what_a_tool_answers_within_a_turn_is_not_learned(learns, content):
+    """Found here in 2026, with Gemma 4's template: if the call had a text, the tool's answer was learned in silence."""
+    call = {**CALL, "content": content}
+    messages = [USER, call, {"role": "tool", "content": "sunny"}, {**call, "tool_calls": call["tool_calls"] * 2}]
+    messages += [{"role": "tool", "content": "it rains"}, LAST]
+    text = f"{content}<|im_end|>\n" * bool(content)
+    called = 'look{"city": "Rome"}<|pause|>'
+    assert learns({"messages": messages}, WITHIN) == [called, text + called * 2, text + "it saw many<|im_end|>"]
+
+
+def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
+    """Where the template has no tokens of its own, nobody can tell which of two places ends such an answer."""
+    says = {"role": "assistant", "content": "says\n\n### user:\ncomes next\n\n### assistant:\nwhat"}
+    with pytest.raises(ConfigError, match=r"^here: what the assistant says cannot be found"):
+        learns({"messages": [USER, says, MORE, LAST]}, PLAIN)
+    assert learns({"messages": [USER, says, USER, LAST]}, PLAIN)[1] == "it saw many<|endoftext|>"
+
+
 THINKING = ENDLESS.replace("{{ m['content']", "{{ '<think>' if loop.last and m.role == 'assistant' }}{{ m['content']")
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"

@@ -1,6 +1,7 @@
 """Forms of data, which tokens are learned, packing and padding."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ from shared.data.loader import Loader
 from shared.data.order import IGNORED, Order
 from shared.data.records import read_records
 from shared.process.errors import ConfigError
-from shared.text import chat, encoder
+from shared.text import chat
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig
@@ -92,7 +93,7 @@ def test_each_form_is_recognised_and_learns_the_answer_and_its_end(tokenizer, re
         ("completion", ["since it saw many<|im_end|>"]),
     ],
 )
-def test_a_template_that_marks_nothing_is_read_by_its_prefixes(chatml, loss_on, expected):
+def test_a_template_that_marks_nothing_is_read_by_placeholders(chatml, loss_on, expected):
     ids, mask = Encoder(chatml, loss_on)(Example(TURNS), "here")
     assert learned_runs(chatml, ids, mask) == expected
 
@@ -316,26 +317,18 @@ CALLS = [
 
 
 @pytest.mark.parametrize("messages", [MANY, CALLS], ids=["questions", "tools"])
-@pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, ALIKE, RETURNING, "marked"])
-def test_many_turns_are_found_as_few_are_and_what_is_rendered_grows_with_their_number(
-    chatml, template, messages, monkeypatch
-):
+@pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, ALIKE, RETURNING, MARKED])
+def test_many_turns_are_found_in_a_few_renderings(chatml, template, messages, monkeypatch):
     chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
-    chatml.chat_template = MARKED if template == "marked" else template
-    rendered, render = [], Encoder._render
+    chatml.chat_template = template
+    encoder, render, rendered = Encoder(chatml, "assistant"), Encoder._render, []
     monkeypatch.setattr(Encoder, "_render", lambda *args, **o: rendered.append(t := render(*args, **o)) or t)
-
-    def encode(some):
-        rendered.clear()
-        encoder = Encoder(chatml, "assistant")
-        ids, learned = encoder(Example(some), "here")
-        return ids, learned.tolist(), encoder.unlike, sum(map(len, rendered))
-
-    half, (*found, much) = encode(messages[: len(messages) // 2])[-1], encode(messages)
-    assert much < 2.5 * half
-    monkeypatch.setattr(encoder, "_parts", lambda render, text, messages, wanted: [encoder._Part(messages, text, 0, 0, 0)])
-    *expected, more = encode(messages)
-    assert found == expected and more > 2 * much
+    ids, learned = encoder(read_example({"messages": messages}, "chat messages", "here"), "here")
+    said = [turn["content"] for turn in messages if turn["role"] == "assistant" and turn.get("weight", 1)]
+    for run, text in zip(learned_runs(chatml, ids, learned), said, strict=True):
+        head, text, end = run.partition(text)
+        assert text and head in ("", "<think>\n\n</think>\n\n") and re.fullmatch(r"(\s*<\|(im_end|return)\|>)+", end)
+    assert sum(map(len, rendered)) < 7 * len(chatml.decode(ids))
 
 
 PARTS = CHATML.replace("m['content'] + ", "m['content'][0]['text'] + ")
