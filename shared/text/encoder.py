@@ -331,10 +331,14 @@ def _as_placeholder(message: dict[str, Any], mark: str, *, calls: bool) -> dict[
     return {**message, **said, "tool_calls": marked}
 
 
-def _divided(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn that is not looked for, with a placeholder within its text: no generation prompt is looked for before it."""
+def _divided(message: dict[str, Any], *, before_answer: bool) -> dict[str, Any]:
+    """A turn that is not looked for, with a placeholder within its text: no generation prompt is looked for before it.
+
+    Not so an answer further up, of which templates may write anything.
+    """
     said = message.get("content") or ""
-    if not said.strip():
+    further_up = message["role"] == "assistant" and not message.get("tool_calls") and not before_answer
+    if further_up or not said.strip():
         return message
     return {**message, "content": said[: len(said) // 2] + HERE + NEXT + said[len(said) // 2 :]}
 
@@ -360,7 +364,9 @@ def _find_answers(render: Callable[..., str], text: str, messages: Messages, wan
     calling = {number for number in wanted if messages[number].get("tool_calls")}
     for _ in range(2):
         shown = [
-            _as_placeholder(turn, f"{HERE}{n}{NEXT}", calls=n in calling) if n in wanted else _divided(turn)
+            _as_placeholder(turn, f"{HERE}{n}{NEXT}", calls=n in calling)
+            if n in wanted
+            else _divided(turn, before_answer=n + 1 in wanted)
             for n, turn in enumerate(messages)
         ]
         written = render(shown)
