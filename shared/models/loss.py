@@ -4,6 +4,7 @@ If a batch has `targets`, logits are computed only for them, not for prompts and
 `FusedHead`. There, `causal_lm_loss` and `log_probabilities` leave the labels for the model's head, which computes the loss.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shared.data.order import IGNORED
@@ -308,7 +310,9 @@ def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) 
         known.append(row.to(logits.device).repeat(*logits.shape[:-1], 1))
         return known[0]
 
-    with whole.get_output_embeddings().register_forward_hook(give_known):
+    # Without a backward pass after it, DDP would reduce the first micro-batch's gradients by themselves.
+    no_sync = model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+    with whole.get_output_embeddings().register_forward_hook(give_known), no_sync:
         logits = forward_rows(model, batch).logits
     small, one, large = logits.flatten()[:3].tolist()
     is_capped, is_fp32 = abs(large) < 1e20, logits.dtype == torch.float32
