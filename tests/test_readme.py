@@ -226,6 +226,8 @@ def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(li
         "chats.jsonl",
         "news/train.jsonl",
         "news/validation.jsonl",
+        "headlines/train.jsonl",
+        "headlines/validation.jsonl",
         "more.jsonl",
         "pairs.jsonl",
         "reviews.csv",
@@ -318,6 +320,9 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
         "news/smollm2": tiny_model,
         "news/train.jsonl": chat_file,
         "news/validation.jsonl": folder / "more.jsonl",
+        "headlines/minilm": tiny_model,
+        "headlines/train.jsonl": folder / "reviews.csv",
+        "headlines/validation.jsonl": folder / "reviews.csv",
         "more.jsonl": folder / "more.jsonl",
         # there is no network here: tests/shared/test_remote.py reads such files from servers of its own
         "https://example.com/chats.jsonl.gz": chat_file,
