@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 from about import about, line
 
 ROWS: list[Any] = [  # (what, precision, gradient checkpointing and memory format, micro-batches)
