@@ -1,1 +1,1 @@
-"""What only a checkout of the templates has: commands that make or plan a training. Nothing in shared/ imports it."""
+"""What only a checkout of the templates has: commands that make or plan a training. In shared/, `python -m shared` alone uses it."""
