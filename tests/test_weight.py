@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tools.new import closure
 
 # 2026-11-27: what there is, to the next hundred.
 FOLDERS = {
@@ -40,7 +41,6 @@ LAYOUT = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.glob("shared/**/*.py")}
 
 
 def weight(path: Path) -> int:
@@ -56,23 +56,6 @@ def weight(path: Path) -> int:
     return sum(t.type not in LAYOUT and not (t.type == tokenize.STRING and t.start[0] in docstrings) for t in tokens)
 
 
-def imported(path: Path) -> set[Path]:
-    """The modules of shared/ that a file imports, and those that these import."""
-    found: set[Path] = set()
-    waiting = [path]
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            new = {MODULES[name] for name in names if name in MODULES} - found
-            found |= new
-            waiting += new
-    return found
-
-
 def test_every_folder_and_template_has_a_limit():
     assert {path.name for path in (ROOT / "shared").iterdir() if any(path.glob("*.py"))} == FOLDERS.keys()
     assert {path.stem for path in (ROOT / "templates").glob("*.py")} == TEMPLATES.keys()
@@ -86,4 +69,4 @@ def test_a_folder_weighs_no_more(folder):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_and_its_imports_weigh_no_more(template):
     path = ROOT / "templates" / f"{template}.py"
-    assert sum(map(weight, {path, *imported(path)})) <= TEMPLATES[template]
+    assert sum(map(weight, closure([path])[0])) <= TEMPLATES[template]

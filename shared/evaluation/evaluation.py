@@ -49,8 +49,8 @@ class Evaluation:
     losses: np.ndarray
 
     def __init__(self, rows: np.ndarray, classes: tuple[str, ...], noun: str) -> None:
-        """See `gather_rows`; `rows` are of `of_batch`."""
-        self.rows, self.classes, self.noun = rows, classes, noun
+        """`rows` are what `gather_rows` gives, which each kind reads in its own way."""
+        self.classes, self.noun = classes, noun
 
     @staticmethod
     def of_batch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
