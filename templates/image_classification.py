@@ -83,7 +83,7 @@ from shared.evaluation.one_label import OneLabel
 from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
-from shared.images.processor import ToModel, for_config, image_processor
+from shared.images.processor import ToModel, image_processor, timm_settings
 from shared.models import classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
@@ -192,7 +192,7 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageDat
         run.logger.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
-        whole.config.update(evaluation.for_config() | for_config(processor, whole.config))
+        whole.config.update(evaluation.for_config() | timm_settings(processor, whole.config))
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/

@@ -93,7 +93,7 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     return processor
 
 
-def for_config(processor: Any, config: Any) -> dict[str, Any]:
+def timm_settings(processor: Any, config: Any) -> dict[str, Any]:
     """What final/config.json needs for the images that the model was trained on: timm's models read no other file."""
     if not getattr(config, "pretrained_cfg", None):
         return {}
