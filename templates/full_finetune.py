@@ -112,7 +112,7 @@ def main(config: Config) -> None:
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(config, tokenizer)
     trained, parameters = count_parameters(model)
-    flops = flops_per_token(model, held_out.meta["context"])
+    flops = flops_per_token(model, train.context)
 
     width = defaults.width(model)
     config = run.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
@@ -151,7 +151,7 @@ def main(config: Config) -> None:
     run.load_best_weights()
     dtype = dtype_of(config.model_name_or_path) if config.final_dtype == "auto" else DTYPES[config.final_dtype]
     title = f"{Path(config.model_name_or_path).name}, fine-tuned"
-    save_whole(run, model, tokenizer, title=title, about=data.about, end=data.held_out.meta["end"], dtype=dtype)
+    save_whole(run, model, tokenizer, title=title, about=data.about, end=data.held_out.end, dtype=dtype)
     before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",

@@ -79,7 +79,7 @@ def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Mo
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     model = adapters.add_adapters(base, config.adapter)
-    warn_of_untrained_tokens(model, tokenizer, held_out.ids[:100_000])
+    warn_of_untrained_tokens(model, tokenizer, held_out.some_ids())
     return model
 
 
@@ -100,7 +100,7 @@ def main(config: Config) -> None:
     model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
-    flops, carriers = flops_per_token(model, held_out.meta["context"]), targets.describe(model)
+    flops, carriers = flops_per_token(model, train.context), targets.describe(model)
     if config.speed.torch_compile:
         compile_blocks(model)
 
@@ -133,7 +133,7 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    save_adapter(run, model, tokenizer, initial, about=data.about, end=data.held_out.meta["end"])
+    save_adapter(run, model, tokenizer, initial, about=data.about, end=data.held_out.end)
     before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",
