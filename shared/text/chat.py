@@ -92,6 +92,7 @@ class ToSamples:
 
     demo = DEMO  # what is read if no data is named
     kind = "chat"  # the name in the cache
+    code = ("text/chat.py", "text/encoder.py", "text/forms.py", "text/special.py")  # that samples depend on
     recognise = staticmethod(recognise)  # (record, place) -> form
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SamplesConfig) -> None:
@@ -103,7 +104,7 @@ class ToSamples:
         tokenizer = self.encoder.tokenizer
         serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
         return {
-            "code": prepared.source_of("text"),
+            "code": prepared.source_of(*self.code),
             "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
             "template": str(tokenizer.chat_template),
             "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],

@@ -114,6 +114,7 @@ class ToPairs(chat.ToSamples):
 
     demo = DEMO
     kind = "preferences"
+    code = (*chat.ToSamples.code, "text/preferences.py")
     recognise = staticmethod(recognise)
 
     def samples(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> list[tuple[list[int], np.ndarray]]:
