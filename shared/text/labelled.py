@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +18,8 @@ from shared import demo
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.chunks import Joined, chunked, keep_all
-from shared.data.labels import balanced_weights, hold_out, in_order, label_of, rarest, warn_of_joined
-from shared.data.order import IGNORED, Batch, Row
+from shared.data.labels import LabelledData, Labels, problem_type_of, read_labels, warn_of_joined
+from shared.data.order import Batch, Row
 from shared.data.records import Source
 from shared.models.hub import from_hub
 from shared.process.collectives import on_main
@@ -65,12 +63,12 @@ class Texts:
     Args:
         folder: of the prepared data.
         index: [n], the numbers of the texts.
-        labels: [n], or [n, classes].
+        labels: of these texts.
         sources: texts of each source of a mixture, in this order.
     """
 
     def __init__(
-        self, folder: Path, index: np.ndarray, labels: np.ndarray, tokenizer: Any, sources: dict[str, int] | None = None
+        self, folder: Path, index: np.ndarray, labels: Labels, tokenizer: Any, sources: dict[str, int] | None = None
     ) -> None:
         self.folder, self.index, self.labels, self.tokenizer, self.sources = folder, index, labels, tokenizer, sources or {}
         self.arrays = _arrays(folder, json.loads((folder / "meta.json").read_text())["chunks"])
@@ -87,7 +85,7 @@ class Texts:
     def __getitem__(self, number: int) -> Row:
         part = self._part(number)
         tokens = {name: array[part].astype(np.int64) for name, array in self.arrays.items()}
-        return tokens | {"labels": np.array(self.labels[number])}
+        return tokens | {"labels": self.labels[number]}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
@@ -114,35 +112,6 @@ def _arrays(folder: Path, chunks: list[int]) -> dict[str, Joined]:
     return {name: Joined(folder / "texts", name, chunks) for name in names}
 
 
-@dataclass(frozen=True)
-class TextData:
-    """Training and validation texts of a config."""
-
-    train: Texts
-    validation: Texts
-    classes: tuple[str, ...]  # names, by class number; of a regression one
-    problem_type: str  # single_label, multi_label or regression
-    identity: str  # changes if the tokens or the labels change
-    about: str  # a description in one line
-
-    def class_weights(self, mix_weights: tuple[float, ...]) -> torch.Tensor:
-        """[classes] fp32: see `balanced_weights`."""
-        return torch.from_numpy(balanced_weights(self.train.labels, len(self.classes), self.train.sources, mix_weights))
-
-    def numbered_as(self, classes: tuple[str, ...]) -> TextData:
-        """The same texts with class numbers by the order of `classes`: the same names in another order."""
-        number = np.array([classes.index(name) for name in self.classes])
-        parts = []
-        for part in (self.train, self.validation):
-            labels = part.labels
-            if self.problem_type == "single_label":
-                labels = number[labels]
-            elif self.problem_type == "multi_label":
-                labels = labels[:, np.argsort(number)]
-            parts.append(Texts(part.folder, part.index, labels, part.tokenizer, part.sources))
-        return replace(self, train=parts[0], validation=parts[1], classes=classes)
-
-
 def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: int = 8) -> Batch:
     """Rows of `Texts` -> {"input_ids" and perhaps "token_type_ids": [batch, longest] int64; "labels"}.
 
@@ -165,7 +134,7 @@ def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: in
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
-def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> TextData:
+def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> LabelledData:
     """Read, check and tokenise the data once, and split them. Every rank calls this; the main one works.
 
     Raises:
@@ -194,13 +163,12 @@ def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> T
         cache_dir() / "labelled" / key, lambda into: _Building(config, tokenizer, into, how).build(trained, validation)
     )
     meta = json.loads((folder / "meta.json").read_text())
-    labels, parts = np.load(folder / "labels.npy"), [np.load(folder / f"{name}.npy") for name in ("train", "validation")]
-    if meta["problem_type"] == "multi_label":
-        labels = labels.astype(np.float32)
-    train, held_out = (Texts(folder, index, labels[index], tokenizer) for index in parts)
+    labels = Labels(meta["problem_type"], tuple(meta["classes"]), np.load(folder / "labels.npy"))
+    parts = [np.load(folder / f"{name}.npy") for name in ("train", "validation")]
+    train, held_out = (Texts(folder, index, labels.take(index), tokenizer) for index in parts)
     train.sources = meta["sources"]
     about = meta["about"] + records.not_used(meta["unused"])
-    return TextData(train, held_out, tuple(meta["classes"]), meta["problem_type"], meta["sha256"], about)
+    return LabelledData(train, held_out, meta["sha256"], about)
 
 
 Item = tuple[str, str, str | None]  # (place, text, second text)
@@ -256,50 +224,43 @@ class _Building:
         size = len(self.labels)
         if validation is not None:
             self._add(validation)
-        problem_type = self.config.problem_type or _problem_type(self.labels)
-        if problem_type == "regression":
-            classes, labels, groups = ["LABEL_0"], self._numbers(), np.zeros(size, np.int64)
+        problem_type = self.config.problem_type or problem_type_of(self.labels)
+        labels = read_labels(self.labels, problem_type, self.places.__getitem__, trained=size)
+        warn_of_joined(set(labels.classes), labels.problem_type)
+        percent = self.config.validation_split_percentage
+        if validation:
+            held_out = np.arange(len(labels)) >= size
+            how = f"of {validation.name}"
         else:
-            classes, labels = self._classes(problem_type, size)
-            groups = rarest(labels[:size]) if problem_type == "multi_label" else labels[:size]
-        held_out = np.arange(len(labels)) >= size
-        how = (
-            f"of {validation.name}" if validation else f"{self.config.validation_split_percentage:g}% of each class held out"
-        )
-        if validation is None:
-            held_out = hold_out(groups, self.config.validation_split_percentage)
-            how = how.replace(" of each class", "") if problem_type == "regression" else how
+            held_out = labels.hold_out(percent)
+            how = f"{percent:g}%{' of each class' * (labels.problem_type != 'regression')} held out"
         name = ", ".join(source.name for source in trained.values())
         index = [np.flatnonzero(~held_out), np.flatnonzero(held_out)]
-        if not all(map(len, index)):
-            raise ConfigError(f"{name}: no text to {'train' if held_out.all() else 'validate'} on")
-        counts = np.zeros(0, np.int64)
-        if problem_type == "single_label":
-            counts = np.bincount(labels[index[0]], minlength=len(classes))
-        elif problem_type == "multi_label":
-            counts = labels[index[0]].sum(axis=0, dtype=np.int64)
-        if not counts.all():
-            raise ConfigError(f"{name}: the class {classes[int(counts.argmin())]!r} has no text to train on")
+        trained_on = labels.take(index[0])
+        trained_on.require_trained(f"{self.places[0]} and after", "text")
+        if not held_out.any():
+            raise ConfigError(f"{name}: no text to validate on")
         lengths = np.concatenate(self.lengths)
         read = lengths[index[0]]
         index[1] = index[1][np.argsort(-lengths[index[1]], kind="stable")]  # batches of similar lengths
         self._save(labels, lengths, index)
         self._save_records([validation] if validation else [*trained.values()], size if validation else 0, index[1])
         of = np.searchsorted(np.cumsum([*sizes.values()]), index[0], side="right")
-        most = [f"{classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
+        counts = trained_on.counts()
+        most = [f"{labels.classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
         most += [f"{len(counts) - 10:,} more classes"] * (len(counts) > 10)
         by_class = f" ({', '.join(most)})" if most else ""
-        about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on{by_class}, "
+        about = f"{name}: {labels.problem_type}; {len(index[0]):,} texts to train on{by_class}, "
         about += f"{read.min()}-{read.max()} tokens (mean {read.mean():.0f}), {self.cut:,} of all cut to "
         about += f"{self.config.seq_length}; {len(index[1]):,} to validate on, {how}{read_as_text(self.special)}"
         meta: dict[str, Any] = {
-            "classes": classes,
-            "problem_type": problem_type,
+            "classes": labels.classes,
+            "problem_type": labels.problem_type,
             "about": about,
             "unused": sorted(self.unused),
         }
         meta |= {"chunks": [int(some.sum()) for some in self.lengths]}
-        meta |= {"sha256": self._digest(labels, index, classes, _arrays(self.folder, meta["chunks"]))}
+        meta |= {"sha256": self._digest(labels, index, _arrays(self.folder, meta["chunks"]))}
         meta |= {"sources": dict(zip(sizes, np.bincount(of, minlength=len(sizes)).tolist(), strict=True))}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
@@ -354,44 +315,9 @@ class _Building:
                 found[kind] = column
         return found
 
-    def _numbers(self) -> np.ndarray:
-        """The labels of a regression, [n] fp32."""
-        numbers = []
-        for where, label in zip(self.places, self.labels, strict=True):
-            number = _number(label)
-            if number is None or not math.isfinite(number) or number == IGNORED:
-                why = "which marks rows without a label: rescale the labels" if number == IGNORED else "expected a number"
-                raise ConfigError(f"{where}: the label is {label!r}, {why}")
-            numbers.append(number)
-        return np.array(numbers, np.float32)
-
-    def _classes(self, problem_type: str, size: int) -> tuple[list[str], np.ndarray]:
-        """(names of the classes; [n] int64 class numbers, or [n, classes] uint8). The first `size` texts are trained on."""
-        given = self.config.problem_type or (problem_type if problem_type == "multi_label" else None)
-        names: Any = [label_of(label, given, where) for where, label in zip(self.places, self.labels, strict=True)]
-        several = problem_type == "multi_label"
-        each = names if several else [(name,) for name in names]
-        classes = in_order({name for of_one in each[:size] for name in of_one})
-        if len(classes) < 2:
-            found = f"only one class, {classes[0]!r}" if classes else "no label"
-            raise ConfigError(f"{self.places[0]} and after: {found}")
-        warn_of_joined(set(classes), problem_type)
-        number_of = {name: number for number, name in enumerate(classes)}
-        for where, of_one in zip(self.places[size:], each[size:], strict=True):
-            for name in of_one:
-                if name not in number_of:
-                    some = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
-                    raise ConfigError(f"{where}: the label {name!r} is none of the training data ({some})")
-        if not several:
-            return classes, np.array([number_of[name] for name in names], np.int64)
-        hot = np.zeros((len(names), len(classes)), np.uint8)
-        for row, of_one in zip(hot, each, strict=True):
-            row[[number_of[name] for name in of_one]] = 1
-        return classes, hot
-
-    def _save(self, labels: np.ndarray, lengths: np.ndarray, index: list[np.ndarray]) -> None:
+    def _save(self, labels: Labels, lengths: np.ndarray, index: list[np.ndarray]) -> None:
         np.save(self.folder / "ends.npy", np.cumsum(lengths))
-        np.save(self.folder / "labels.npy", labels)
+        np.save(self.folder / "labels.npy", labels.values)
         for name, numbers in zip(("train", "validation"), index, strict=True):
             np.save(self.folder / f"{name}.npy", numbers)
 
@@ -406,31 +332,11 @@ class _Building:
                 number += 1
         (self.folder / "records.json").write_text(json.dumps(kept, default=str))
 
-    def _digest(self, labels: np.ndarray, index: list[np.ndarray], classes: list[str], arrays: dict[str, Joined]) -> str:
-        digest = hashlib.sha256(json.dumps(classes).encode())
-        for array in (labels, *index):
+    def _digest(self, labels: Labels, index: list[np.ndarray], arrays: dict[str, Joined]) -> str:
+        digest = hashlib.sha256(json.dumps(labels.classes).encode())
+        for array in (labels.values, *index):
             digest.update(array.tobytes())
         for part in (part for joined in arrays.values() for part in joined.parts(0, len(joined))):
             digest.update(part.data)
         digest.update((self.folder / "ends.npy").read_bytes())
         return digest.hexdigest()
-
-
-def _number(label: Any) -> float | None:
-    """A label as a number; None if it is none."""
-    if isinstance(label, bool) or not isinstance(label, int | float | str):
-        return None
-    try:
-        return float(label)
-    except ValueError:
-        return None
-
-
-def _problem_type(labels: list[Any]) -> str:
-    """What the labels look like."""
-    if any(isinstance(label, list) for label in labels):
-        return "multi_label"
-    numbers = [_number(label) for label in labels]
-    if None not in numbers and any(number != math.floor(number) for number in numbers if math.isfinite(number or 0)):  # type: ignore[operator, arg-type]
-        return "regression"
-    return "single_label"
