@@ -201,7 +201,7 @@ def main(config: Config) -> None:
     run = Run(config, "text_classification", unit="texts")
     if config.data.is_demo:
         config = run.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
-    data = labelled.prepare(config.data, labelled.load_tokenizer(config.model_name_or_path))
+    data = labelled.open_texts(config.data, labelled.load_tokenizer(config.model_name_or_path))
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
     if data.problem_type == "regression" and (config.label_smoothing or config.class_weights != "none"):

@@ -97,9 +97,8 @@ def rows_of(tokenizer, texts, tmp_path, name, others=None):
     files = write(tmp_path / f"{name}.jsonl", records)
     column = "other" if others else None
     config = LabelledTextConfig(train_file=files, validation_file=files, text_pair_column=column, seq_length=64)
-    data = labelled.prepare(config, tokenizer)
-    read = labelled.Texts(data.train.folder, np.arange(len(texts)), np.zeros(len(texts)), tokenizer)
-    return [read[n]["input_ids"].tolist() for n in range(len(texts))], data.about
+    data = labelled.open_texts(config, tokenizer)
+    return [data.train[n]["input_ids"].tolist() for n in range(len(texts))], data.about
 
 
 def test_texts_without_special_tokens_are_tokenised_as_ever(tokenizer, tmp_path):
