@@ -122,8 +122,12 @@ def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[lis
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
-    (name,), part = config.dataset_name, config.dataset_config_name
-    identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
+    (name,) = config.dataset_name
+    part = config.dataset_config_name
+
+    def identity() -> list[Any]:
+        return [part, split, *([name] if streaming else _hub_identity(name))]
+
     read = partial(load_hub, name, part, split, streaming=streaming)
     return Source(label(name), identity, read, read if streaming else None)
 
@@ -175,16 +179,16 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
             cursor.file, cursor.number, cursor.offset = index, 0, 0
         suffix = name_inside(path).suffix.lower()
         try:
-            if suffix in JSON_LINES:
-                yield from _read_jsonl(path, cursor)
-            elif suffix == ".json":
-                yield from _read_json(path, cursor)
-            elif suffix in (".csv", ".tsv"):
-                yield from _forward(read_table(path), path, cursor)
-            elif suffix == ".parquet":
+            if suffix == ".parquet":
                 yield from _read_parquet(path, cursor)
+            elif _is_json_lines(path):
+                if path == name_inside(path):
+                    yield from _read_jsonl(path, cursor)
+                else:
+                    yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
             else:
-                yield from _forward(_read_text(path), path, cursor)
+                read = READERS.get(suffix, _read_text)
+                yield from _forward(read(path), path, cursor)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}:{_line_of_bad_bytes(path)}: not UTF-8 text; save it as UTF-8") from error
         except OSError as error:
@@ -259,33 +263,28 @@ def _json_of(path: Path, text: str, line: int = 1) -> Any:
 
 
 def _read_jsonl(path: Path, cursor: Cursor) -> Records:
-    first, offset = cursor.number, cursor.offset
+    """Moves the cursor, and begins at it if the file is not compressed."""
     with DataFile(path) as file:
-        if first and file.stream is None:
-            file.file.seek(offset)
-        elif first:
-            note(_NO_INDEX.format(path, first))
-            offset = 0
-        lines = io.BufferedReader(file, 2**17)
-        for number, line in enumerate(lines, 1 if file.stream else first + 1):
-            file.record, file.line = 0, number + 1
-            cursor.number, cursor.offset = number - 1, offset
-            offset += len(line)
-            if number > first and line.strip():
+        file.file.seek(cursor.offset)
+        for number, line in enumerate(io.BufferedReader(file, 2**17), cursor.number + 1):
+            file.record = 0
+            file.line = number + 1
+            if line.strip():
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = _json_of(path, text.rstrip(), number)
                 if not isinstance(record, dict):
                     raise ConfigError(f"{path}:{number}: expected a JSON object, found {kind(record)}")
                 yield f"{path}:{number}", record
+            cursor.number = number
+            cursor.offset += len(line)
 
 
-def _read_json(path: Path, cursor: Cursor) -> Records:
-    with DataFile(path) as file:
-        first = next((line for line in file.text() if line.strip()), "")
-    if not first.lstrip().startswith("["):  # many people call JSON lines .json
-        yield from _read_jsonl(path, cursor)
-        return
-    yield from _forward(_read_list(path), path, cursor)
+def _is_json_lines(path: Path) -> bool:
+    suffix = name_inside(path).suffix.lower()
+    if suffix != ".json":
+        return suffix in JSON_LINES
+    with DataFile(path) as file:  # many people call JSON lines .json
+        return not next(filter(str.strip, file.text()), "").lstrip().startswith("[")
 
 
 def _read_list(path: Path) -> Records:
@@ -293,6 +292,9 @@ def _read_list(path: Path) -> Records:
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: record {number} is {kind(record)}, expected an object")
         yield f"{path}: record {number}", record
+
+
+READERS = {".json": _read_list, ".csv": read_table, ".tsv": read_table}  # any other file is one text
 
 
 def _read_parquet(path: Path, cursor: Cursor) -> Records:
