@@ -101,7 +101,13 @@ def check_url(url: str, *, flag: str) -> None:
         raise ConfigError(f"--{flag} {url}: {PACKED}")
 
 
-def find_files(paths: Sequence[str | Path], *, flag: str, quick: bool = False, tars: bool = False) -> list[Path]:
+def find_files(
+    paths: Sequence[str | Path],
+    *,
+    flag: str,
+    quick: bool = False,
+    tars: bool = False,
+) -> list[Path]:
     """The files that a flag names, sorted: files, folders (all below, hidden ones left out), globs.
 
     `quick`: of a folder, some files are enough. `tars`: tar files are no archives to be refused.

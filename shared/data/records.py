@@ -115,9 +115,11 @@ def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[lis
     not_trained = {file.resolve() for file in validation}
     files = [file for file in train if file.resolve() not in not_trained]
     if not files:
-        note("warning: --validation_file names all that is trained on: its loss says nothing about other data")
+        useless = "its loss says nothing about other data"
+        note(f"warning: --validation_file names all that is trained on: {useless}")
     elif left_out := len(train) - len(files):
-        note(f"--validation_file names {left_out} of the {len(train)} files of --train_file: left out")
+        of_all = f"{left_out} of the {len(train)} files of --train_file"
+        note(f"--validation_file names {of_all}: left out")
     return [files or train, validation]
 
 
@@ -294,7 +296,8 @@ def _read_list(path: Path) -> Records:
         yield f"{path}: record {number}", record
 
 
-READERS = {".json": _read_list, ".csv": read_table, ".tsv": read_table}  # any other file is one text
+# Of files that are read from their start. Any other file is one text.
+READERS = {".json": _read_list, ".csv": read_table, ".tsv": read_table}
 
 
 def _read_parquet(path: Path, cursor: Cursor) -> Records:
@@ -325,26 +328,30 @@ def _as_json_lines(
 ) -> dict[str, Any]:
     """A record with the values that JSON lines would hold.
 
-    `parse` turns text into JSON; None if that is done. Raises ConfigError for JSON that is not valid.
+    `parse` turns text into JSON; None if that is done.
+
+    Raises:
+        ConfigError: a text that is not valid JSON.
     """
     plain: dict[str, Any] = {}
     for name, value in record.items():
         try:
             plain[name] = _plain(value, types.get(name), parse)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: {name!r} holds what is not valid JSON ({first_line(error)})") from None
+            reason = f"{name!r} holds what is not valid JSON ({first_line(error)})"
+            raise ConfigError(f"{where}: {reason}") from None
     return plain
 
 
 def _plain(value: Any, arrow_type: Any, parse: Callable[[str], Any] | None) -> Any:
     """A value of an Arrow type (None: unknown) as JSON lines hold it.
 
-    JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs lose
-    their nulls: Arrow gives each the keys of all others. But null content of a message says that there is none.
+    JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs
+    lose their nulls, since Arrow gives each the keys of all others; null content of a message stays.
     """
     if getattr(arrow_type, "extension_name", "") == "arrow.json":
         return parse(value) if parse and value is not None else value
-    if isinstance(value, list) and value and not isinstance(value[0], int | float):  # these are long
+    if isinstance(value, list) and value and not isinstance(value[0], int | float):  # often long
         of_entries = getattr(arrow_type, "value_type", None)
         return [_plain(entry, of_entries, parse) for entry in value]
     if isinstance(value, dict):

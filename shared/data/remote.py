@@ -1,4 +1,4 @@
-"""Files on a server or in an object store: copied once into the cache, where readers find a path."""
+"""Files on a server or in an object store: copied once into the cache, where readers find them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of the cache, not of 
 BLOCK = 2**23  # bytes of one request to an object store
 # How hubs and stores say that the name or the rights are wrong. Any other error may pass.
 _REFUSED = re.compile(
-    r"(?i)denied|forbidden|not.?found|not.?exist|invalid|unauth|authenticat|authoriz|expired|offline"
-    r"|\b40[0134]\b"
+    r"(?i)denied|forbidden|not.?found|not.?exist|invalid|unauth|authenticat|authoriz|expired"
+    r"|offline|\b40[0134]\b"
 )
 
 
@@ -65,7 +65,8 @@ def fetched(url: str) -> Copy:
     """
     version = on_main(lambda: _retry(url, partial(_look, url)))
     if version.tag is None:
-        raise ConfigError(f"{url}: the server gives no ETag and no time, so a change could not be seen: download it")
+        unseen = "the server gives no ETag and no time, so a change could not be seen"
+        raise ConfigError(f"{url}: {unseen}: download it")
     signed = masked(url) != url  # each time anew
     address = masked(url.partition("?")[0] if signed else url)
     key = prepared.fingerprint(remote=[address, version.size, version.tag])
@@ -95,7 +96,8 @@ def _parts_on_hub(url: str) -> tuple[str, str | None, str]:
     """Name, revision and file of `hf://datasets/org/name@revision/path`."""
     found = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
     if not found:
-        raise ConfigError(f"{url}: expected hf://datasets/org/name/file or hf://datasets/org/name@revision/file")
+        forms = "hf://datasets/org/name/file or hf://datasets/org/name@revision/file"
+        raise ConfigError(f"{url}: expected {forms}")
     name, revision, file = found.groups()
     return name, revision and unquote(revision), file
 
@@ -106,7 +108,13 @@ def _download_from_hub(url: str, version: Version, into: Path) -> None:
     name, _, file = _parts_on_hub(url)
 
     def download() -> str:
-        return hf_hub_download(name, file, repo_type="dataset", revision=version.commit, local_dir=into.parent)
+        return hf_hub_download(
+            name,
+            file,
+            repo_type="dataset",
+            revision=version.commit,
+            local_dir=into.parent,
+        )
 
     os.replace(_retry(url, download), into)
 
@@ -124,11 +132,13 @@ def _download(url: str, version: Version, into: Path) -> None:
             """Append what is missing: all of it, or what follows the place where a try broke."""
             with _open(url, file.tell()) as (found, blocks):
                 if found != version:
-                    raise ConfigError(f"{url}: it was changed while this run read it: start a new run")
+                    changed = "it was changed while this run read it"
+                    raise ConfigError(f"{url}: {changed}: start a new run")
                 for block in blocks:
                     out.write(block)
             if file.tell() < version.size:
-                raise ConnectionError(f"the connection ended after {file.tell():,} of {version.size:,} bytes")
+                read = f"{file.tell():,} of {version.size:,} bytes"
+                raise ConnectionError(f"the connection ended after {read}")
 
         _retry(url, go_on)
 
@@ -165,7 +175,8 @@ def _open(url: str, place: int, last: str = "") -> Iterator[tuple[Version, Itera
         if not size.isdecimal():
             raise ConfigError(f"{url}: the server does not say how long the file is: download it")
         skip = 0 if response.status_code == 206 else place  # a server that always sends the whole
-        yield Version(int(size), given.get("ETag") or given.get("Last-Modified")), _body(response, skip)
+        version = Version(int(size), given.get("ETag") or given.get("Last-Modified"))
+        yield version, _body(response, skip)
 
 
 def _body(response: Any, skip: int) -> Iterator[bytes]:

@@ -78,8 +78,8 @@ def read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _choose(path: Path, _version: int) -> Form:
     """The form that reads most of the beginning of a file.
 
-    Its delimiter is that of its name, unless only the other one is in the header. Cells between tabs
-    are quoted, or else lines as they stand: GLUE's TSV files and most exports know no quotes.
+    Its delimiter is that of its name, unless only the other one is in the header. Cells between
+    tabs are quoted, or else lines as they stand: GLUE's TSV files and most exports know no quotes.
     """
     with DataFile(path) as file:
         header = file.text().readline(WINDOW)

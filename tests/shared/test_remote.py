@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoTokenizer
 
-from shared.data import prepared, remote
+from shared.data import prepared, remote, store
 from shared.data.records import Cursor, open_sources
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
@@ -30,7 +30,9 @@ from shared.text.stream import Stream
 from tests.conftest import ROOT, run, slow
 from tests.security.test_secrets import canary, files_with
 
+COMMIT = "c" * 40
 ON_HUB = "/datasets/org/name/resolve/main/"
+AT_COMMIT = f"/datasets/org/name/resolve/{COMMIT}/"
 ROWS = b"".join(b'{"text": "line %d"}\n' % number for number in range(20_000))
 
 
@@ -74,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
         server.requests.append((self.command, self.path, part))
         server.logins.append(self.headers.get("Authorization"))
         if path in server.redirects:
-            hub = {"X_Repo_Commit": "c" * 40, "X_Linked_ETag": '"linked"', "X_Linked_Size": len(ROWS)}
+            hub = {"X_Repo_Commit": COMMIT, "X_Linked_ETag": '"linked"', "X_Linked_Size": len(ROWS)}
             return self.answer(302, Location=server.redirects[path], **hub)
         if path in server.statuses or path not in server.files:
             return self.answer(server.statuses.get(path, 404))
@@ -82,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
         if server.tags:
             headers["ETag"] = f'"{hashlib.md5(content).hexdigest()}"'
             headers["Last-Modified"] = "Wed, 21 Oct 2026 07:28:00 GMT"
-            headers["X-Repo-Commit"] = "c" * 40
+            headers["X-Repo-Commit"] = COMMIT
         status, body = 200, content
         if part and server.ranges:
             first, last = part.removeprefix("bytes=").split("-")
@@ -145,7 +147,7 @@ def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, monk
     content = parquet(local) if "parquet" in name else pack.get(local.suffix, bytes)(plain)
     local.write_bytes(content)
     place = "/datasets/org/name/resolve/v1/sub/" if scheme == "hf" else "/bucket/sub/"
-    server.files[place + name] = server.files[place.replace("v1", "c" * 40) + name] = content
+    server.files[place + name] = server.files[AT_COMMIT + "sub/" + name] = content
     monkeypatch.setattr(remote, "BLOCK", 10_000)
     root = {"http": f"{server.root}/bucket/sub/", "s3": "s3://bucket/sub/", "hf": "hf://datasets/org/name@v1/sub/"}[scheme]
     found = list(source(root + name, streaming=streaming).read())
@@ -161,27 +163,23 @@ def test_it_is_fetched_again_only_when_it_has_changed(server, tiny_model, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     server.files["/b/a.jsonl"] = ROWS
 
-    def prepare(**options):
-        server.sent = 0
-        options |= {"train_file": (url,), "preprocessing_num_workers": 1}
-        return corpus.prepare(CorpusConfig(**options), tokenizer)
+    encode = corpus.EncodeDocuments(tokenizer, "text")
 
-    first = prepare()
+    def prepare(url):
+        server.sent = 0
+        config = CorpusConfig(train_file=(url,), preprocessing_num_workers=1)
+        return corpus.prepare_sources(config, encode)[0]
+
+    first = prepare(url)
     assert server.sent == len(ROWS)
-    assert prepare() == first and server.sent == 0
-    assert prepare(validation_split_percentage=9) == first and server.sent == 0
+    assert prepare(url).folder == first.folder and server.sent == 0
     server.files["/b/a.jsonl"] = ROWS.replace(b"line 7", b"line 8")  # as long
-    changed = prepare()
-    assert changed != first and server.sent == len(ROWS)
-    meta = json.loads((changed / "meta.json").read_text())
-    assert (
-        meta["source"] == url and meta["train"]["sha256"] != json.loads((first / "meta.json").read_text())["train"]["sha256"]
-    )
+    changed = prepare(url)
+    assert changed.folder != first.folder and server.sent == len(ROWS)
+    assert changed.source == url and changed.identity != first.identity
     local = tmp_path / "a.jsonl"
     local.write_bytes(server.files["/b/a.jsonl"])
-    plain = corpus.prepare(CorpusConfig(train_file=(str(local),), preprocessing_num_workers=1), tokenizer)
-    name = "train-00000-tokens.npy"
-    assert (plain / name).read_bytes() == (changed / name).read_bytes()
+    assert prepare(str(local)).identity == changed.identity
 
 
 def test_a_url_that_is_signed_anew_is_the_same_file(server):
@@ -210,7 +208,8 @@ def test_a_dropped_connection_is_taken_up_where_it_broke(server, ranges):
 
 @pytest.mark.parametrize(
     ("scheme", "name"),
-    [("http", "a.jsonl"), ("http", "a.parquet"), slow("s3", "a.jsonl")],  # pyarrow tries for 6 seconds itself
+    # In s3, pyarrow tries for 6 seconds itself.
+    [("http", "a.jsonl"), ("http", "a.parquet"), slow("s3", "a.jsonl")],
 )
 def test_a_network_that_fails_for_ever_is_one_line_and_exit_code_1(server, tmp_path, monkeypatch, name, scheme):
     if scheme == "s3":
@@ -247,10 +246,12 @@ def test_a_refusal_is_the_user_s_and_a_server_in_trouble_is_not(server, url, sta
     server.files["/b/a.jsonl"], server.statuses["/b/a.jsonl"] = ROWS, status
     if url == "hf":
         server.statuses[ON_HUB + "a.jsonl"] = status
-    url = {"http": server.root + "/b/", "s3": "s3://b/", "hf": "hf://datasets/org/name/"}[url] + "a.jsonl"
+    roots = {"http": f"{server.root}/b/", "s3": "s3://b/", "hf": "hf://datasets/org/name/"}
+    url = roots[url] + "a.jsonl"
     with pytest.raises((ConfigError, NotNow), match=what) as error:
         source(url)
-    assert error.value.exit_code == code and str(error.value).startswith(f"{url}: ") and "\n" not in str(error.value)
+    assert error.value.exit_code == code
+    assert str(error.value).startswith(f"{url}: ") and "\n" not in str(error.value)
 
 
 def test_nobody_listens(server):
@@ -263,8 +264,9 @@ def test_nobody_listens(server):
 def test_a_file_that_changes_while_it_is_read_is_not_mixed_with_the_new_one(server, tmp_path, ranges):
     server.files["/a.jsonl"], server.ranges = ROWS, ranges
     server.drops = [100_000] if ranges else [0, 100_000]
-    server.before_body = lambda: server.files.update({"/a.jsonl": ROWS.replace(b"line 9", b"line 8")})
-    with pytest.raises(ConfigError, match=r"a\.jsonl: it was changed while this run read it: start a new run"):
+    changed = {"/a.jsonl": ROWS.replace(b"line 9", b"line 8")}
+    server.before_body = lambda: server.files.update(changed)
+    with pytest.raises(ConfigError, match=r"a\.jsonl: it was changed while this run read it"):
         read(f"{server.root}/a.jsonl")
     assert not list((tmp_path / "cache").glob("remote/*"))
 
@@ -296,7 +298,7 @@ def test_the_login_of_the_hub_stays_with_its_host(server, monkeypatch):
     with Server() as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         other.files["/blob"] = server.files[ON_HUB + "a.jsonl"] = ROWS
-        server.redirects[ON_HUB.replace("main", "c" * 40) + "a.jsonl"] = f"{other.root}/blob"
+        server.redirects[AT_COMMIT + "a.jsonl"] = f"{other.root}/blob"
         assert len(read("hf://datasets/org/name/a.jsonl")) == 20_000
         assert set(server.logins) == {f"Bearer {token}"}
         assert set(other.logins) == {None}
@@ -304,12 +306,14 @@ def test_the_login_of_the_hub_stays_with_its_host(server, monkeypatch):
 
 
 def test_what_is_said_of_a_file_names_its_url(server, capsys):
-    server.files |= {"/a.csv": b"text\tlabel\na\t1\n", "/b.jsonl": b'{"text": "a"}\n{', "/c.txt": b"a\n\xff"}
+    server.files["/a.csv"] = b"text\tlabel\na\t1\n"
+    server.files |= {"/b.jsonl": b'{"text": "a"}\n{', "/c.txt": b"a\n\xff"}
     url = f"http://me:{canary(20)}@{server.root.partition('//')[2]}"
     shown = url.replace(url[7 : url.index("@")], "***")
     read(f"{url}/a.csv")
     assert capsys.readouterr().err == f"{shown}/a.csv: read with tabs between columns\n"
-    for name, message in {"b.jsonl": "b.jsonl:2: not valid JSON", "c.txt": "c.txt:2: not UTF-8 text"}.items():
+    messages = {"b.jsonl": "b.jsonl:2: not valid JSON", "c.txt": "c.txt:2: not UTF-8 text"}
+    for name, message in messages.items():
         with pytest.raises(ConfigError) as error:
             read(f"{url}/{name}")
         assert str(error.value).startswith(f"{shown}/{message}")
@@ -320,14 +324,12 @@ def test_what_is_said_of_a_file_names_its_url(server, capsys):
 
 @pytest.mark.parametrize("name", ["http", "hf"])
 def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_path, name):
-    server.files |= {"/a.jsonl": ROWS, ON_HUB + "a.jsonl": ROWS, ON_HUB.replace("main", "c" * 40) + "a.jsonl": ROWS}
+    server.files = {f"{place}a.jsonl": ROWS for place in ("/", ON_HUB, AT_COMMIT)}
     url = f"{server.root}/a.jsonl" if name == "http" else "hf://datasets/org/name/a.jsonl"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # EFBIG in place of ENOSPC
     try:
-        with pytest.raises(
-            ConfigError, match=r"prepared data cannot be written .*; set TEMPLATES_CACHE to a writable folder"
-        ):
+        with pytest.raises(ConfigError, match=r"prepared data cannot be written .* TEMPLATES_CACHE"):
             read(url)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -336,9 +338,7 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
 
 def test_a_download_that_is_killed_is_begun_anew_and_two_runs_give_one_copy(server, tmp_path):
     server.files["/a.jsonl"] = ROWS
-    code = (
-        "import sys; from shared.data import remote; remote.BLOCK = 1; print(len(remote.fetched(sys.argv[1]).read_bytes()))"
-    )
+    code = "import sys; from shared.data.remote import fetched; print(len(fetched(sys.argv[1]).read_bytes()))"
     command = [sys.executable, "-c", code, f"{server.root}/a.jsonl"]
     goes_on = threading.Event()
     reached = threading.Event()
@@ -404,14 +404,22 @@ def test_only_the_main_rank_fetches(server, tiny_model, chat_file, monkeypatch):
     """Another rank takes part in what is decided together and asks nothing itself."""
     server.files["/a.jsonl"] = chat_file.read_bytes()
     config = ChatConfig(train_file=(f"{server.root}/a.jsonl",), preprocessing_num_workers=1)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     decided = []
-    monkeypatch.setattr(remote, "on_main", lambda decide: decided.append(decide()) or decided[0])
-    folder = chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
+
+    def decide(function):
+        decided.append(function())
+        return decided[-1]
+
+    for module in (remote, store):
+        monkeypatch.setattr(module, "on_main", decide)
+    samples, _ = chat.open_samples(config, tokenizer)
     server.requests.clear()
-    monkeypatch.setattr(remote, "on_main", lambda _decide: decided[0])
-    monkeypatch.setattr(chat, "on_main", lambda _decide: folder.name)
+    for module, decision in zip((remote, store), decided, strict=True):
+        monkeypatch.setattr(module, "on_main", lambda _function, decision=decision: decision)
     monkeypatch.setattr(prepared, "is_main_rank", lambda: False)
-    assert chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model)) == folder
+    again, _ = chat.open_samples(config, tokenizer)
+    assert again.fingerprint == samples.fingerprint
     assert server.requests == []
 
 
