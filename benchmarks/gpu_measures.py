@@ -188,7 +188,7 @@ def language_loop(
 ) -> tuple[Loop, dict[str, Any]]:
     """(the loop of a language model, what is said of it); `fused` and not `masked` as the templates do: head and loss in
     one, and packed documents kept apart without a mask; `compiled` as the model's blocks are."""
-    from shared.models.attention import isolate_documents
+    from shared.models.isolation import isolate_documents
     from shared.models.loss import causal_lm_loss, fuse_head
 
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
@@ -563,17 +563,17 @@ def positions() -> dict[str, Any]:
 
 def packed_attention() -> dict[str, Any]:
     """Whether PyTorch's attention of variable lengths gives what a mask gives, for the heads of usual models."""
-    from shared.models import attention
+    from shared.models.isolation import MAX_ERROR, error_of, find_kernel
 
-    kernel = attention.find_kernel(device())
+    kernel = find_kernel(device())
     if kernel is None:
         raise Skipped(f"attention of variable lengths has no kernel on a {device().type.upper()}")
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in training
     heads = [(12, 12, 64), (32, 8, 64), (32, 8, 128), (16, 8, 256)]
     wrong = []
     for many, of_keys, size in heads:
-        error = attention.error_of(kernel, (many, of_keys, size, size, torch.bfloat16), device())
-        if not error <= attention.MAX_ERROR:
+        error = error_of(kernel, (many, of_keys, size, size, torch.bfloat16), device())
+        if not error <= MAX_ERROR:
             wrong.append(f"{many}, {of_keys}, {size}: off by {error:.2g}")
     return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 

@@ -69,7 +69,7 @@ from shared.evaluation.numbers import Numbers
 from shared.evaluation.one_label import OneLabel
 from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
 from shared.models import adapters, classifier
-from shared.models.attention import forward_texts
+from shared.models.attention import forward_rows
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_tokens_fit
 from shared.models.counts import count_parameters, measure
@@ -144,7 +144,7 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     `options` are `weight`, [classes], and `label_smoothing`.
     """
     labels = batch["labels"]
-    logits = forward_texts(model, batch).logits.float()
+    logits = forward_rows(model, batch).logits.float()
     if labels.ndim == 2:
         losses = binary_cross_entropy(logits, labels, **options)
     elif labels.is_floating_point():
@@ -160,7 +160,7 @@ def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData)
     batches = []
     for window in run.read(loader):
         (batch,) = window.micro_batches
-        batches.append(kind.of_batch(forward_texts(model, batch).logits, batch["labels"]))
+        batches.append(kind.of_batch(forward_rows(model, batch).logits, batch["labels"]))
     evaluation = kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
     return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
 

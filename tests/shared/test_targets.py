@@ -8,7 +8,7 @@ import transformers
 from peft import PeftModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from shared.models import attention
+from shared.models import isolation
 from shared.models.adapters import add_adapters
 from shared.models.loading import class_of, load_causal_lm, outer_parts
 from shared.models.loss import causal_lm_loss
@@ -107,12 +107,11 @@ def test_parameters_can_be_named(checkpoint):
 
 def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(checkpoint, monkeypatch):
     """Stand-ins for the kernels: each document by itself. Packed rows then give what the documents give alone."""
-    monkeypatch.setattr(attention, "_form", attention.Form())
     model = load_causal_lm(checkpoint("qwen3_5"), attn_implementation="auto").eval()
-    apart, why = attention.isolate_documents(model, CPU, 1000, 2)
+    apart, why = isolation.isolate_documents(model, CPU, 1000, 2)
     assert not apart and "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in why
     with pytest.raises(ConfigError, match="Qwen3_5ForConditionalGeneration lets documents of one row see each other"):
-        attention.isolate_documents(model, CPU, 1000, 2, required=True)
+        isolation.isolate_documents(model, CPU, 1000, 2, required=True)
 
     convolve, recur = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
@@ -134,8 +133,8 @@ def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(chec
 
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve_each)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recur_each)
-    assert attention.isolate_documents(model, CPU, 1000, 2) == (True, "documents kept apart by an attention mask")
-    assert attention._form.flat and attention._form.bounds
+    assert isolation.isolate_documents(model, CPU, 1000, 2) == (True, "documents kept apart by an attention mask")
+    assert model.row_form.flat and model.row_form.bounds
 
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(8, 1000, (length + 1,), generator=generator).numpy() for length in (70, 9, 30, 5)]
