@@ -19,13 +19,14 @@ from shared.models.loading import without_adapters
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
 # A window that is shorter than the row gets a mask instead: see `_is_causal_alone`.
-HARMLESS = {"is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
+HARMLESS = {"scaling", "is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
 HARMLESS |= {"max_length_q", "max_length_k", "output_attentions", "output_hidden_states"}
 HARMLESS |= {"use_cache", "cache_position", "return_dict"}
 # Names of attention dropout in model configs
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-# (query, key, value: [tokens, heads, head_dim] in 16 bits; cu_seqlens; a bound for document lengths; scale)
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, Any], torch.Tensor]
+# Called with query, key, value: [tokens, heads, head_dim] in 16 bits; cu_seqlens and a bound for document lengths, of
+# queries and of keys; scale
+Kernel = Callable[..., Any]
 
 
 class Rows(NamedTuple):
@@ -184,42 +185,39 @@ def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def attend(
     kernel: Kernel | None,
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
+    mask: torch.Tensor | None,
     scaling: float | None = None,
-    **named: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA, [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
 
     It takes a mask, or `cu_seqlens` for the kernel.
     """
     rows, _, length, _ = query.shape
-    if kernel is None or not takes_kernel(attention_mask, dropout, named):
-        if attention_mask is not None:
+    if kernel is None or mask is None or not takes_kernel(mask, **options):
+        if mask is not None:
             avoid_cudnn()
-            if attention_mask.ndim == 1:
-                attention_mask = mask_of(attention_mask, rows, length)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **named)
+            mask = mask_of(mask, rows, length) if mask.ndim == 1 else mask
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
     dtype = computed_in(query.device, value.dtype)
-    query, key, value = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
-    # The row length is an upper bound of the longest document.
-    # The exact length would cost a device sync and recompiles.
-    result = kernel(query, key, value, attention_mask, length, scaling)  # type: ignore[arg-type]
+    states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
+    # The row length is an upper bound of the longest document: the exact one would cost a device sync and recompiles.
+    result = kernel(*states, mask, mask, length, length, scale=scaling)
     return result.unflatten(0, (rows, length)), None
 
 
-def takes_kernel(attention_mask: torch.Tensor | None, dropout: float, named: dict[str, Any]) -> bool:
-    """Whether a call of attention has `cu_seqlens`, and nothing that the kernel does not support.
+def takes_kernel(mask: torch.Tensor | None, dropout: float = 0.0, **options: Any) -> bool:
+    """Whether a call of attention has `cu_seqlens` for a mask, and nothing that the kernel does not support.
 
-    A bias, a soft cap or sinks change the result.
+    Dropout, a bias, a soft cap or sinks change the result.
     """
-    if attention_mask is None or attention_mask.ndim != 1 or dropout:
+    if mask is None or mask.ndim != 1 or dropout:
         return False
-    return all(value is None or value is False or name in HARMLESS for name, value in named.items())
+    return all(value is None or value is False or name in HARMLESS for name, value in options.items())
 
 
 def mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:
@@ -230,26 +228,14 @@ def mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 
 
 def find_kernel(device: torch.device) -> Kernel | None:
-    """PyTorch's variable-length flash attention; None if the device has none."""
+    """PyTorch's variable-length flash attention, causal; None if the device has none."""
     if device.type != "cuda":
         return None
     from torch.nn.attention.varlen import varlen_attn  # this import takes seconds
 
-    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    attention: Any = partial(varlen_attn, enable_gqa=True) if has_flag else varlen_attn
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        longest: int,
-        scale: Any,
-    ) -> torch.Tensor:
-        bounds = (cu_seqlens, cu_seqlens, longest, longest)
-        return attention(query, key, value, *bounds, scale=scale, window_size=(-1, 0))
-
-    return kernel
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return partial(varlen_attn, window_size=(-1, 0), enable_gqa=True)
+    return partial(varlen_attn, window_size=(-1, 0))
 
 
 def use_kernel(kernel: Kernel | None) -> None:

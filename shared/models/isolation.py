@@ -3,12 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel, gather_object
 from torch import nn
-from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
 from shared.data.loader import cu_seqlens_of
@@ -120,7 +120,6 @@ class _Trial:
                     if is_out_of_memory(error):
                         raise
                     self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
-        del self.model.row_form
         if not self.hint and any(isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()):
             self.hint = ": its recurrent layers carry a state from one to the next"
         return False
@@ -139,7 +138,6 @@ class _Trial:
         """Why the model's blocks cannot use the kernel; "" if they do from now on."""
         form = self.model.row_form
         self.model.row_form = form._replace(by_kernel=True)
-        why = ""
         try:
             with _watched(kernel) as calls:
                 found, changed = self._logits(self.packed, self.changed)
@@ -147,16 +145,15 @@ class _Trial:
                 why = "every block needs one (window, bias, dropout)"
             elif not _see_the_same(found, changed) or _relative(found, self.masked) > 4 * MAX_ERROR:
                 why = "without one the model's logits differ"
+            else:
+                attention.use_kernel(kernel)
+                return ""
         except Exception as error:  # a model may raise anything if it gets `cu_seqlens` as the mask
             end_step(self.model)
-            self.model.row_form = form
             if is_out_of_memory(error):
                 raise
             why = first_line(error)
-        if why:
-            self.model.row_form = form
-        else:
-            attention.use_kernel(kernel)
+        self.model.row_form = form
         return why
 
     def _logits(self, *batches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -187,20 +184,11 @@ def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
     """(heads, whether it goes to the kernel) of each call of SDPA in this block."""
     calls: list[tuple[Heads, bool]] = []
 
-    def attend(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        **named: Any,
-    ) -> Any:
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         dtype = attention.computed_in(query.device, value.dtype)
         heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype)
-        more = {name: argument for name, argument in named.items() if name != "scaling"}
-        calls.append((heads, attention.takes_kernel(attention_mask, dropout, more)))
-        return attention.attend(kernel, module, query, key, value, attention_mask, dropout, **named)
+        calls.append((heads, attention.takes_kernel(mask, **options)))
+        return attention.attend(kernel, module, query, key, value, mask, **options)
 
     AttentionInterface.register("sdpa", attend)
     try:
@@ -213,25 +201,26 @@ def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
 def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
     """The largest relative error of the kernel's result and gradients, against attention with a mask in fp32."""
     rows, length = 2, 192
-    of_queries, of_keys, size, value_size, dtype = heads
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(rows, of_queries, length, size), (rows, of_keys, length, size), (rows, of_keys, length, value_size)]
-    shapes.append((rows, length, of_queries, value_size))
-    *states, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     cu_seqlens = torch.tensor([0, 60, 61, length, rows * length], dtype=torch.int32, device=device)
-    ours = [tensor.clone().requires_grad_() for tensor in states]
-    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in ours)
-    found = kernel(query, key, value, cu_seqlens, length, None).unflatten(0, (rows, length))
-    found.backward(gradient)
-    exact = [tensor.float().requires_grad_() for tensor in states]
-    query, key, value = (tensor.repeat_interleave(of_queries // tensor.shape[1], 1) for tensor in exact)
+    of_queries, of_keys, size, value_size, dtype = heads
+    module = SimpleNamespace(num_key_value_groups=of_queries // of_keys)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, *shape, generator=generator).to(device, dtype)
+
+    inputs = [random(of_queries, length, size), random(of_keys, length, size), random(of_keys, length, value_size)]
+    gradient = random(length, of_queries, value_size)
+
+    def results(kernel: Kernel | None, dtype: torch.dtype) -> list[torch.Tensor]:
+        states = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        query, key, value = states
+        output, _ = attention.attend(kernel, module, query, key, value, cu_seqlens)
+        return [output.detach(), *torch.autograd.grad(output, states, gradient.to(dtype))]
+
     with torch.autocast(device.type, enabled=False):
-        mask = attention.mask_of(cu_seqlens, rows, length)
-        expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
-        expected.backward(gradient.float())
-    gradients: list[tuple[Any, Any]] = [(one.grad, other.grad) for one, other in zip(ours, exact, strict=True)]
-    errors = [_relative(one, other) for one, other in [(found.detach(), expected.detach()), *gradients]]
-    return float(torch.tensor(errors).max())  # unlike max(), NaN if one is
+        pairs = zip(results(kernel, dtype), results(None, torch.float32), strict=True)
+    return float(torch.tensor([_relative(*pair) for pair in pairs]).max())  # unlike max(), NaN if one is
 
 
 def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:

@@ -300,7 +300,7 @@ def test_rows_of_a_batch_become_one_if_the_model_keeps_documents_apart_only_ther
 # Without a mask ------------------------------------------------------------------------------------------------------
 
 
-def each_alone(query, key, value, cu_seqlens, longest, scale):
+def each_alone(query, key, value, cu_seqlens, _cu_seqlens, longest, _longest, *, scale):
     """The kernel's stand-in on a CPU: attention of each document by itself, one after the other."""
     groups = query.shape[1] // key.shape[1]
     done = []
@@ -318,9 +318,9 @@ def kernel(monkeypatch):
     calls = []
 
     def install(function):
-        def counted(*arguments):
+        def counted(*arguments, scale):
             calls.append(arguments[0].shape)
-            return function(*arguments)
+            return function(*arguments, scale=scale)
 
         monkeypatch.setattr(isolation, "find_kernel", lambda device: counted)
         return calls
@@ -414,20 +414,21 @@ def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
     assert not calls and not subject.row_form.by_kernel
 
 
-def raises(*_arguments):
+def raises(*_arguments, scale):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nand more")
 
 
-def too_sharp(query, key, value, cu_seqlens, longest, scale):
-    return each_alone(query, key, value, cu_seqlens, longest, 2 * (scale or query.shape[-1] ** -0.5))
+def too_sharp(query, *others, scale):
+    return each_alone(query, *others, scale=2 * (scale or query.shape[-1] ** -0.5))
 
 
-def sees_everything(query, key, value, cu_seqlens, longest, scale):
-    return each_alone(query, key, value, cu_seqlens[[0, -1]], query.shape[0], scale)
+def sees_everything(query, key, value, cu_seqlens, *_others, scale):
+    ends = cu_seqlens[[0, -1]]
+    return each_alone(query, key, value, ends, ends, len(query), len(query), scale=scale)
 
 
-def forgets_gradients(query, key, value, cu_seqlens, longest, scale):
-    return each_alone(query, key, value.detach() + 0 * value, cu_seqlens, longest, scale)
+def forgets_gradients(query, key, value, *others, scale):
+    return each_alone(query, key, value.detach() + 0 * value, *others, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -449,9 +450,9 @@ def test_a_kernel_that_is_not_right_on_a_device_is_not_used(function, why, kerne
     assert torch.equal(causal_lm_loss(subject, batch), expected)
 
 
-def halved(query, key, value, cu_seqlens, longest, scale):
+def halved(query, key, value, cu_seqlens, _cu_seqlens, longest, _longest, *, scale):
     """Right for the sizes that it is tried with by itself."""
-    found = each_alone(query, key, value, cu_seqlens, longest, scale)
+    found = each_alone(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale)
     return found if longest > 100 else found / 2
 
 
@@ -489,14 +490,12 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
 
 
 def test_a_lack_of_memory_in_the_trial_is_not_taken_for_a_kernel_that_fails(kernel):
-    def out_of_memory(*_arguments):
+    def out_of_memory(*_arguments, scale):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     kernel(out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        subject = make("llama").to(torch.bfloat16)
-        isolation.isolate_documents(subject, CPU, VOCAB)
-    assert not subject.row_form.by_kernel
+        isolation.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
