@@ -189,7 +189,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -198,15 +198,16 @@ def attend(
     It takes a mask, or `cu_seqlens` for the kernel.
     """
     rows, _, length, _ = query.shape
-    if kernel is None or mask is None or not takes_kernel(mask, **options):
-        if mask is not None:
+    if kernel is None or attention_mask is None or not takes_kernel(attention_mask, **options):
+        if attention_mask is not None:
             avoid_cudnn()
-            mask = mask_of(mask, rows, length) if mask.ndim == 1 else mask
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+            if attention_mask.ndim == 1:
+                attention_mask = mask_of(attention_mask, rows, length)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     dtype = computed_in(query.device, value.dtype)
     states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
     # The row length is an upper bound of the longest document: the exact one would cost a device sync and recompiles.
-    result = kernel(*states, mask, mask, length, length, scale=scaling)
+    result = kernel(*states, attention_mask, attention_mask, length, length, scale=scaling)
     return result.unflatten(0, (rows, length)), None
 
 

@@ -184,11 +184,11 @@ def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
     """(heads, whether it goes to the kernel) of each call of SDPA in this block."""
     calls: list[tuple[Heads, bool]] = []
 
-    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         dtype = attention.computed_in(query.device, value.dtype)
         heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype)
-        calls.append((heads, attention.takes_kernel(mask, **options)))
-        return attention.attend(kernel, module, query, key, value, mask, **options)
+        calls.append((heads, attention.takes_kernel(attention_mask, **options)))
+        return attention.attend(kernel, module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register("sdpa", attend)
     try:
