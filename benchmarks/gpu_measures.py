@@ -403,7 +403,7 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
     from transformers import AutoModelForImageClassification, ResNetConfig, ViTConfig
 
     from shared.images.processor import ToModel, image_processor
-    from shared.models import classifier
+    from shared.models import image_classifier
     from shared.models.counts import measure
     from shared.models.hub import from_architecture
 
@@ -425,7 +425,7 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
         flops = measure(model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)})
     if compiled:
         model.compile()
-    classifier.training_mode(model)
+    image_classifier.training_mode(model)
     batch = {"pixel_values": torch.randint(0, 256, (rows, 3, size, size)).to(torch.uint8)}
     batch = {k: v.to(accelerator.device) for k, v in (batch | {"labels": torch.arange(rows) % classes}).items()}
 
