@@ -66,11 +66,11 @@ from shared.data import records
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order, Samples
-from shared.models import attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
 from shared.models.hub import from_hub
+from shared.models.isolation import isolate_documents
 from shared.models.loading import save_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
@@ -195,7 +195,7 @@ def main(config: Config) -> None:
     documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
     if config.data.isolate_documents:
         at_once = config.batch.micro_batch()[0]
-        _, documents = attention.isolate_documents(model, run.device, len(data.tokenizer), at_once, required=True)
+        _, documents = isolate_documents(model, run.device, len(data.tokenizer), at_once, required=True)
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)

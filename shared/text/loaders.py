@@ -11,7 +11,7 @@ from torch import nn
 from shared.config.options import BatchConfig
 from shared.data.loader import Loader
 from shared.data.order import EvenSubset, Order
-from shared.models.attention import isolate_documents
+from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
