@@ -119,13 +119,22 @@ def build_loaders(run: Run, data: LabelledData, processor: Any, model: nn.Module
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
     size, drop_last = batch.global_batch_size, has_batch_norm(model)
     order = training_order(data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last)
-    share = sharding.share(run.accelerator) | {"num_workers": batch.dataloader_num_workers}
-    eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share["world_size"], 0, shuffle=False)
+    share = sharding.share(run.accelerator)
+    workers = batch.dataloader_num_workers
+    eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False)
     train_rows, eval_rows = training_rows(data.train, config.recipe, processor), partial(eval_row, processor=processor)
     rows, eval_size = batch.micro_batch()[0], batch.per_device_eval_batch_size
     return (
-        Loader(data.train, default_collate, order, per_device=rows, transform=train_rows, **share),
-        Loader(data.validation, default_collate, eval_order, per_device=eval_size, transform=eval_rows, **share),
+        Loader(data.train, default_collate, order, share, per_device=rows, num_workers=workers, transform=train_rows),
+        Loader(
+            data.validation,
+            default_collate,
+            eval_order,
+            share,
+            per_device=eval_size,
+            num_workers=workers,
+            transform=eval_rows,
+        ),
     )
 
 

@@ -102,7 +102,6 @@ def build_datasets(run: Run) -> Data:
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     share = sharding.share(run.accelerator)
-    reading = share | {"per_device": batch.micro_batch()[0]}
     collate = collate_packed if options.isolate_documents else corpus.collate
     held_out: Samples
     train: Loader | Stream
@@ -110,11 +109,7 @@ def build_datasets(run: Run) -> Data:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
         source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
-        splitting = {"column": options.text_column, "validation_percent": options.validation_split_percentage}
-        size = batch.global_batch_size
-        shuffling = {"shuffle_window": options.shuffle_window, "seed": batch.seed}
-        shuffling["processes"] = options.preprocessing_num_workers
-        train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **shuffling, **splitting, **reading)
+        train = Stream(source, tokenizer, config.seq_length, options, batch, share)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
         about += records.not_used(train.notes.named("unused "))
@@ -127,12 +122,15 @@ def build_datasets(run: Run) -> Data:
                 f"of {batch.global_batch_size}: choose a smaller one"
             )
         order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
-        train = Loader(text.train, collate, order, num_workers=batch.dataloader_num_workers, **reading)
+        rows_at_once = batch.micro_batch()[0]
+        workers = batch.dataloader_num_workers
+        train = Loader(text.train, collate, order, share, per_device=rows_at_once, num_workers=workers)
         held_out, tokenizer, about = text.validation, text.tokenizer, text.about
         fingerprint, bytes_per_token = text.fingerprint, text.bytes_per_token
-    chosen, rows_at_once = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
-    eval_order = Order(len(chosen), rows_at_once * share["world_size"], 0, shuffle=False)
-    validation = Loader(chosen, collate, eval_order, per_device=rows_at_once, **share)
+    chosen = EvenSubset(held_out, options.eval_samples)
+    eval_size = batch.per_device_eval_batch_size
+    eval_order = Order(len(chosen), eval_size * share.world_size, 0, shuffle=False)
+    validation = Loader(chosen, collate, eval_order, share, per_device=eval_size)
     return Data(train, validation, tokenizer, about, fingerprint, bytes_per_token)
 
 

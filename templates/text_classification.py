@@ -129,13 +129,14 @@ def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
         raise ConfigError(f"{len(data.train)} training texts are fewer than one --global_batch_size: choose a smaller one")
     weights = run.config.data.mix_weights
     order = rows_order(data.train, batch.global_batch_size, batch.seed, weights, packed=False)
-    share, eval_size = sharding.share(run.accelerator), batch.per_device_eval_batch_size
-    eval_order = Order(len(data.validation), eval_size * share["world_size"], 0, shuffle=False)
+    share = sharding.share(run.accelerator)
+    eval_size = batch.per_device_eval_batch_size
+    eval_order = Order(len(data.validation), eval_size * share.world_size, 0, shuffle=False)
     collate = partial(labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=run.config.data.seq_length)
     rows, workers = batch.micro_batch()[0], batch.dataloader_num_workers
     return (
-        Loader(data.train, collate, order, per_device=rows, num_workers=workers, **share),
-        Loader(data.validation, collate, eval_order, per_device=eval_size, **share),
+        Loader(data.train, collate, order, share, per_device=rows, num_workers=workers),
+        Loader(data.validation, collate, eval_order, share, per_device=eval_size),
         collate([data.train[int(np.argsort(data.train.lengths)[len(data.train) // 2])]]),
     )
 

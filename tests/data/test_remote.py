@@ -20,7 +20,9 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoTokenizer
 
+from shared.config.options import BatchConfig
 from shared.data import prepared, remote, store
+from shared.data.loader import Share
 from shared.data.records import Cursor, open_sources
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError, NotNow
@@ -428,10 +430,9 @@ def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, t
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     def windows(url):
-        options = {"column": "text", "global_batch_size": 4, "per_device": 4, "validation_percent": 5}
-        stream = Stream(
-            source(url, streaming=True), tokenizer, 16, rank=0, world_size=1, device=torch.device("cpu"), **options
-        )
+        batch = BatchConfig(global_batch_size=4, per_device_train_batch_size=4)
+        share = Share(0, 1, torch.device("cpu"))
+        stream = Stream(source(url, streaming=True), tokenizer, 16, CorpusConfig(), batch, share)
         return [window.micro_batches[0]["input_ids"].tolist() for window in stream.windows(0, 90)]
 
     assert windows("s3://b/text.jsonl") == windows(f"{server.root}/b/text.jsonl") == windows(str(text_file))

@@ -16,6 +16,8 @@ from transformers import (
     pipeline,
 )
 
+from shared.config.options import BatchConfig
+from shared.data.loader import Share
 from shared.data.records import Source
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
@@ -143,19 +145,9 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
     documents, _ = tokens_of(tokenizer, texts, tmp_path, "documents")
     source = Source("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
     for processes in (1, 2):
-        stream = Stream(
-            source,
-            tokenizer,
-            8,
-            column="text",
-            validation_percent=0.0,
-            global_batch_size=2,
-            per_device=2,
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            processes=processes,
-        )
+        options = CorpusConfig(validation_split_percentage=1e-9, preprocessing_num_workers=processes)
+        batch = BatchConfig(global_batch_size=2, per_device_train_batch_size=2)
+        stream = Stream(source, tokenizer, 8, options, batch, Share(0, 1, torch.device("cpu")))
         found = np.concatenate([row[:-1] for row in islice(stream.sequences(validation=False), 20)])
         assert found.tolist() == [i for ids in documents for i in ids][: len(found)]
         assert len(found) == 160
