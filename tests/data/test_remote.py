@@ -470,6 +470,20 @@ def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, c
     assert files_with("X-Amz-Signature=***", tmp_path / "run" / "wandb")
 
 
+@pytest.mark.slow
+def test_two_processes_stream_one_copy(server, text_file, tiny_model, tmp_path):
+    server.files["/text.jsonl"] = text_file.read_bytes()
+    flags = ("--model_name_or_path", tiny_model, "--tokenizer_name", tiny_model, "--streaming")
+    flags += ("--max_steps", 3, "--global_batch_size", 4, "--per_device_train_batch_size", 2)
+    flags += ("--seq_length", 32, "--eval_samples", 2)
+    expected = run("pretrain", tmp_path / "local", "--train_file", text_file, *flags)
+    url = f"{server.root}/text.jsonl"
+    cache = {"TEMPLATES_CACHE": str(tmp_path / "cache")}
+    result = run("pretrain", tmp_path / "run", "--train_file", url, *flags, processes=2, env=cache)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert [part for _, _, part in server.requests] == ["bytes=0-0", "bytes=0-"]
+
+
 def test_the_library_s_log_does_not_tell_a_signature(server, caplog):
     server.files["/a.jsonl"] = ROWS
     secret = canary(40)
