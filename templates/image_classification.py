@@ -75,6 +75,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 from transformers import AutoConfig, ResNetConfig
 
+from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order
@@ -110,7 +111,7 @@ def with_defaults(config: Config) -> Config:
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
 
-def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Module) -> tuple[Loader, Loader]:
+def build_loaders(run: Run, data: LabelledData, processor: Any, model: nn.Module) -> tuple[Loader, Loader]:
     """(training, validation) micro-batches of uint8 images [rows, 3, size, size]."""
     config, batch = run.config, run.config.batch
     if len(data.train) < batch.global_batch_size:
@@ -186,7 +187,7 @@ def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, class
     return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
 
 
-def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageData, evaluation: Evaluation) -> None:
+def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, evaluation: Evaluation) -> None:
     """Write final/ (model, processor, card) and the pictures of the evaluation. Every rank calls this."""
     weights = gather_weights(run.accelerator, model)
     if not run.is_main:
@@ -228,7 +229,9 @@ def main(config: Config) -> None:
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     image_classifier.training_mode(model)
-    weights = data.class_weights().to(run.device) if config.recipe.class_weights == "balanced" else None
+    weights = None
+    if config.recipe.class_weights == "balanced":
+        weights = data.class_weights(config.data.mix_weights).to(run.device)
     options: dict[str, Any] = {"weight": weights, "label_smoothing": config.recipe.label_smoothing}
     loss_of: Any = partial(image_loss, model, to_model=to_model, num_classes=len(classes), **options)
     steps = config.batch.total_steps(train.steps_per_epoch)

@@ -117,7 +117,7 @@ def build_datasets(run: Run) -> Data:
         train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **shuffling, **splitting, **reading)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
-        about += records.not_used(train.unused)
+        about += records.not_used(train.notes.named("unused "))
         fingerprint, bytes_per_token = train.identity(), None
     else:
         text = corpus.open_corpus(options, tokenizer, config.seq_length, isolate=options.isolate_documents)

@@ -62,6 +62,7 @@ from accelerate import DistributedType
 from torch import nn
 from torch.nn import functional as F
 
+from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch, Order
 from shared.evaluation.evaluation import SHOWN, Evaluation
@@ -94,7 +95,7 @@ PROBLEMS: dict[str, tuple[str, type[Evaluation]]] = {
 }
 
 
-def load_model(config: Config, data: labelled.TextData) -> tuple[Any, tuple[str, ...]]:
+def load_model(config: Config, data: LabelledData) -> tuple[Any, tuple[str, ...]]:
     """(the model with fp32 weights, without adapters; the classes in the order of its scores)."""
     problem_type, _ = PROBLEMS[data.problem_type]
     options = attention_option(config.speed.attn_implementation)
@@ -102,7 +103,7 @@ def load_model(config: Config, data: labelled.TextData) -> tuple[Any, tuple[str,
     return load_text_classifier(config.model_name_or_path, data.classes, problem_type, padding, **options)
 
 
-def prepare_model(run: Run, model: Any, data: labelled.TextData, sample: Batch) -> tuple[nn.Module, float]:
+def prepare_model(run: Run, model: Any, data: LabelledData, sample: Batch) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for a text such as the `sample`)."""
     config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
     require_tokens_fit(model, data.train.tokenizer, config.data.seq_length)
@@ -121,7 +122,7 @@ def prepare_model(run: Run, model: Any, data: labelled.TextData, sample: Batch) 
     return model.train(), flops
 
 
-def build_loaders(run: Run, data: labelled.TextData) -> tuple[Loader, Loader, Batch]:
+def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
     """(training and validation micro-batches of texts of similar lengths, a batch of one usual text)."""
     batch, tokenizer = run.config.batch, data.train.tokenizer
     if len(data.train) < batch.global_batch_size:
@@ -156,7 +157,7 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     return (losses * (labels != IGNORED)).sum()
 
 
-def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Evaluation:
+def predict(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> Evaluation:
     """What the model says of the validation texts, each counted once on any world size."""
     _, kind = PROBLEMS[data.problem_type]
     batches = []
@@ -167,13 +168,13 @@ def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData)
     return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
 
 
-def evaluate(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> None:
+def evaluate(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> None:
     """Log loss and scores of the validation texts."""
     with run.evaluating(model):
         run.log_evaluation(predict(run, model, loader, data).summary())
 
 
-def save_final(run: Run, model: nn.Module, data: labelled.TextData, evaluation: Evaluation) -> None:
+def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evaluation) -> None:
     """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found. Every rank calls this."""
     config, tokenizer = run.config, data.train.tokenizer
     weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
@@ -202,7 +203,7 @@ def main(config: Config) -> None:
     run = Run(config, "text_classification", unit="texts")
     if config.data.is_demo:
         config = run.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
-    data = labelled.prepare(config.data, labelled.load_tokenizer(config.model_name_or_path))
+    data = labelled.open_texts(config.data, labelled.load_tokenizer(config.model_name_or_path))
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
     if data.problem_type == "regression" and (config.label_smoothing or config.class_weights != "none"):

@@ -88,5 +88,5 @@ def build_loaders(
     eval_order = Order(len(chosen), size * share["world_size"], 0, shuffle=False)
     padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
     validation = Loader(chosen, padded, eval_order, per_device=size, **share)
-    fingerprint = held_out.meta["sha256"] + (", packed" if packed else "")
+    fingerprint = f"{train.fingerprint}, {held_out.fingerprint}" + ", packed" * packed
     return ChatData(loader, validation, held_out, about, fingerprint)

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from shared.data import prepared
-from shared.data.chunks import chunked
 from shared.data.loader import ToDevice, Window, parallel_map
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
+from shared.data.store import Notes, batches
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
-from shared.text.corpus import Piece, Tokenise, content, pieces, serialise
+from shared.text.corpus import Piece, Tokenise, pieces, serialise, size_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +85,7 @@ class Stream:
         self._machine = None  # its ranks; of their own, since replicas that train apart send other things meanwhile
         if of_machine > 1 and dist.is_initialized() and dist.get_world_size() % of_machine == 0:
             self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
-        self.unused: set[str] = set()  # columns of the records read so far
+        self.notes = Notes()  # of the records that were read so far
         self.place: dict[str, Any] | None = None
         self.held_out_before: int | None = None
 
@@ -151,21 +151,21 @@ class Stream:
                 yield each
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
-        """Pieces from a mark on, as `chunked` gives them, and a mark if a record begins a document there."""
+        """Batches of pieces from a mark on, and a mark if a record begins a document there."""
         source, cursor = self.source, Cursor(mark.file, mark.number, mark.offset, mark.state)
         if (read_from := source.read_from) is not None:
             source = replace(source, read=lambda: read_from(cursor))
         begins: list[Mark | None] = []
 
         def noted() -> Iterator[Piece]:
-            for piece in pieces(source, self.column, self.unused, mark.document):
-                _, document, is_first, _ = piece
+            for piece in pieces(source, self.column, self.notes, mark.document):
+                _, document, is_first, _, _ = piece
                 can_begin = is_first and read_from is not None
                 place = Mark(cursor.file, cursor.number, cursor.offset, document, state=cursor.state)
                 begins.append(place if can_begin else None)
                 yield piece
 
-        for chunk in chunked(noted(), content):
+        for chunk in batches(noted(), size_of):
             yield begins[0], chunk
             begins.clear()
 

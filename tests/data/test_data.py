@@ -521,7 +521,7 @@ def test_a_program_that_caught_an_error_of_a_reading_process_can_end():
 SIGNALLED = """
 import os, signal
 from torch.utils.data._utils import signal_handling
-from tests.shared.test_data import loader, plain
+from tests.data.test_data import loader, plain
 
 def start_and_be_signalled(original=signal_handling._set_worker_signal_handlers):
     original()  # PyTorch's handler, which ends a reading process
