@@ -26,7 +26,6 @@ class Targets:
 
     target_modules: list[str]  # full names, which PEFT shortens
     target_parameters: list[str]
-    exclude_modules: str | None
     left_out: list[str]  # what carries none although it was to, with the reason
 
 
@@ -41,15 +40,14 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     """
     modules = {name: module for name, module in base.named_modules() if name}
     parameters = dict(base.named_parameters())
+    inside = {name: module for name, module in modules.items() if not _is_in(name, outer_parts(base))}
     _require_names("modules_to_save", adapter.modules_to_save, [*modules])
     if adapter.lora_target_modules != ("all-linear",):
         _require_names("lora_target_modules", adapter.lora_target_modules, [*modules, *parameters])
-        named = [name for name in adapter.lora_target_modules if _matches(modules, [name])]
-        rest = [name for name in adapter.lora_target_modules if name not in named]
-        towers = "|".join(rf"{re.escape(name)}(\..*)?" for name in outer_parts(base))
-        return Targets(named, rest, towers or None, [])
+        rest = [name for name in adapter.lora_target_modules if not _matches(modules, [name])]
+        return Targets(_matches(inside, adapter.lora_target_modules), rest, [])
     whole = _matches(modules, adapter.modules_to_save)  # trained whole, so without adapters
-    inside = {name: module for name, module in modules.items() if not _is_in(name, [*outer_parts(base), *whole])}
+    inside = {name: module for name, module in inside.items() if not _is_in(name, whole)}
     linear = {name: _why_not(name, module, base, adapter) for name, module in inside.items() if _is_linear(module, base)}
     chosen = [name for name, reason in linear.items() if not reason]
     # PEFT takes some names for fused experts'. By their parameters these layers can be named all the same.
@@ -68,7 +66,6 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     return Targets(
         target_modules=[name for name in as_module if not reasons[name]],
         target_parameters=_shortest(targets, [name for name in parameters if name not in targets]),
-        exclude_modules=None,
         left_out=[f"{', '.join(_shortest(names, []))} ({reason})" for reason, names in left_out.items()],
     )
 
