@@ -17,7 +17,7 @@ from tools.new import closure
 FOLDERS = {
     "commands": 5_800,
     "config": 4_300,
-    "data": 18_500,  # labels of texts and images, before in text and images
+    "data": 19_400,  # labels and the store of prepared data, before in text and images
     "demo": 1_000,
     "evaluation": 4_500,
     "images": 11_400,
