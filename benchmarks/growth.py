@@ -9,9 +9,8 @@ starting, drawing a step and resuming at any step cost the same whatever has bee
 number of samples by up to a small factor that does not grow: a permutation of the next power of four is walked until
 it lands inside, which takes between one and four tries in the mean.)
 
-- tokenising text: `corpus.prepare` of documents of 20 words, one process, and two, beside `datasets.map` with two;
-  tokenising conversations: `chat.prepare` of 20 words each.
-- tokenising text of a file that was touched: `corpus.prepare`, which finds all of it by its content.
+- tokenising text: `corpus.prepare_sources` of documents of 20 words, one process, and two, beside `datasets.map` with
+  two; tokenising conversations: `chat.open_samples` of 20 words each.
 - finding the answers of one conversation of n turns.
 - packing: `packing.Packed` of log-normal lengths into rows of 512, the first time, and from its files.
 - opening prepared conversations: `chat.Conversations`, the files mapped, the tables read; 8 tokens a sample.
@@ -82,10 +81,10 @@ def sentences(file: Path, count: int, record: Callable[[str], Any]) -> None:
     texts = [" ".join(rng.choice(words, 20)) for _ in range(1000)]
     with file.open("w") as lines:
         for number in range(count):
-            lines.write(json.dumps(record(f"{texts[number % 1000]} {number}")) + "\n")  # none twice: chunks are kept
+            lines.write(json.dumps(record(f"{texts[number % 1000]} {number}")) + "\n")
 
 
-def tokenise_text(options: argparse.Namespace, processes: int = 1, touched: bool = False) -> Callable[[], Any]:
+def tokenise_text(options: argparse.Namespace, processes: int = 1) -> Callable[[], Any]:
     from transformers import AutoTokenizer
 
     from shared.text import corpus
@@ -95,10 +94,7 @@ def tokenise_text(options: argparse.Namespace, processes: int = 1, touched: bool
     sentences(file, options.size, lambda text: {"text": text})
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     config = CorpusConfig(train_file=(str(file),), preprocessing_num_workers=processes)
-    if touched:
-        corpus.prepare(config, tokenizer)
-        file.touch()
-    return lambda: corpus.prepare(config, tokenizer)
+    return lambda: corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
 
 
 def tokenise_by_datasets(options: argparse.Namespace) -> Callable[[], Any]:
@@ -142,7 +138,7 @@ def tokenise_chats(options: argparse.Namespace) -> Callable[[], Any]:
     file = Path(options.folder, "chats.jsonl")
     sentences(file, options.size, lambda text: {"prompt": text[:40], "completion": text[40:]})
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
-    return lambda: chat.prepare(ChatConfig(train_file=(str(file),)), tokenizer)
+    return lambda: chat.open_samples(ChatConfig(train_file=(str(file),)), tokenizer)
 
 
 def lengths_of(count: int) -> np.ndarray:
@@ -159,21 +155,28 @@ def pack(options: argparse.Namespace, *, again: bool = False) -> Callable[[], An
 
 
 def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
+    from shared.data.store import Store
     from shared.text.chat import Conversations
 
     folder = Path(options.folder)
-    (folder / "meta.json").write_text(json.dumps({"chunks": {"all": [8 * options.size]}}))
-    for name, kind in (("ids", np.int32), ("learned", np.bool_)):  # empty files, which take no room on most disks
-        np.lib.format.open_memmap(folder / f"all-00000-{name}.npy", "w+", kind, (8 * options.size,))
-    np.save(folder / "train-spans.npy", 8 * np.arange(options.size)[:, None] + np.array([0, 8]))
-    np.save(folder / "train-targets.npy", np.full(options.size, 7))
-    return lambda: Conversations(folder, "train")
+    arrays: dict[str, list[Any]] = {"ids": ["int32", []], "learned": ["bool", []], "ends": ["int64", []]}
+    arrays["targets"] = ["int32", []]
+    state = {"source": "data", "counts": {}, "first": {}, "arrays": arrays}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "checksums.json").write_text(json.dumps({f"{name}.bin": [] for name in arrays}))
+    for name, size in (("ids", 4 * 8), ("learned", 8)):  # empty files, which take no room on most disks
+        with (folder / f"{name}.bin").open("wb") as file:
+            file.truncate(size * options.size)
+    (8 + 8 * np.arange(options.size)).tofile(folder / "ends.bin")
+    np.full(options.size, 7, np.int32).tofile(folder / "targets.bin")
+    chosen = [np.arange(options.size)]
+    return lambda: Conversations({"": Store(folder)}, chosen, end=None, own_template=True, validated=[""]).lengths
 
 
 def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:
     import torch
 
-    from shared.data.loader import Loader
+    from shared.data.loader import Loader, Share
     from shared.data.order import Order
 
     def collate(rows: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -182,9 +185,10 @@ def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:
     def first_window(ahead: int = 0) -> list[int]:
         """The samples of `step`, of a run that began so many steps before it."""
         ahead = min(ahead, step)
-        share: Row = {"rank": 0, "world_size": 1, "device": torch.device("cpu")}
+        share = Share(0, 1, torch.device("cpu"))
         order = Order(options.size, BATCH, 0)
-        windows = Loader(Computed(options.size), collate, order, per_device=BATCH, **share).windows(step - ahead, step + 1)
+        loader = Loader(Computed(options.size), collate, order, share, per_device=BATCH)
+        windows = loader.windows(step - ahead, step + 1)
         return next(islice(windows, ahead, None)).indices.ravel().tolist()
 
     return first_window
@@ -235,12 +239,12 @@ def accumulate(options: argparse.Namespace) -> Callable[[], Any]:
     import torch
     from torch.utils.data import default_collate
 
-    from shared.data.loader import Loader
+    from shared.data.loader import Loader, Share
     from shared.data.order import Order
 
-    share: Row = {"rank": 0, "world_size": 1, "device": torch.device("cpu"), "num_workers": 2}
-    rows, size = 4, 4 * options.size
-    loader = Loader(Slow(10**6), default_collate, Order(10**6, size, 0), per_device=rows, **share)
+    share = Share(0, 1, torch.device("cpu"))
+    order = Order(10**6, 4 * options.size, 0)
+    loader = Loader(Slow(10**6), default_collate, order, share, per_device=4, num_workers=2)
 
     def train() -> None:
         for window in loader.windows(0, MICRO_BATCHES // options.size):
@@ -338,7 +342,6 @@ WORK: dict[str, Callable[[argparse.Namespace], Callable[[], Any]]] = {
     "tokenising text": tokenise_text,
     "tokenising text, two processes": partial(tokenise_text, processes=2),
     "tokenising text, two processes of datasets.map": tokenise_by_datasets,
-    "tokenising text of a touched file": partial(tokenise_text, touched=True),
     "tokenising conversations": tokenise_chats,
     "finding the answers of a long conversation": many_turns,
     "packing": pack,

@@ -80,14 +80,19 @@ def trl(options: argparse.Namespace) -> Any:
 
     from shared.data.order import Order
     from shared.text import chat
+    from shared.text.options import PreferenceConfig
     from shared.text.packing import GroupedOrder
-    from shared.text.preferences import Pairs
+    from shared.text.preferences import read_pairs
 
     run = Path(options.run_dir)
     settings = yaml.safe_load((run / "config.yaml").read_text())
     kind = settings["loss_type"]
-    (meta,) = Path(options.folder, "cache", "preferences").glob("*/meta.json")
-    pairs = Pairs(chat.Conversations(meta.parent, "train"), "train")
+    data_options = PreferenceConfig(
+        train_file=tuple(settings["train_file"]),
+        validation_file=tuple(settings["validation_file"]),
+        seq_length=settings["seq_length"],
+    )
+    pairs, _ = read_pairs(data_options, chat.load_tokenizer(str(demo.MODEL)), demo_samples=0)
     records = [json.loads(line) for line in Path(options.folder, "pairs.jsonl").read_text().splitlines()]
     order: Any = GroupedOrder(len(pairs), 8, settings["seed"], lengths=pairs.lengths)
     if options.shuffled:

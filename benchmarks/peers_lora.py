@@ -106,6 +106,7 @@ class Task:
         from transformers import AutoModelForCausalLM
 
         from shared.text import chat
+        from shared.text.options import ChatConfig
         from shared.text.packing import Packed
 
         run = Path(options.run_dir)
@@ -116,8 +117,12 @@ class Task:
         adapter = LoraConfig.from_pretrained(str(run / "final"))
         adapter.inference_mode = False
         self.model: Any = get_peft_model(base, adapter).to(DEVICE).train()
-        (meta,) = Path(options.folder, "cache", "chat").glob("*/meta.json")
-        self.samples = chat.Conversations(meta.parent, "train")
+        data = ChatConfig(
+            train_file=tuple(self.settings["train_file"]),
+            validation_file=tuple(self.settings["validation_file"]),
+            seq_length=self.settings["seq_length"],
+        )
+        self.samples, _ = chat.open_samples(data, chat.load_tokenizer(options.model_name_or_path))
         self.packed = Packed(self.samples, options.length)
         self.at_once = max(1, round(options.rows * len(self.samples) / len(self.packed)))  # samples, padded
 

@@ -57,6 +57,7 @@ class Task:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from shared.data.order import Order
+        from shared.data.store import Store
         from shared.text import corpus
 
         run = Path(options.run_dir)
@@ -66,10 +67,11 @@ class Task:
         architecture.pad_token_id = None  # as the template starts: no embedding stands still
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
         self.model: nn.Module = model.to(DEVICE).train()
-        (meta,) = Path(options.folder, "cache", "corpus").glob("*/meta.json")
+        (state,) = Path(options.folder, "cache", "corpus").glob("*/state.json")
+        text = Store(state.parent)
         share = settings["validation_split_percentage"], settings["eval_samples"]
-        split, _, _ = corpus.open_splits(meta.parent, settings["seq_length"], *share)
-        self.tokens = split._read(0, split.num_tokens).astype(split.meta["dtype"])
+        split = corpus.open_splits(text, None, settings["seq_length"], *share).train
+        self.tokens = split._read(0, split.num_tokens).astype(text["tokens"].dtype)
         self.length, self.rows = settings["seq_length"], settings["per_device_train_batch_size"]
         order = Order(len(split), settings["global_batch_size"], settings["seed"])
         self.steps = [order.indices(step).tolist() for step in range(options.steps)]

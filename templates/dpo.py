@@ -184,7 +184,7 @@ def main(config: Config) -> None:
     width, what = defaults.width(model), "all weights" if config.full else "LoRA"
     rate = defaults.preference_rate(width, full=config.full)
     config = run.choose(f"preferences, {what}, width {width}", learning_rate=rate)
-    (trained, parameters), flops = count_parameters(model), flops_per_token(model, held_out.meta["context"])
+    (trained, parameters), flops = count_parameters(model), flops_per_token(model, train.samples.context)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
@@ -218,7 +218,7 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    end = data.held_out.meta["end"]
+    end = data.held_out.samples.end
     if config.full:
         name = config.model_name_or_path
         title, dtype = f"{Path(name).name}, tuned on preferences", dtype_of(name)

@@ -112,16 +112,15 @@ def main(config: Config) -> None:
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(config, tokenizer)
     trained, parameters = count_parameters(model)
-    flops = flops_per_token(model, held_out.meta["context"])
+    flops = flops_per_token(model, train.context)
 
     width = defaults.width(model)
     config = run.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
     rows = Packed(train, config.data.seq_length) if packed else train
-    samples, epochs = len(train), 3 if len(train) < 10_000 else 1
-    fitting = defaults.batch_and_epochs(config.batch, samples, len(rows), most=16, least=8, epochs=epochs)
-    config = run.choose(f"{samples:,} samples in {len(rows):,} rows", **fitting)
+    fitting = defaults.for_conversations(config.batch, len(train), len(rows))
+    config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
     run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
@@ -151,7 +150,7 @@ def main(config: Config) -> None:
     run.load_best_weights()
     dtype = dtype_of(config.model_name_or_path) if config.final_dtype == "auto" else DTYPES[config.final_dtype]
     title = f"{Path(config.model_name_or_path).name}, fine-tuned"
-    save_whole(run, model, tokenizer, title=title, about=data.about, end=data.held_out.meta["end"], dtype=dtype)
+    save_whole(run, model, tokenizer, title=title, about=data.about, end=data.held_out.end, dtype=dtype)
     before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",

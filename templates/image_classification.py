@@ -85,9 +85,10 @@ from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
-from shared.models import classifier
+from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
 from shared.models.weights import gather_weights
@@ -118,13 +119,22 @@ def build_loaders(run: Run, data: LabelledData, processor: Any, model: nn.Module
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
     size, drop_last = batch.global_batch_size, has_batch_norm(model)
     order = training_order(data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last)
-    share = sharding.share(run.accelerator) | {"num_workers": batch.dataloader_num_workers}
-    eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share["world_size"], 0, shuffle=False)
+    share = sharding.share(run.accelerator)
+    workers = batch.dataloader_num_workers
+    eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False)
     train_rows, eval_rows = training_rows(data.train, config.recipe, processor), partial(eval_row, processor=processor)
     rows, eval_size = batch.micro_batch()[0], batch.per_device_eval_batch_size
     return (
-        Loader(data.train, default_collate, order, per_device=rows, transform=train_rows, **share),
-        Loader(data.validation, default_collate, eval_order, per_device=eval_size, transform=eval_rows, **share),
+        Loader(data.train, default_collate, order, share, per_device=rows, num_workers=workers, transform=train_rows),
+        Loader(
+            data.validation,
+            default_collate,
+            eval_order,
+            share,
+            per_device=eval_size,
+            num_workers=workers,
+            transform=eval_rows,
+        ),
     )
 
 
@@ -132,17 +142,19 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
     """(the model with fp32 weights, the classes in the order of its scores)."""
     options = attention_option(config.speed.attn_implementation)
     if config.model_name_or_path:
-        model, classes = classifier.load_pretrained(config.model_name_or_path, classes, image_size=image_size, **options)
+        model, classes = image_classifier.load_pretrained(
+            config.model_name_or_path, classes, image_size=image_size, **options
+        )
         if config.freeze_backbone:
-            classifier.freeze_backbone(model)
+            image_classifier.freeze_backbone(model)
         return model, classes
     architecture: Any = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
     if config.config_name:
-        architecture = classifier.of_classifier(from_hub(AutoConfig, config.config_name))
+        architecture = image_classifier.of_classifier(from_hub(AutoConfig, config.config_name))
     if hasattr(architecture, "image_size"):
         architecture.image_size = [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
     override(architecture, config.config_overrides)
-    return classifier.from_scratch(architecture, classes, image_size=image_size, **options), classes
+    return image_classifier.from_scratch(architecture, classes, image_size=image_size, **options), classes
 
 
 def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: Any) -> tuple[nn.Module, float]:
@@ -153,7 +165,7 @@ def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: An
     with run.accelerator.autocast():
         flops = measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)})
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
-    classifier.make_shardable(model)
+    make_shardable(model)
     if config.sync_batchnorm:
         model = synchronise_batch_norm(model, run.device)
     if config.speed.torch_compile:
@@ -200,7 +212,7 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, e
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8")
         if run.config.export_onnx:
-            print_main(classifier.export_onnx(folder, processor.crop_size["height"]))
+            print_main(image_classifier.export_onnx(folder, processor.crop_size["height"]))
 
 
 def main(config: Config) -> None:
@@ -212,7 +224,7 @@ def main(config: Config) -> None:
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
-    to_model = ToModel(processor, run.device, channels_last=classifier.channels_last(model, run.accelerator))
+    to_model = ToModel(processor, run.device, channels_last=image_classifier.channels_last(model, run.accelerator))
     data = data.numbered_as(classes)
     scratch = config.model_name_or_path is None
     kind = "random weights" if scratch else "head alone" if config.freeze_backbone else "trained weights"
@@ -225,7 +237,7 @@ def main(config: Config) -> None:
     trained, parameters = count_parameters(model)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
-    classifier.training_mode(model)
+    image_classifier.training_mode(model)
     weights = None
     if config.recipe.class_weights == "balanced":
         weights = data.class_weights(config.data.mix_weights).to(run.device)

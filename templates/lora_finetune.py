@@ -79,7 +79,7 @@ def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Mo
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     model = adapters.add_adapters(base, config.adapter)
-    warn_of_untrained_tokens(model, tokenizer, held_out.ids[:100_000])
+    warn_of_untrained_tokens(model, tokenizer, held_out.some_ids())
     return model
 
 
@@ -100,7 +100,7 @@ def main(config: Config) -> None:
     model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
-    flops, carriers = flops_per_token(model, held_out.meta["context"]), targets.describe(model)
+    flops, carriers = flops_per_token(model, train.context), targets.describe(model)
     if config.speed.torch_compile:
         compile_blocks(model)
 
@@ -109,9 +109,8 @@ def main(config: Config) -> None:
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
     rows = Packed(train, config.data.seq_length) if packed else train
-    samples, epochs = len(train), 3 if len(train) < 10_000 else 1
-    fitting = defaults.batch_and_epochs(config.batch, samples, len(rows), most=16, least=8, epochs=epochs)
-    config = run.choose(f"{samples:,} samples in {len(rows):,} rows", **fitting)
+    fitting = defaults.for_conversations(config.batch, len(train), len(rows))
+    config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
     makes = "merged" if config.adapter.merge_adapter else "final"
@@ -133,7 +132,7 @@ def main(config: Config) -> None:
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    save_adapter(run, model, tokenizer, initial, about=data.about, end=data.held_out.meta["end"])
+    save_adapter(run, model, tokenizer, initial, about=data.about, end=data.held_out.end)
     before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",

@@ -89,7 +89,7 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
     model_class = make(family, base, more_weights=True)
     config = ChatConfig(train_file=(str(rows),), validation_file=(str(rows),), seq_length=LENGTH)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    conversations = chat.Conversations(chat.prepare(config, tokenizer), "train")
+    conversations = chat.open_samples(config, tokenizer)[0]
     samples = [conversations[i] for i in range(SAMPLES)]
     packed_rows = len(Packed(conversations, LENGTH))
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from shared.config import parse as configs
 from shared.data import records
 from shared.data.records import Source
+from shared.data.store import Notes
 from shared.process import ranks
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.redaction import redact
@@ -100,8 +101,8 @@ def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content,
         for where, record in source.read():
             assert where.startswith(str(path)) and isinstance(record, dict)
             json.dumps(record, ensure_ascii=False, default=str).encode()
-        for piece in corpus.pieces(source, "text"):
-            corpus.content(piece)
+        for _ in corpus.pieces(source, "text", Notes()):
+            pass
     except ConfigError as error:
         one_line(error)
         assert str(path) in str(error)

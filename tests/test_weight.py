@@ -31,7 +31,7 @@ FOLDERS = {
 TEMPLATES = {  # with all that they import
     "dpo": 96_500,
     "full_finetune": 88_800,
-    "image_classification": 87_900,
+    "image_classification": 83_600,
     "lora_finetune": 92_500,
     "pretrain": 84_700,
     "pretrain_pipeline": 81_200,

@@ -42,20 +42,24 @@ def fingerprint(**parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def source_of(*packages: str) -> str:
-    """A hash of the code in these folders of `shared`: data that other code has prepared are not used."""
+def source_of(*places: str) -> str:
+    """A hash of the code at these places in `shared`, folders or files: what other code prepared is not used."""
     shared = Path(__file__).parents[1]
-    files = sorted(file for package in packages for file in (shared / package).glob("*.py"))
+    paths = [shared / place for place in places]
+    files = [file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, build: Callable[[Path], None], *, continues: bool = False) -> Path:
     """Let the main rank fill `folder` while the others wait. On the next run it is there already.
 
     `build` gets a temporary sibling, which is renamed at the end: the folder is whole or does not exist, also when two
     runs build it at once. One that was damaged since then is built again. The other ranks wait for the main one's word,
     since a collective would time out. What killed runs have left is removed: see `remove_abandoned`. Every rank calls
     this. The folder must be on a file system that all ranks see.
+
+    Args:
+        continues: `build` goes on with what a killed run has left in the temporary folder. A second run waits for the first.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -67,7 +71,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     ready = f"{folder.name} is prepared"
     if is_main_rank():
         remove_abandoned(folder)
-        keep(folder, build)
+        keep(folder, build, continues=continues)
         if store:
             store.set(ready, "")
     looked = 0
@@ -82,37 +86,57 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def keep(folder: Path, build: Callable[[Path], None]) -> Path:
+def keep(folder: Path, build: Callable[[Path], None], *, continues: bool = False) -> Path:
     """`build_once` by one process alone, for a part of what that prepares."""
-    if not usable(folder):
-        _build(folder, build)
-    return folder
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    temporary = folder.with_name(f".{folder.name}.new-{secrets.token_hex(4)}")
-    lock = None
+    if usable(folder):
+        return folder
+    temporary: Path | None = None
+    lock: int | None = None
+    is_left = False
     try:
-        while lock is None or not temporary.exists():  # another run may remove it before it is locked
-            temporary.mkdir(parents=True)
-            lock = os.open(temporary, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # not all network file systems can lock a folder
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        faults.point("prepare")
-        build(temporary)
-        (temporary / CHECKSUMS).write_text(json.dumps(_checksums(temporary)))
-        (temporary / VERIFIED).write_text(_state(temporary))
-        temporary.rename(folder)
+        temporary, lock = _claim(folder, continues)
+        if not folder.exists():
+            faults.point("prepare")
+            build(temporary)
+            (temporary / CHECKSUMS).write_text(json.dumps(_checksums(temporary)))
+            (temporary / VERIFIED).write_text(_state(temporary))
+            temporary.rename(folder)
     except OSError as error:
         if not folder.exists():  # else another run has built the same meanwhile
             raise ConfigError(
                 f"{folder.parent}: prepared data cannot be written ({first_line(error)}); "
                 "set TEMPLATES_CACHE to a writable folder with room for it"
             ) from error
+    except (KeyboardInterrupt, SystemExit):
+        is_left = continues
+        raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None and not is_left:
+            shutil.rmtree(temporary, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+    return folder
+
+
+def _claim(folder: Path, continues: bool) -> tuple[Path, int]:
+    """A temporary sibling of `folder` in which no other process works, and the lock that says so."""
+    temporary = own = folder.with_name(f".{folder.name}.new-{secrets.token_hex(4)}")
+    if continues:
+        temporary = folder.with_name(f".{folder.name}.new")
+    while True:
+        temporary.mkdir(parents=True, exist_ok=True)
+        lock = os.open(temporary, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if temporary.exists() and os.path.samestat(os.fstat(lock), temporary.stat()):
+                return temporary, lock
+        except BlockingIOError:  # another run builds the same
+            time.sleep(0.2)
+        except OSError:  # not all network file systems can lock a folder
+            if temporary == own:
+                return temporary, lock
+            temporary = own
+        os.close(lock)
 
 
 def usable(folder: Path) -> bool:
@@ -186,34 +210,24 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what killed runs have left of `folder`, at once. Where another run builds it now, its process holds a lock.
+    """Remove what killed runs have left of `folder`, unless it can be continued, and what nobody has used for a day.
 
-    A damaged folder that was put aside stays for a day, since another run may read it.
+    Where another run builds something now, its process holds a lock. A damaged folder that was put aside stays for a day,
+    since another run may read it.
     """
-    for temporary in folder.parent.glob(f".{folder.name}.*"):
+    for temporary in folder.parent.glob(".*"):
         with contextlib.suppress(OSError):  # it was renamed meanwhile
             lock = os.open(temporary, os.O_RDONLY)
             try:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    left = ".new-" in temporary.name
-                except OSError as error:
-                    left = False
-                    if isinstance(error, BlockingIOError):
-                        continue
+                    is_left = temporary.name.startswith(f".{folder.name}.new-")
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    is_left = False
                 written = max(path.stat().st_mtime for path in (temporary, *temporary.rglob("*")))
-                if left or time.time() - written > ABANDONED_AFTER:
+                if is_left or time.time() - written > ABANDONED_AFTER:
                     shutil.rmtree(temporary, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def leading_bos(tokenizer: Any) -> list[int]:
-    """The token that a tokenizer puts before each text, or an empty list."""
-    ids = tokenizer("a")["input_ids"]
-    return [tokenizer.bos_token_id] if ids[:1] == [tokenizer.bos_token_id] and len(ids) > 1 else []
-
-
-def vocabulary_size(tokenizer: Any) -> int:
-    """One more than the highest token id: a vocabulary may have gaps."""
-    return 1 + max(tokenizer.get_vocab().values())

@@ -176,7 +176,7 @@ def _prepare(config: ImageConfig) -> LabelledData:
             facts=facts,
             columns=[config.image_column, config.label_column, config.problem_type],
             check=[config.skip_bad_images, config.white_level, PIL.__version__],
-            code=prepared.source_of("data", "images"),
+            code=prepared.source_of("images", "data/labels.py", "data/records.py", "data/tables.py"),
         )
 
     key = on_main(find)

@@ -12,13 +12,13 @@ def log_answers(run: Run, model: nn.Module, held_out: Any, tokenizer: Any, *, ex
     """Print and log answers to --num_generations prompts, before training and at its end. Every rank calls this.
 
     Args:
-        held_out: the validation samples, with `prompt` and `meta`.
+        held_out: the validation samples, with `prompt` and `end`.
         expected: the column of the table that holds the answers of the data.
     """
     if not (run.state.step == 0 or run.is_last):
         return
     config = run.config
     prompts = [held_out.prompt(i) for i in range(min(config.num_generations, len(held_out)))]
-    options = {"max_new_tokens": config.max_new_tokens, "end": held_out.meta["end"]}
+    options = {"max_new_tokens": config.max_new_tokens, "end": held_out.end}
     rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
     run.logger.log_table("generations", ["step", "prompt", expected, "output"], rows)

@@ -54,7 +54,7 @@ def add_reference(
         ConfigError: they are not finite, or cannot be written or read.
     """
     how = [prepared.source_of("models"), accelerator.mixed_precision]
-    key = prepared.fingerprint(pairs=pairs.meta["sha256"], split=pairs.split, start=start, how=how)
+    key = prepared.fingerprint(pairs=pairs.samples.fingerprint, start=start, how=how)
     folder, name = cache_dir() / "reference" / key, "log_probabilities.npy"
     if on_main(lambda: prepared.usable(folder)):
         pairs.reference = np.load(folder / name)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shared.data import prepared
+from shared.data.store import Notes
 from shared.demo import DEFAULT_TEMPLATE
+from shared.models.tokenizers import leading_bos
 from shared.process.errors import ConfigError
 from shared.text.forms import Example, Messages, with_arguments
 from shared.text.special import Special
@@ -47,7 +48,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        self.bos = prepared.leading_bos(tokenizer)
+        self.bos = leading_bos(tokenizer)
         self.came_with_template = bool(tokenizer.chat_template)
         if not self.came_with_template:
             tokenizer.chat_template = ("{{ bos_token }}" if self.bos else "") + DEFAULT_TEMPLATE
@@ -66,25 +67,30 @@ class Encoder:
                     self.takes_parts = as_parts
                     self.ends |= self.special.intersection(tokenizer(after, add_special_tokens=False)["input_ids"])
                     break
-        self.lost: list[str] = []  # learned turns, and tools' answers, that are not written whole; the caller empties it
-        self.unlike: list[str] = []  # learned turns that do not follow the generation prompt; the caller empties it
 
-    def __call__(self, example: Example, where: str) -> tuple[list[int], np.ndarray]:
+    def __call__(self, example: Example, where: str, notes: Notes | None = None) -> tuple[list[int], np.ndarray]:
         """(ids, learned): the token ids, and [len(ids)] bool, true for the tokens in the loss.
 
         A learned turn ends with a special token in the loss, or else with the first word of what follows it. The last one
         gets the end-of-text token if the template, or a text, has no end token there, unless `example.continues`.
 
+        Args:
+            notes: gets `special` (texts with the string of a special token, which is read as that token), `lost` (learned
+                turns, and tools' answers, that are not written whole) and `unlike` (learned turns that do not follow the
+                generation prompt), each with its place.
+
         Raises:
             ConfigError: the chat template refuses the conversation.
         """
+        notes = Notes() if notes is None else notes
+        self._note_special(example, where, notes)
         if example.messages is None:
             text = example.prompt + example.completion
             ids, learned, _ = self._tokens(text, [(len(example.prompt), len(text))])
             if ids[: len(self.bos)] != self.bos:  # text that is rendered already may begin with it
                 ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
-            ids, learned = self._chat(example.messages, example.tools, example.template_options, where)
+            ids, learned = self._chat(example, where, notes)
         if self.loss_on == "all":
             learned = np.ones(len(ids), bool)
         for end in np.flatnonzero(np.diff(learned, append=False) & learned).tolist():  # the last token of each turn
@@ -98,13 +104,13 @@ class Encoder:
             ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
         return ids, learned
 
-    def special_in(self, example: Example, where: str) -> list[str]:
-        """The places of texts with the string of a special token, which is read as that token."""
+    def _note_special(self, example: Example, where: str, notes: Notes) -> None:
         texts = {where: example.prompt + example.completion}
         if example.messages is not None:
             texts = {f"{where}, message {n}": "\n".join(_words(turn)) for n, turn in enumerate(example.messages, 1)}
-        matches = {place: self._pattern.search(text) for place, text in texts.items()}
-        return [f"{place}: {match[0]!r}" for place, match in matches.items() if match]
+        for place, text in texts.items():
+            if match := self._pattern.search(text):
+                notes.add("special", f"{place}: {match[0]!r}")
 
     def _tokens(self, text: str, spans: Sequence[Span]) -> tuple[list[int], np.ndarray, np.ndarray]:
         """(ids, mask, places): the token ids, [len(ids)] bool, true for tokens in one of the spans, and [len(ids), 2].
@@ -127,9 +133,8 @@ class Encoder:
                 return None
         return None
 
-    def _chat(
-        self, messages: Messages, tools: Messages | None, template_options: dict[str, Any], where: str
-    ) -> tuple[list[int], np.ndarray]:
+    def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
+        messages, tools = example.messages or [], example.tools
         if tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
@@ -143,7 +148,7 @@ class Encoder:
         answers: list[_Answer] = []
         try:
             template = self._with_fixed_date(tools)
-            options: Any = {"tools": tools, "chat_template": template, **template_options}
+            options: Any = {"tools": tools, "chat_template": template, **example.template_options}
             render: Any = partial(self._render, **options)
             messages = _with_accepted_calls(messages, render)
             if self.marks_turns:
@@ -176,9 +181,11 @@ class Encoder:
         calling = {answer.number for answer in answers if answer.calls}
         silent = [n for n in wanted if n not in calling and not str(messages[n].get("content") or "").strip()]
         dropped = {n for n in silent if _words(messages[n]) and _is_dropped(render, text, messages, n)}
-        self._look_for({n: messages[n] for n in wanted}, parts, dropped, where)
+        self._look_for({n: messages[n] for n in wanted}, parts, dropped, where, notes)
         shown = [(number, str(turn.get("content"))) for number, turn in enumerate(messages, 1) if turn["role"] == "tool"]
-        self.lost += [f"{where}, message {number}: {said[:40]!r}" for number, said in shown if not _is_written(said, text)]
+        for number, said in shown:
+            if not _is_written(said, text):
+                notes.add("lost", f"{where}, message {number}: {said[:40]!r}")
         ids, mask, places = self._tokens(text, spans)
         borders = {*places.ravel().tolist()}  # of tokens, which do not go across the end of a prompt
 
@@ -192,14 +199,17 @@ class Encoder:
                 asked |= dict.fromkeys({answer.number for answer in found} - unlike(found) - asked.keys(), value)
         for number in sorted(unlike(answers)):
             option = json.dumps({"chat_template_kwargs": {"enable_thinking": asked.get(number)}})[1:-1]
-            self.unlike.append(f"{where}, message {number + 1}" + f", as it does with {option}" * (number in asked))
+            how = f", as it does with {option}" if number in asked else ""
+            notes.add("unlike", f"{where}, message {number + 1}{how}")
         return ids, mask
 
     def _render(self, messages: Messages, **options: Any) -> str:
         turns = _in_parts(messages) if self.takes_parts else messages
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
-    def _look_for(self, learned: dict[int, dict[str, Any]], parts: list[str], dropped: set[int], where: str) -> None:
+    def _look_for(
+        self, learned: dict[int, dict[str, Any]], parts: list[str], dropped: set[int], where: str, notes: Notes
+    ) -> None:
         """Note turns with words that are not in the rendered text. Refuse one of which nothing is there.
 
         Args:
@@ -217,7 +227,8 @@ class Encoder:
                     f"empty answer would be learned ({lost[0][:40]!r} is missing): choose a model whose chat template "
                     'writes it, or give the message "weight": 0'
                 )
-            self.lost += [f"{where}, message {number + 1}: {word[:40]!r}" for word in lost[:1]]
+            if lost:
+                notes.add("lost", f"{where}, message {number + 1}: {lost[0][:40]!r}")
 
     def _with_fixed_date(self, tools: Messages | None) -> str:
         """The chat template for these `tools`. If it writes today's date, it gets a fixed date.

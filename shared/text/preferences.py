@@ -16,9 +16,10 @@ from accelerate import Accelerator
 from shared import demo
 from shared.config.options import BatchConfig
 from shared.data import records
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source, kind
+from shared.data.store import Notes
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
@@ -108,25 +109,28 @@ def _of_text(text: str, where: str) -> Messages:
     return [{"role": roles[role], "content": content.strip()} for role, content in turns]
 
 
-class _ToPairs(chat.ToSamples):
+class ToPairs(chat.ToSamples):
     """Each record makes two samples, chosen and rejected, or none."""
 
-    demo, folder = DEMO, "preferences"
+    demo = DEMO
+    kind = "preferences"
+    code = (*chat.ToSamples.code, "text/preferences.py")
     recognise = staticmethod(recognise)
 
-    def samples(self, record: dict[str, Any], form: str, where: str) -> list[tuple[list[int], np.ndarray]]:
+    def samples(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> list[tuple[list[int], np.ndarray]]:
         form, both = two_records(record, form, where)
-        encoded = [self.encode(each, form, where) for each in both]
+        encoded = [self.encode(each, form, where, notes) for each in both]
         most = self.seq_length + 1
-        self.counts["cut"] += max(len(ids) for ids, _ in encoded) > most
+        if max(len(ids) for ids, _ in encoded) > most:
+            notes.add("cut")
         parts = [(ids[:most], learned[:most]) for ids, learned in encoded]
         if encoded[0][0] == encoded[1][0]:
-            self.found["same"].append(where)
+            notes.add("same", where)
         if parts[0][0] == parts[1][0] or not all(learned[1:].any() for _, learned in parts):
             return []
         prompts = [ids[: int(np.flatnonzero(learned)[0])] for ids, learned in parts]
         if prompts[0] != prompts[1]:
-            self.found["unequal"].append(where)
+            notes.add("unequal", where)
         return parts
 
 
@@ -137,14 +141,12 @@ class Pairs:
 
     Args:
         samples: the chosen answer of pair i is its sample 2i, the rejected one 2i + 1.
-        split: train or validation.
     """
 
-    def __init__(self, samples: chat.Conversations, split: str) -> None:
-        self.split = split
+    def __init__(self, samples: chat.Conversations) -> None:
         if len(samples) % 2:
-            raise ConfigError(f"{samples.meta['source']}: a single pair cannot be split; give --validation_file")
-        self.samples, self.meta = samples, samples.meta
+            raise ConfigError(f"{samples.stores[0].source}: a single pair cannot be split; give --validation_file")
+        self.samples = samples
         self.lengths = samples.lengths[::2] + samples.lengths[1::2]
         self.reference = np.zeros((len(self), 2), np.float32)  # log-probabilities of both answers, where they are used
 
@@ -159,6 +161,11 @@ class Pairs:
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
+
+    @property
+    def end(self) -> int | None:
+        """See `chat.Conversations`."""
+        return self.samples.end
 
     def prompt(self, index: int) -> tuple[list[int], list[int]]:
         """(ids before the chosen answer, the ids from it on)."""
@@ -205,8 +212,8 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
     """
     if options.is_demo and options.max_train_samples is None:
         options = replace(options, max_train_samples=demo_samples)
-    folder = chat.prepare(options, tokenizer, _ToPairs)
-    train, held_out = (Pairs(chat.Conversations(folder, split), split) for split in ("train", "validation"))
+    trained, validated = chat.open_samples(options, tokenizer, ToPairs)
+    train, held_out = Pairs(trained), Pairs(validated)
     for number, name in enumerate(("chosen", "rejected")):
         note(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
         note(*indented(chat.marked(train.samples, tokenizer, number)))
@@ -215,13 +222,15 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
 
 def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     """One line about the data: form, counts, lengths."""
-    meta, lengths = train.meta, train.samples.lengths
-    template = "" if meta["own_template"] else ", the default chat template for messages (### User / ### Assistant)"
+    lengths, (store,) = train.samples.lengths, train.samples.stores
+    counts, forms = store.notes.counts, ", ".join(store.notes.named("form "))
+    own_template = train.samples.own_template
+    template = "" if own_template else ", the default chat template for messages (### User / ### Assistant)"
     return (
-        f"{meta['source']}: {', '.join(meta['forms'])}{template}; {meta['read']:,} pairs read, {meta['cut']:,} cut to "
-        f"{options.seq_length} tokens, {meta['dropped']:,} dropped; {len(train):,} to train on, of {lengths.min()}-"
+        f"{store.source}: {forms}{template}; {counts['read']:,} pairs read, {counts['cut']:,} cut to "
+        f"{options.seq_length} tokens, {counts['dropped']:,} dropped; {len(train):,} to train on, of {lengths.min()}-"
         f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); {len(held_out):,} to validate on"
-        f"{records.not_used(meta['unused'])}"
+        f"{records.not_used(store.notes.named('unused '))}"
     )
 
 
@@ -247,21 +256,22 @@ def build_loaders(
             f"{len(train):,} pairs are fewer than one --global_batch_size of {batch.global_batch_size}: choose "
             f"{len(train)} or less"
         )
-    share, workers = sharding.share(accelerator), batch.dataloader_num_workers
+    share = sharding.share(accelerator)
+    workers = batch.dataloader_num_workers
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
     order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
-    loader = Loader(train, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
+    loader = Loader(train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers)
     chosen, size = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
     validation = one_pass(chosen, None, options.seq_length, size, share)
     about = describe(train, held_out, options)
-    return PairData(loader, validation, held_out, about, train.meta["sha256"])
+    return PairData(loader, validation, held_out, about, f"{train.samples.fingerprint}, {held_out.samples.fingerprint}")
 
 
-def one_pass(samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: dict[str, Any]) -> Loader:
+def one_pass(samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: Share) -> Loader:
     """Padded batches of all pairs once, without gradients; those of similar lengths together, if these are given."""
-    size = per_device * share["world_size"]
+    size = per_device * share.world_size
     order = Order(len(samples), size, 0, shuffle=False)
     if lengths is not None:
         order = GroupedOrder(len(samples), size, 0, lengths=lengths)
     collate = partial(collate_pairs, packed=False, seq_length=seq_length)
-    return Loader(samples, collate, order, per_device=per_device, **share)
+    return Loader(samples, collate, order, share, per_device=per_device)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from shared.data import chunks
+from shared.data import store
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.encoder import Encoder
@@ -26,14 +26,16 @@ ENDLESS = CHATML.replace("<|im_end|>\n", "")  # the header of the next turn ends
 
 @pytest.fixture
 def learns(tiny_model):
-    """A function of a record and a template: the text of each run of learned tokens. `.encoder` is the last encoder."""
+    """A function of a record and a template: the text of each run of learned tokens. `.lost` are the words that it lost."""
 
     def learned_runs(record, template=CHATML, loss_on="assistant"):
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|pause|>"]})
         tokenizer.chat_template = template
-        learned_runs.encoder = Encoder(tokenizer, loss_on)
-        ids, mask = learned_runs.encoder(read_example(record, recognise(record, "here"), "here"), "here")
+        notes = store.Notes()
+        encoder = Encoder(tokenizer, loss_on)
+        ids, mask = encoder(read_example(record, recognise(record, "here"), "here"), "here", notes)
+        learned_runs.lost = sorted(place for what, place in notes.seen if what == "lost")
         runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
         return [tokenizer.decode([ids[i] for i in run]) for run in runs if mask[run[0]]]
 
@@ -67,7 +69,7 @@ def test_calls_and_results_of_sharegpt_records_are_those_of_messages(learns, val
     assert (read.messages[0], read.messages[2:], read.tools) == (USER, messages[2:], expected.tools)
     written = 'look{"city": "Rome"}' * len(calls) + "<|im_end|>"
     assert learns(record, CALLS) == learns(alike, CALLS) == [written, "says what<|im_end|>"]
-    assert learns.encoder.lost == []
+    assert learns.lost == []
     without = {**record, "tools": "[]"}
     with pytest.raises(ConfigError, match="nothing of what the assistant says in message 2"):
         learns(without, CALLS.replace("m['tool_calls'] or []", "[]"))
@@ -78,7 +80,7 @@ def test_results_of_tools_that_the_template_does_not_write_are_counted(learns):
     messages = [USER, ANSWER, {"role": "tool", "content": "sunny"}, LAST]
     dropping = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
     assert len(learns({"messages": messages}, dropping)) == 2
-    assert learns.encoder.lost == ["here, message 3: 'sunny'"]
+    assert learns.lost == ["here, message 3: 'sunny'"]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +112,11 @@ STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] 
 def test_words_that_the_template_does_not_write_are_counted(learns, template, answer, lost):
     """trl#6361 (2026): a template dropped the reasoning, and the rest was learned in silence."""
     assert learns({"messages": [USER, answer]}, template) == ["says what<|im_end|>"]
-    assert learns.encoder.lost == [f"here, message 2: {lost!r}"]
+    assert learns.lost == [f"here, message 2: {lost!r}"]
     written = {**ANSWER, "content": 'says\n "what"', "tool_calls": [{"function": {"name": "a", "arguments": {"b": '"\n'}}}]}
     body = "{{ m['content'] | tojson }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}<|im_end|>"
     learns({"messages": [USER, written]}, HEADED.replace("BODY", body))
-    assert learns.encoder.lost == []
+    assert learns.lost == []
 
 
 def said(capsys) -> list[str]:
@@ -125,11 +127,11 @@ def said(capsys) -> list[str]:
 def test_lost_words_are_said_once_with_their_number_and_first_place(tiny_model, tmp_path, monkeypatch, capsys):
     """trl#6361 (2026), as above, in a whole file: several chunks, by several processes."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    monkeypatch.setattr(chunks, "SIZE", 200)
+    monkeypatch.setattr(store, "BATCH", 200)
     rows = [{"messages": [USER, {**ANSWER, "thinking": "since"} if number in (3, 4, 7) else ANSWER]} for number in range(9)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = ChatConfig(train_file=(str(tmp_path / "data.jsonl"),), seq_length=96, preprocessing_num_workers=2)
-    chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
+    chat.open_samples(config, AutoTokenizer.from_pretrained(tiny_model))
     (line,) = said(capsys)
     assert line.startswith("warning: ") and "3 turns" in line and "data.jsonl:4, message 2: 'since'" in line
 
@@ -177,7 +179,7 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
 
     def about(rows, **options):
         monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(chunks, "SIZE", 200)
+        monkeypatch.setattr(store, "BATCH", 200)
         (tmp_path / "data").mkdir(exist_ok=True)
         if request.param == "table":
             columns = {key: None for row in rows for key in row}
@@ -186,8 +188,7 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
             (path := tmp_path / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = {"dataset_name": (str(path.parent),)} if request.param == "datasets" else {"train_file": (str(path),)}
         config = ChatConfig(**source, seq_length=96, **options)
-        folder = chat.prepare(config, AutoTokenizer.from_pretrained(tiny_model))
-        return chat.describe(chat.Conversations(folder, "train"), config)
+        return chat.describe(chat.open_samples(config, AutoTokenizer.from_pretrained(tiny_model))[0], config)
 
     return about
 
@@ -279,7 +280,7 @@ def test_a_marked_turn_that_ends_in_an_emoji_is_learned_whole(learns, loss_on):
     answers = [{"role": "assistant", "content": text} for text in ("\U0001f642 says \U0001f642", "\U0001f643")]
     runs = learns({"messages": [USER, answers[0], MORE, answers[1]]}, template, loss_on)
     assert runs == ["\U0001f642 says \U0001f642<|im_end|>", "\U0001f643<|im_end|>"][-2 if loss_on == "assistant" else -1 :]
-    assert learns.encoder.lost == []
+    assert learns.lost == []
 
 
 def test_turns_outside_of_the_marks_of_a_template_are_counted(learns):
@@ -287,9 +288,9 @@ def test_turns_outside_of_the_marks_of_a_template_are_counted(learns):
     marked = "{% if loop.last %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
     template = HEADED.replace("BODY", marked + "{{ m['content'] + '<|im_end|>' }}{% endif %}")
     assert learns({"messages": [USER, ANSWER, MORE, LAST]}, template) == ["it saw many<|im_end|>"]
-    assert learns.encoder.lost == ["here, message 2: 'says what'"]
+    assert learns.lost == ["here, message 2: 'says what'"]
     assert learns({"messages": [USER, CALL, MORE, LAST]}, template) == ["it saw many<|im_end|>"]
-    assert learns.encoder.lost == ["here, message 2: 'look'"]
+    assert learns.lost == ["here, message 2: 'look'"]
 
 
 MARKED = (

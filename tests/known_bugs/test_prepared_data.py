@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,8 +22,8 @@ def test_ids_above_65535_in_a_vocabulary_with_gaps_do_not_wrap(tmp_path, monkeyp
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
     assert len(tokenizer) == 3
     (tmp_path / "text.txt").write_text("a b " * 50)
-    folder = corpus.prepare(CorpusConfig(train_file=(str(tmp_path / "text.txt"),)), tokenizer)
-    train, _, _ = corpus.open_splits(folder, 8, 20.0)
+    config = CorpusConfig(train_file=(str(tmp_path / "text.txt"),), validation_split_percentage=20.0)
+    train = corpus.open_corpus(config, tokenizer, 8).train
     assert train[0]["input_ids"].tolist() == [1, 70000] * 4
 
 
@@ -34,8 +33,11 @@ def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, chat_
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
 
     def folders() -> list[Path]:
-        chats = chat.prepare(ChatConfig(train_file=(str(chat_file),)), tokenizer)
-        return [chats, corpus.prepare(CorpusConfig(train_file=(str(text_file),)), tokenizer)]
+        chats, _ = chat.open_samples(ChatConfig(train_file=(str(chat_file),)), tokenizer)
+        text, _ = corpus.prepare_sources(
+            CorpusConfig(train_file=(str(text_file),)), corpus.EncodeDocuments(tokenizer, "text")
+        )
+        return [chats.stores[0].folder, text.folder]
 
     first = folders()
     assert folders() == first
@@ -44,18 +46,21 @@ def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, chat_
     assert folders() == first
     edited = tmp_path / "shared/text/encoder.py"
     edited.write_text(edited.read_text() + "# edited\n")
-    assert not set(folders()) & set(first)
+    chats, text = folders()
+    assert chats != first[0] and text == first[1]  # no chat template is in it
+    edited = tmp_path / "shared/text/corpus.py"
+    edited.write_text(edited.read_text() + "# edited\n")
+    assert folders()[1] != text
 
 
 def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, text_file, tiny_model):
     """The token before each text may be set outside of the tokenizer's own file, which alone was looked at."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     config, tokenizer = CorpusConfig(train_file=(str(text_file),)), PreTrainedTokenizerFast.from_pretrained(tiny_model)
-    first = corpus.prepare(config, tokenizer)
-    monkeypatch.setattr(prepared, "leading_bos", lambda _: [5])
-    second = corpus.prepare(config, tokenizer)
-    tokens = [np.load(folder / "train-00000-tokens.npy") for folder in (first, second)]
-    assert first != second and tokens[0][0] != 5 and tokens[1][0] == 5
+    first, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
+    monkeypatch.setattr(corpus, "leading_bos", lambda _: [5])
+    second, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
+    assert first.folder != second.folder and first["tokens"][0] != 5 and second["tokens"][0] == 5
 
 
 def test_another_checkouts_shared_is_not_run_unsaid(tmp_path):

@@ -16,6 +16,8 @@ from transformers import (
     pipeline,
 )
 
+from shared.config.options import BatchConfig
+from shared.data.loader import Share
 from shared.data.records import Source
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
@@ -84,10 +86,9 @@ def write(path, records):
 def tokens_of(tokenizer, texts, tmp_path, name):
     """What pretraining makes of documents: a list of ids for each."""
     files = write(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
-    folder = corpus.prepare(CorpusConfig(train_file=files, preprocessing_num_workers=2), tokenizer)
-    tokens = np.concatenate([np.load(file) for file in sorted(folder.glob("train-*-tokens.npy"))])
-    ends = corpus.documents(folder, "train")[:, 0]
-    return [part.tolist() for part in np.split(tokens, ends[:-1])], folder
+    config = CorpusConfig(train_file=files, preprocessing_num_workers=2)
+    source, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
+    return [part.tolist() for part in np.split(source["tokens"], source["ends"][:-1])], source
 
 
 def rows_of(tokenizer, texts, tmp_path, name, others=None):
@@ -98,9 +99,8 @@ def rows_of(tokenizer, texts, tmp_path, name, others=None):
     files = write(tmp_path / f"{name}.jsonl", records)
     column = "other" if others else None
     config = LabelledTextConfig(train_file=files, validation_file=files, text_pair_column=column, seq_length=64)
-    data = labelled.prepare(config, tokenizer)
-    read = labelled.Texts(data.train.folder, np.arange(len(texts)), np.zeros(len(texts)), tokenizer)
-    return [read[n]["input_ids"].tolist() for n in range(len(texts))], data.about
+    data = labelled.open_texts(config, tokenizer)
+    return [data.train[n]["input_ids"].tolist() for n in range(len(texts))], data.about
 
 
 def test_texts_without_special_tokens_are_tokenised_as_ever(tokenizer, tmp_path):
@@ -111,9 +111,9 @@ def test_texts_without_special_tokens_are_tokenised_as_ever(tokenizer, tmp_path)
     assert found == tokenizer(PLAIN, others)["input_ids"] and "read as text" not in about
     expected = tokenizer(PLAIN, add_special_tokens=False)["input_ids"]
     ends = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    documents, folder = tokens_of(tokenizer, PLAIN, tmp_path, "plain")
+    documents, source = tokens_of(tokenizer, PLAIN, tmp_path, "plain")
     assert documents == [[*ends[0], *ids, *ends[1]] for ids in expected]
-    assert "read as text" not in corpus.open_splits(folder, 2, 30)[2]
+    assert "read as text" not in corpus.open_splits(source, None, 2, 30)[2]
 
 
 def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
@@ -124,7 +124,7 @@ def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     end = str(tokenizer.eos_token)
     texts = [*PLAIN, f"the model {end} reads", f"{end} a text"]
     rows, about = rows_of(tokenizer, texts, tmp_path, "rows")
-    documents, folder = tokens_of(tokenizer, texts, tmp_path, "documents")
+    documents, source = tokens_of(tokenizer, texts, tmp_path, "documents")
     bare = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     special = Special(tokenizer)
     by_vocabulary = [[special.unknown if i in special.ids else i for i in ids] for ids in bare]
@@ -132,7 +132,7 @@ def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     begin, end_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert rows == documents == [[begin, *ids, end_id] for ids in by_vocabulary]
     assert about.endswith("; 4 string(s) of special tokens are read as text")  # the file is validated on, too
-    assert "; 2 string(s) of special tokens are read as text" in corpus.open_splits(folder, 2, 30)[2]
+    assert "; 2 string(s) of special tokens are read as text" in corpus.open_splits(source, None, 2, 30)[2]
     pairs, _ = rows_of(tokenizer, texts, tmp_path, "pairs", texts[::-1])
     expected = [[begin, *a, end_id, end_id, *b, end_id] for a, b in zip(by_vocabulary, by_vocabulary[::-1], strict=True)]
     assert pairs == expected
@@ -145,19 +145,9 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
     documents, _ = tokens_of(tokenizer, texts, tmp_path, "documents")
     source = Source("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
     for processes in (1, 2):
-        stream = Stream(
-            source,
-            tokenizer,
-            8,
-            column="text",
-            validation_percent=0.0,
-            global_batch_size=2,
-            per_device=2,
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            processes=processes,
-        )
+        options = CorpusConfig(validation_split_percentage=1e-9, preprocessing_num_workers=processes)
+        batch = BatchConfig(global_batch_size=2, per_device_train_batch_size=2)
+        stream = Stream(source, tokenizer, 8, options, batch, Share(0, 1, torch.device("cpu")))
         found = np.concatenate([row[:-1] for row in islice(stream.sequences(validation=False), 20)])
         assert found.tolist() == [i for ids in documents for i in ids][: len(found)]
         assert len(found) == 160
@@ -208,14 +198,14 @@ def test_messages_with_special_tokens_are_counted(tiny_model, tmp_path, monkeypa
         return [line for line in capsys.readouterr().err.splitlines() if "special token" in line]
 
     files = write(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
-    folder = chat.prepare(ChatConfig(train_file=files, seq_length=128), tokenizer)
+    train, _ = chat.open_samples(ChatConfig(train_file=files, seq_length=128), tokenizer)
     assert said() == [line.format(3, f"{files[0]}:2, message 1: '<|endoftext|>'")]
-    ids = np.load(folder / "all-00000-ids.npy").tolist()
+    ids = train.stores[0]["ids"].tolist()
     assert ids.count(tokenizer.pad_token_id) == 1  # learned as before
     files = write(tmp_path / "texts.jsonl", [{"prompt": "a ", "completion": text} for text in ("line", "<|pad|>")])
-    chat.prepare(ChatConfig(train_file=files, seq_length=128), tokenizer)
+    chat.open_samples(ChatConfig(train_file=files, seq_length=128), tokenizer)
     assert said() == [line.format(1, f"{files[0]}:2: '<|pad|>'")]
     pairs = [{"prompt": [quoting], "chosen": answers[1:], "rejected": [{**fine, "role": "assistant"}]}] * 3
     files = write(tmp_path / "pairs.jsonl", pairs)
-    chat.prepare(PreferenceConfig(train_file=files, seq_length=128), tokenizer, preferences._ToPairs)
+    chat.open_samples(PreferenceConfig(train_file=files, seq_length=128), tokenizer, preferences.ToPairs)
     assert said() == [line.format(3, f"{files[0]}:1, message 1: '<|endoftext|>'")]

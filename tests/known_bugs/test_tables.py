@@ -103,7 +103,7 @@ def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, c
     """
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    config, work = (PreferenceConfig, preferences._ToPairs) if "chosen" in columns else (ChatConfig, chat.ToSamples)
+    config, work = (PreferenceConfig, preferences.ToPairs) if "chosen" in columns else (ChatConfig, chat.ToSamples)
     records = []
     for i in range(6):
         asked = [{"role": "user", "content": f"a line {i}"}] * (columns[0] == "chosen")
@@ -112,14 +112,15 @@ def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, c
     cells = [{column: json.dumps(value) for column, value in record.items()} for record in records]
     pq.write_table(pa.Table.from_pylist(cells), tmp_path / "b.parquet")
     files = [write(tmp_path / "a.jsonl", lines(records)), tmp_path / "b.parquet"]
-    plain, text = [chat.prepare(config(train_file=(str(file),)), tokenizer, work) for file in files]
-    assert plain != text and arrays(plain) == arrays(text) != []
+    plain, text = [chat.open_samples(config(train_file=(str(file),)), tokenizer, work)[0] for file in files]
+    assert plain.stores[0].folder != text.stores[0].folder
+    assert plain.stores[0]["ids"].tolist() == text.stores[0]["ids"].tolist() != []
     mixed = write(tmp_path / "c.jsonl", lines([*cells, {**cells[0], columns[-1]: "text"}]))
     with pytest.raises(ConfigError, match=rf"c.jsonl:7: '{columns[-1]}' is other text, but JSON of messages in the records"):
-        chat.prepare(config(train_file=(str(mixed),)), tokenizer, work)
+        chat.open_samples(config(train_file=(str(mixed),)), tokenizer, work)
     python = write(tmp_path / "d.jsonl", lines([{column: str(value) for column, value in records[0].items()}]))
     with pytest.raises(ConfigError, match=r"d.jsonl:1: .* is Python's text of messages: write it with json.dumps"):
-        chat.prepare(config(train_file=(str(python),)), tokenizer, work)
+        chat.open_samples(config(train_file=(str(python),)), tokenizer, work)
 
 
 def test_labels_that_are_joined_are_named(capsys):

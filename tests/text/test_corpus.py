@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from shared.data import chunks, files, records
+from shared.config.options import BatchConfig
+from shared.data import files, records, store
+from shared.data.loader import Share
 from shared.data.order import is_validation, permute
 from shared.process.errors import ConfigError
 from shared.text import corpus
@@ -33,14 +35,14 @@ def documents(text_file):
 
 def prepared(text_file, tokenizer, folder, monkeypatch, **options):
     monkeypatch.setenv("TEMPLATES_CACHE", str(folder))
-    return corpus.prepare(CorpusConfig(train_file=(str(text_file),), **options), tokenizer)
+    config = CorpusConfig(train_file=(str(text_file),), **options)
+    return corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, config.text_column))
 
 
-def stored(folder, source="train"):
-    """All tokens of a source, where its documents end, and facts."""
-    meta = json.loads((folder / "meta.json").read_text())
-    parts = [np.load(path) for path in sorted(folder.glob(f"{source}-*-tokens.npy"))]
-    return np.concatenate(parts), corpus.documents(folder, source)[:, 0].tolist(), meta[source]
+def stored(prepared):
+    """All tokens of a source, where its documents end, and their bytes in all."""
+    source, _ = prepared
+    return source["tokens"], source["ends"].tolist(), int(source["bytes"].sum())
 
 
 def read(tokens):
@@ -49,15 +51,15 @@ def read(tokens):
 
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc):
-    monkeypatch.setattr(chunks, "SIZE", 500)
+    monkeypatch.setattr(store, "BATCH", 500)
     folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     assert 0 < held_out.sum() < 15
-    tokens, ends, facts = stored(folder)
+    tokens, ends, num_bytes = stored(folder)
     lengths = [len(tokenizer(text)["input_ids"]) + 1 for text in documents]
-    assert ends == np.cumsum(lengths).tolist() and facts["documents"] == len(documents) and tokens.dtype == np.uint16
-    assert facts["bytes"] == sum(len(text.encode()) for text in documents) and len(facts["chunks"]) > 9
-    for windows, chosen in zip(corpus.open_splits(folder, 16, 5)[:2], (~held_out, held_out), strict=True):
+    assert ends == np.cumsum(lengths).tolist() and len(ends) == len(documents) and tokens.dtype == np.uint16
+    assert num_bytes == sum(len(text.encode()) for text in documents)
+    for windows, chosen in zip(corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True):
         expected = [
             [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
             for text, keep in zip(documents, chosen, strict=True)
@@ -68,7 +70,7 @@ def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tm
         assert [*windows._ends(0, len(tokens))] == np.cumsum([len(d) for d in expected])[:-1].tolist()
         if chosen is held_out:
             size = sum(len(t.encode()) for t, keep in zip(documents, chosen, strict=True) if keep)
-            assert windows.bytes_per_token == size / len(tokens)
+            assert windows.bytes_per_token(tokenizer) == size / len(tokens)
         for index in range(len(windows)):
             row = windows[index]
             assert row["input_ids"].tolist() == tokens[index * 16 : index * 16 + 16]
@@ -81,7 +83,7 @@ def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tm
 def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
     start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
     monkeypatch.setattr(records, "PIECE", 40)
-    monkeypatch.setattr(chunks, "SIZE", 150)  # documents reach over what is tokenised at a time
+    monkeypatch.setattr(store, "BATCH", 150)  # documents reach over what is tokenised at a time
     path = text_file
     if plain:
         path = tmp_path / "texts"
@@ -91,7 +93,7 @@ def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tm
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
-    for split, chosen in zip(corpus.open_splits(folder, 16, 5)[:2], (~held_out, held_out), strict=True):
+    for split, chosen in zip(corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True):
         kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
         cut = [[piece for piece, _ in records.split_text([text])] for text in kept]
         assert max(map(len, cut)) > 5
@@ -124,12 +126,12 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    train, validation, stated = corpus.open_splits(folder, 16, 5)
-    whole, ends, facts = stored(folder)
+    train, validation, stated = corpus.open_splits(*folder, 16, 5)
+    whole, ends, num_bytes = stored(folder)
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     assert [*read(train), *read(validation)] == whole.tolist() == [token for document in ids for token in document]
     assert ends == np.cumsum([len(document) for document in ids]).tolist()
-    assert facts["documents"] == 16 and facts["bytes"] == sum(len(text.encode()) for text in texts)
+    assert len(ends) == 16 and num_bytes == sum(len(text.encode()) for text in texts)
     assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith("the last 5 % of the text")
 
 
@@ -137,11 +139,13 @@ def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 300 + "モデルが文を読む" * 20)
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    _, validation, _ = corpus.open_splits(folder, 16, 5)
-    whole, _, facts = stored(folder)
+    _, validation, _ = corpus.open_splits(*folder, 16, 5)
+    whole, _, num_bytes = stored(folder)
     text = tokenizer.decode(whole[-validation.num_tokens :], skip_special_tokens=True)
-    assert "モデル" in text and validation.bytes_per_token == pytest.approx(len(text.encode()) / validation.num_tokens)
-    assert abs(validation.bytes_per_token / (facts["bytes"] / facts["tokens"]) - 1) > 0.2
+    assert "モデル" in text and validation.bytes_per_token(tokenizer) == pytest.approx(
+        len(text.encode()) / validation.num_tokens
+    )
+    assert abs(validation.bytes_per_token(tokenizer) / (num_bytes / len(whole)) - 1) > 0.2
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -154,17 +158,17 @@ def test_columns_that_are_not_read_are_said(tokenizer, tmp_path, monkeypatch, su
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    assert corpus.open_splits(folder, 16, 5)[2].endswith(" documents; not used: label, source")
+    assert corpus.open_splits(*folder, 16, 5)[2].endswith(" documents; not used: label, source")
     streamed = make_stream(path, tokenizer, 0, 1)
     streamed.held_out(1)
-    assert records.not_used(streamed.unused) == "; not used: label, source"
+    assert records.not_used(streamed.notes.named("unused ")) == "; not used: label, source"
 
 
 def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 200)
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=10)
-    train, validation, stated = corpus.open_splits(folder, 16, 10)
+    train, validation, stated = corpus.open_splits(*folder, 16, 10)
     whole, *_ = stored(folder)
     assert train.num_tokens + validation.num_tokens == len(whole)
     assert validation.num_tokens == pytest.approx(0.1 * len(whole), abs=1)
@@ -177,11 +181,11 @@ def test_too_short_a_validation_file_is_no_reason_to_validate_on_training_text(t
     path.write_text("the model reads")
     short = prepared(text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),))
     with pytest.raises(ConfigError, match=r"val\.txt: the validation split has \d+ tokens, fewer than one sequence"):
-        corpus.open_splits(short, 64, 5)
+        corpus.open_splits(*short, 64, 5)
     path.write_text("the model reads a line of text " * 20)
     enough = prepared(text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),))
-    train, validation, stated = corpus.open_splits(enough, 64, 5)
-    assert (train.meta["train"]["documents"], validation.split) == (57, "validation")
+    train, validation, stated = corpus.open_splits(*enough, 64, 5)
+    assert (len(train.store), validation.store.source) == (57, str(path))
     assert stated == f"1 document(s) of {path}"
 
 
@@ -195,12 +199,15 @@ def test_a_slow_tokenizer_is_refused(text_file, tmp_path, monkeypatch):
 def test_prepared_again_only_when_something_changed(text_file, tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "text.jsonl"
     path.write_text(text_file.read_text())
-    first = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) == first
-    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=9) == first
+
+    def folder(**options):
+        return prepared(path, tokenizer, tmp_path / "cache", monkeypatch, **options)[0].folder
+
+    first = folder()
+    assert folder() == folder(validation_split_percentage=9) == first
     with path.open("a") as file:
         file.write('{"text": "one more"}\n')
-    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) != first
+    assert folder() != first
     assert not list((tmp_path / "cache/corpus").glob(".*"))
 
 
@@ -224,19 +231,22 @@ def test_a_tokenizer_is_trained_on_as_much_of_a_single_long_text_as_is_wanted(do
 def test_another_column_or_tokenizer_is_prepared_anew(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "the model reads", "body": "a line of text"}\n' * 3)
-    first = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) == first
-    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch, text_column="body") != first
+
+    def folder(**options):
+        return prepared(path, tokenizer, tmp_path / "cache", monkeypatch, **options)[0].folder
+
+    first = folder()
+    assert folder() == first and folder(text_column="body") != first
     tokenizer.add_tokens(["reads"])
-    assert prepared(path, tokenizer, tmp_path / "cache", monkeypatch) != first
+    assert folder() != first
 
 
 def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monkeypatch):
     tokenizer.add_tokens([f"<{number}>" for number in range(2**16)])
     path = tmp_path / "text.txt"
     path.write_text("<0><65535>" * 20)
-    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
-    row = corpus.Tokens(folder, "train", 16)[0]
+    text, _ = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
+    row = corpus.Tokens(text, 16, np.array([[0, len(text["tokens"])]]))[0]
     assert tokenizer.decode(row["input_ids"]) == "<0><65535>" * 8
 
 
@@ -245,9 +255,15 @@ def make_stream(
 ):
     named = {"dataset_name" if hub else "train_file": (str(path),)}
     source, _ = records.open_sources(CorpusConfig(**named), demo=corpus.DEMO, streaming=True)
-    loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
-    batch = {"global_batch_size": 4, "validation_percent": percent, "shuffle_window": window, "seed": seed}
-    return Stream(source, tokenizer, length, column=column, processes=processes, **batch, **loading)
+    options = CorpusConfig(
+        text_column=column,
+        validation_split_percentage=percent,
+        streaming=True,
+        shuffle_window=window,
+        preprocessing_num_workers=processes,
+    )
+    batch = BatchConfig(global_batch_size=4, per_device_train_batch_size=2, seed=seed)
+    return Stream(source, tokenizer, length, options, batch, Share(rank, world, torch.device("cpu")))
 
 
 def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):
@@ -266,7 +282,7 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tok
         assert sorted(one) == sorted(rows(first) + rows(second))
     later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
     assert later == whole[30:]
-    monkeypatch.setattr(chunks, "SIZE", 500)
+    monkeypatch.setattr(store, "BATCH", 500)
     assert [rows(w) for w in make_stream(text_file, tokenizer, 0, 1, processes=2).windows(0, 40)] == whole
     kept = make_stream(text_file, tokenizer, 0, 1).held_out(5)
     assert len(kept) == 5
@@ -310,15 +326,15 @@ def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypat
     path.write_text("".join(json.dumps({"text": f"the model reads line {number} "}) + "\n" for number in range(20_000)))
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     total = len(stored(folder)[0])
-    sizes = {rows: corpus.open_splits(folder, 16, 5, rows)[1].num_tokens for rows in (None, 10_000, 128, 1)}
+    sizes = {rows: corpus.open_splits(*folder, 16, 5, rows)[1].num_tokens for rows in (None, 10_000, 128, 1)}
     assert sizes[10_000] == sizes[None] == pytest.approx(0.05 * total, rel=0.1)
     assert sizes[128] == pytest.approx(2 * 128 * 17, rel=0.3) and sizes[1] == pytest.approx(100 * total / 20_000, rel=0.3)
-    fewer, most = (corpus.open_splits(folder, 16, 5, rows)[0] for rows in (None, 128))
+    fewer, most = (corpus.open_splits(*folder, 16, 5, rows)[0] for rows in (None, 128))
     assert most.num_tokens + sizes[128] == total and most.fingerprint != fewer.fingerprint
-    assert {*map(tuple, corpus.held_out(folder, 5, 0.1)[0])} < {*map(tuple, corpus.held_out(folder, 5, 1)[0])}
+    assert {*map(tuple, corpus._held_out(folder[0], 5, 0.1)[0])} < {*map(tuple, corpus._held_out(folder[0], 5, 1)[0])}
     stream = make_stream(path, tokenizer, 0, 1)
     first = np.concatenate([row["input_ids"] for row in stream.held_out(20)])
-    numbers, ends = np.flatnonzero(is_validation(np.arange(20_000), 5)), corpus.documents(folder, "train")[:, 0]
+    numbers, ends = np.flatnonzero(is_validation(np.arange(20_000), 5)), folder[0]["ends"]
     tokens, number = stored(folder)[0], np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1)
     each = np.split(tokens.astype(np.int64), ends[:-1])
     assert stream.held_out_before == numbers[number] + 1 < 1000
@@ -360,7 +376,7 @@ def plain(windows):
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt", "hub parquet", "hub json"])
 def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypatch, capsys, form, window):
     """Killed after any step, with the place through JSON as checkpoints do: the same samples, and little is read again."""
-    monkeypatch.setattr(chunks, "SIZE", 2000)
+    monkeypatch.setattr(store, "BATCH", 2000)
     rng = random.Random(0)
     texts = [("é " if n % 5 == 0 else "") + sentence(rng, rng.randint(1, 90)) for n in range(140)]
     texts[3] = texts[75] = ""
@@ -402,7 +418,7 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=250, use_dictionary=False)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(chunks, "SIZE", 2**14)
+    monkeypatch.setattr(store, "BATCH", 2**14)
     size, read = len(rows) if form == "parquet" else path.stat().st_size, []
 
     class Counted(files.DataFile):

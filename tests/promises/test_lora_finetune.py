@@ -93,7 +93,7 @@ def test_equals_a_plain_loop(tiny_model, chat_file, tmp_path, packing):
 
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         settings = options.ChatConfig(train_file=(str(chat_file),), validation_file=(str(chat_file),), seq_length=96)
-        packed_rows = len(Packed(chat.Conversations(chat.prepare(settings, tokenizer), "train"), 96))
+        packed_rows = len(Packed(chat.open_samples(settings, tokenizer)[0], 96))
     size = packed_rows or len(rows)
     theirs = run(
         *("lora_finetune", tmp_path, "--model_name_or_path", tiny_model, "--train_file", chat_file),

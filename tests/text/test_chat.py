@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from shared import demo
-from shared.data import chunks, records
-from shared.data.loader import Loader
+from shared.data import records, store
+from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
 from shared.data.records import read_records
+from shared.data.store import Notes
 from shared.process.errors import ConfigError
 from shared.text import chat
 from shared.text.encoder import Encoder
@@ -350,7 +351,7 @@ def test_an_answer_follows_the_generation_prompt_token_by_token(chatml, template
     given = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
     encoder = Encoder(chatml, "assistant")
     example = read_example({"messages": turns} | given, "chat messages", "here")
-    ids, learned = encoder(example, "here")
+    ids, learned = encoder(example, "here", notes := Notes())
 
     def render(count, **options):
         told = [
@@ -367,7 +368,7 @@ def test_an_answer_follows_the_generation_prompt_token_by_token(chatml, template
         prompt = render(count, add_generation_prompt=True)
         if ids[: run[0]] != prompt:
             unlike.append(f"here, message {count + 1}")
-    assert [place.split(", as")[0] for place in encoder.unlike] == unlike
+    assert sorted(place.split(", as")[0] for what, place in notes.seen if what == "unlike") == unlike
     assert unlike == ([] if template != SWITCHED else ["here, message 3"] if thinks is not None else unlike)
     if template == SWITCHED and thinks is None:  # "\n\n" is one token here or not, as the tokenizer has it
         assert "here, message 3" in unlike
@@ -396,7 +397,7 @@ def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monk
     talk = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
     (tmp_path / "b.json").write_text(json.dumps([talk] * 2))
     train, _, _ = prepared(chatml, tmp_path / "*.json*", tmp_path, monkeypatch)
-    assert train.meta["forms"] == {"prompt and completion": 3, "chat messages": 2}
+    assert train.stores[0].notes.named("form ") == {"prompt and completion": 3, "chat messages": 2}
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(json.dumps(talk))
     with pytest.raises(ConfigError, match=r"a.jsonl:4: 'prompt' is missing, but the first record of this file has it"):
@@ -504,14 +505,13 @@ def test_what_is_wrong_is_said_with_its_place(record, message):
 def prepared(tokenizer, path, tmp_path, monkeypatch, **options):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
     config = ChatConfig(train_file=(str(path),), seq_length=96, **options)
-    folder = chat.prepare(config, tokenizer)
-    return chat.Conversations(folder, "train"), chat.Conversations(folder, "validation"), config
+    return *chat.open_samples(config, tokenizer), config
 
 
 def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, tmp_path, monkeypatch):
     train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     assert len(train) + len(validation) == 23 and len(validation) == 1
-    assert train.meta["context"] == pytest.approx(np.mean([n for n in train.lengths for _ in range(n)]))
+    assert train.context == pytest.approx(np.mean([n for n in train.lengths for _ in range(n)]))
     row = train[0]
     kept = row["labels"] != IGNORED
     assert (row["labels"][:-1][kept[:-1]] == row["input_ids"][1:][kept[:-1]]).all()
@@ -522,15 +522,15 @@ def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, 
 
 
 def test_more_processes_prepare_the_same(chatml, chat_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "SIZE", 1000)
+    monkeypatch.setattr(store, "BATCH", 1000)
     tokenizer = chatml
     alone = prepared(tokenizer, chat_file, tmp_path / "alone", monkeypatch)[:2]
     together = prepared(tokenizer, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2)[:2]
     for one, other in zip(alone, together, strict=True):
-        assert one.meta == other.meta and chatml.convert_ids_to_tokens(one.meta["end"]) == "<|im_end|>"
-        assert len(one.ids.starts) > 3 and np.array_equal(one.ids[:], other.ids[:])
-        assert np.array_equal(one.learned[:], other.learned[:])
-        assert np.array_equal(one.spans, other.spans) and np.array_equal(one.targets, other.targets)
+        assert one.fingerprint == other.fingerprint and chatml.convert_ids_to_tokens(one.end) == "<|im_end|>"
+        assert one.stores[0].notes == other.stores[0].notes
+        assert np.array_equal(one.stores[0]["ids"], other.stores[0]["ids"])
+        assert np.array_equal(one.lengths, other.lengths) and np.array_equal(one.targets, other.targets)
 
 
 def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch):
@@ -540,7 +540,7 @@ def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     train, validation, _ = prepared(tokenizer, file, tmp_path, monkeypatch)
     assert (len(train), len(validation)) == (28, 2)
-    assert train.meta["sha256"] == "5bd9e4f0e5a5e9d31303043009878576ceda69ad4a0a2f1107c28c55c5e506e7"
+    assert train.fingerprint == "9b8418d7baa24b43"
 
 
 def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file, tmp_path, monkeypatch):
@@ -556,7 +556,8 @@ def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path,
     rows = [{"prompt": "the line " * 100, "completion": "x"}, *[{"prompt": "a ", "completion": "line"}] * 3]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch)
-    assert (train.meta["read"], train.meta["dropped"], train.meta["cut"]) == (4, 1, 1)
+    counts = train.stores[0].notes.counts
+    assert (counts["read"], counts["dropped"], counts["cut"]) == (4, 1, 1)
     assert len(train) + len(validation) == 3 and "1 dropped" in chat.describe(train, config)
 
 
@@ -577,7 +578,8 @@ def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(toke
             found.append((tokenizer.decode(ids[:-1]), split is validation))
     assert sorted(text for text, _ in found) == sorted(texts)
     assert sum(held_out for _, held_out in found) == 3
-    assert max(train.lengths) == 96 and (train.meta["read"], train.meta["cut"], train.meta["dropped"]) == (12, 0, 0)
+    counts = train.stores[0].notes.counts
+    assert max(train.lengths) == 96 and (counts["read"], counts["cut"], counts["dropped"]) == (12, 0, 0)
     assert f"{len(train)} to train on" in chat.describe(train, config)
     tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
     assert sum(split.num_targets(np.arange(len(split))) for split in (train, validation)) == tokens
@@ -588,7 +590,7 @@ def test_a_long_text_file_ends_once(tokenizer, tmp_path, monkeypatch):
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("the model reads a line\n" * 40)
     train, _, _ = prepared(tokenizer, tmp_path, tmp_path / "cache", monkeypatch)
-    ids = train.ids[:]  # of both
+    ids = train.stores[0]["ids"]  # of both
     assert (ids == tokenizer.eos_token_id).sum() == 2
 
 
@@ -692,8 +694,8 @@ class OfLengths:
 
 def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     def longest(samples, collate, rows):
-        place = {"per_device": rows, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
-        return Loader(samples, collate, Order(len(samples), rows, 0), **place).longest(rows)
+        share = Share(0, 1, torch.device("cpu"))
+        return Loader(samples, collate, Order(len(samples), rows, 0), share, per_device=rows).longest(rows)
 
     talks = OfLengths(16, 3, 9, 7, 12)
     padded = longest(talks, collate_padded, 3)
@@ -734,11 +736,14 @@ def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
     config = {"train_file": (str(chat_file),), "seq_length": 96}
     kinds = ({}, {"seq_length": 64}, {"loss_on": "all"}, {"max_train_samples": 9}, {"validation_split_percentage": 30.0})
-    folders = [chat.prepare(ChatConfig(**config | kind), tokenizer) for kind in kinds]
+
+    def fingerprint(**kind):
+        return chat.open_samples(ChatConfig(**config | kind), tokenizer)[0].fingerprint
+
+    found = [fingerprint(**kind) for kind in kinds]
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    folders.append(chat.prepare(ChatConfig(**config), tokenizer))
-    assert len(set(folders)) == 6
-    assert chat.prepare(ChatConfig(**config), tokenizer) == folders[-1]
+    found.append(fingerprint())
+    assert len(set(found)) == 6 and fingerprint() == found[-1]
 
 
 def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file, tmp_path, monkeypatch):

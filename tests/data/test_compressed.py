@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
-from shared.data import chunks, files
+from shared.data import files, store
 from shared.data.files import find_files
 from shared.data.records import open_sources, read_records
 from shared.process.errors import ConfigError
@@ -163,15 +163,13 @@ def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_its_tokens_are_those_of_the_plain_file(text_file, tiny_model, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(chunks, "SIZE", 500)
+    monkeypatch.setattr(store, "BATCH", 500)
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     packed = tmp_path / "text.jsonl.zst"
     packed.write_bytes(PACK[".zst"](text_file.read_bytes()))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    folders = [
-        corpus.prepare(CorpusConfig(train_file=(str(path),), preprocessing_num_workers=workers), tokenizer)
-        for path in (text_file, packed)
-    ]
-    assert folders[0] != folders[1]
-    contents = [[path.read_bytes() for path in sorted(folder.glob("*-tokens.npy"))] for folder in folders]
-    assert contents[0] == contents[1] and len(contents[0]) > 9
+    configs = [CorpusConfig(train_file=(str(p),), preprocessing_num_workers=workers) for p in (text_file, packed)]
+    encode = corpus.EncodeDocuments(tokenizer, "text")
+    plain, unpacked = (corpus.prepare_sources(config, encode)[0] for config in configs)
+    assert plain.folder != unpacked.folder and plain.identity == unpacked.identity
+    assert plain["tokens"].tolist() == unpacked["tokens"].tolist()

@@ -166,20 +166,21 @@ def test_files_that_have_not_changed_are_read_once_a_day(tmp_path, monkeypatch):
 @pytest.mark.parametrize("built", [True, False])
 def test_what_killed_runs_have_left_is_removed_once_nobody_writes_it_any_more(tmp_path, built):
     long_ago = time.time() - prepared.ABANDONED_AFTER - 60
-    for name in (".a.11111111", ".a.22222222", ".b.33333333", ".a.new-44444444", ".a.new-55555555"):
+    for name in (".a.11111111", ".a.22222222", ".b.new", ".a.new", ".a.new-44444444", ".a.new-55555555"):
         (tmp_path / name / "tokenizer").mkdir(parents=True)
         for path in (tmp_path / name / "tokenizer/half", tmp_path / name / "half"):
             path.write_text("x")
         for path in (*(tmp_path / name).rglob("*"), tmp_path / name):
             os.utime(path, (long_ago, long_ago))
     os.utime(tmp_path / ".a.22222222/tokenizer/half")  # a damaged folder that another run may read
+    os.utime(tmp_path / ".a.new/half")  # of a preparation that can go on
     os.utime(tmp_path / ".a.new-44444444/half")  # its process is dead
     lock = os.open(tmp_path / ".a.new-55555555", os.O_RDONLY)  # another run is at work on it
     fcntl.flock(lock, fcntl.LOCK_EX)
     for _ in range(1 + built):
         prepared.build_once(tmp_path / "a", lambda folder: None)
     os.close(lock)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.22222222", ".a.new-55555555", ".b.33333333", "a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.22222222", ".a.new", ".a.new-55555555", "a"]
 
 
 def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypatch):

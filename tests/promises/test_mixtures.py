@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from shared.data import audit
+from shared.data.store import Store
 from shared.process.errors import ConfigError
 from shared.text import corpus
 from tests.conftest import ROOT, Run, paint, run, run_here, sentence
@@ -80,7 +81,7 @@ def test_text_is_prepared_once_for_each_source(text_file, tiny_model, tmp_path, 
     run_here("pretrain", *flags, "--tokenizer_name", tiny_model, "--output_dir", tmp_path / "two")
     folders = [*(tmp_path / "cache" / "corpus").iterdir()]
     assert len(folders) == 2
-    tokens = {json.loads((f / "meta.json").read_text())["source"]: corpus.open_splits(f, 32, 5, 8)[0] for f in folders}
+    tokens = {s.source: corpus.open_splits(s, None, 32, 5, 8).train for s in map(Store, folders)}
     of_text = len(tokens[str(text_file)])
     assert samples_by_source(tmp_path / "two", of_text) == 6 * [Counter({True: 3, False: 7})]
     assert audit.check(tmp_path / "two").problems == []

@@ -1,0 +1,334 @@
+"""Data that an encoder has made of a source: prepared once, batch after batch, and kept for later runs.
+
+A store belongs to one source, never to a split: which of its samples are trained on is decided when it is opened. A
+preparation that was killed goes on where it stood, and ends with the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from shared.config.parse import cache_dir
+from shared.data import prepared
+from shared.data.loader import parallel_map
+from shared.data.records import Source
+from shared.process import faults
+from shared.process.collectives import on_main
+from shared.process.errors import ConfigError
+
+T = TypeVar("T")
+
+BATCH = 2**18  # characters that a process encodes at a time
+SAVE_EVERY = 5.0  # seconds of work that a killed preparation loses, at most
+STATE, LINES = "state.json", "lines.jsonl"
+
+
+@dataclass
+class Notes:
+    """What was seen in data: how often, and for what is worth a look, where first."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    seen: set[tuple[str, str]] = field(default_factory=set, repr=False)
+
+    def add(self, what: str, place: str = "") -> None:
+        """Count it. With a place, only if it is new there: an encoder may look at a text twice."""
+        if place:
+            if (what, place) in self.seen:
+                return
+            self.seen.add((what, place))
+            self.first.setdefault(what, place)
+        self.counts[what] += 1
+
+    def update(self, later: Notes) -> None:
+        self.counts.update(later.counts)
+        self.first = later.first | self.first
+
+    def named(self, prefix: str) -> dict[str, int]:
+        """The counts whose name begins with `prefix`, by the rest of the name."""
+        found = {what: count for what, count in self.counts.items() if what.startswith(prefix) and count}
+        return {what.removeprefix(prefix): count for what, count in found.items()}
+
+
+@dataclass
+class Encoded:
+    """What an encoder made of a batch of items.
+
+    Args:
+        values: arrays of equal length, of all samples one after the other.
+        ends: [samples], where each sample ends in them. What follows the last end belongs to a sample of a later batch.
+        table: arrays with a row a sample.
+        lines: something JSON-like a sample, or nothing at all.
+    """
+
+    values: dict[str, np.ndarray]
+    ends: np.ndarray
+    table: dict[str, np.ndarray] = field(default_factory=dict)
+    lines: Sequence[Any] = ()
+
+
+class Encode(Protocol):
+    """Makes samples of records. It is sent to other processes."""
+
+    def identity(self) -> Any:
+        """Something JSON-like that changes when the samples of a source do: settings, and `prepared.source_of` its code."""
+
+    def items(self, source: Source, notes: Notes) -> Iterator[Any]:
+        """What to encode, in order. This process reads it, all of it again where a killed preparation goes on."""
+
+    def size(self, item: Any) -> int:
+        """Characters of an item."""
+
+    def __call__(self, items: list[Any], notes: Notes) -> Encoded:
+        """The samples of a batch. They do not depend on what else is in it."""
+
+
+def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of items, of BATCH characters or a little more."""
+    batch: list[T] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += size(item)
+        if characters >= BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def prepare(kind: str, source: Source, encode: Encode, *, limit: int | None = None, processes: int | None = None) -> Store:
+    """Encode a source, unless it is there already. Every rank calls this; the main one works, the others wait.
+
+    Args:
+        kind: name of the folder in the cache.
+        limit: read only so many records.
+        processes: see `parallel_map`.
+
+    Raises:
+        ConfigError: there are no records, or `encode` refuses one.
+    """
+    key = on_main(  # machines may see other file times, and the Hub may answer one of them only
+        lambda: prepared.fingerprint(
+            source=source.identity(),
+            encode=encode.identity(),
+            limit=limit,
+            code=prepared.source_of("data/store.py", "data/records.py", "data/tables.py"),
+        )
+    )
+    if limit is not None:
+        source = replace(source, read=partial(_first_of, source, limit))
+    folder = cache_dir() / kind / key
+    build = partial(_fill, source=source, encode=encode, processes=processes)
+    return Store(prepared.build_once(folder, build, continues=True))
+
+
+def _first_of(source: Source, limit: int) -> Iterator[Any]:
+    return islice(source.read(), limit)
+
+
+def _fill(folder: Path, source: Source, encode: Encode, processes: int | None) -> None:
+    from tqdm import tqdm
+
+    notes, writer = Notes(), _Writer(folder)
+    items = islice(encode.items(source, notes), writer.items, None)
+    found = parallel_map(partial(_encode_batch, encode), batches(items, encode.size), processes)
+    with tqdm(desc=f"tokenising {source.name}", initial=writer.items, leave=False, disable=None) as bar:
+        for count, encoded, of_batch in found:
+            writer.add(count, encoded, of_batch)
+            bar.update(count)
+            faults.point("prepare")
+    if not writer.items:
+        raise ConfigError(f"{source.name}: no records in it")
+    writer.close(source.name, notes)
+
+
+def _encode_batch(encode: Encode, items: list[Any]) -> tuple[int, Encoded, Notes]:
+    notes = Notes()
+    return len(items), encode(items, notes), notes
+
+
+class _Writer:
+    """Appends batches to the files of a store: `<array>.bin`, LINES, and STATE, which says how much of them is whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.items = 0  # that are done
+        self.values = 0  # entries of each array in `Encoded.values`
+        self.notes = Notes()
+        self.arrays: dict[str, list[Any]] = {}  # by name: dtype, shape of a row
+        self.sizes: dict[str, int] = {}  # bytes of each file
+        if (file := folder / STATE).exists():
+            state = json.loads(file.read_text())
+            if all(path.exists() and path.stat().st_size >= size for path, size in self._files(state["sizes"])):
+                self.items = state["items"]
+                self.values = state["values"]
+                self.arrays = state["arrays"]
+                self.notes = Notes(Counter(state["counts"]), state["first"])
+                self.sizes = state["sizes"]
+        for path in folder.iterdir():
+            if path.name != STATE:
+                os.truncate(path, self.sizes.get(path.name, 0))
+        self._open: dict[str, Any] = {}
+        self._saved = monotonic()
+
+    def _files(self, sizes: dict[str, int]) -> list[tuple[Path, int]]:
+        return [(self.folder / name, size) for name, size in sizes.items()]
+
+    def add(self, items: int, encoded: Encoded, notes: Notes) -> None:
+        arrays = {**encoded.values, **encoded.table}
+        arrays["ends"] = self.values + np.asarray(encoded.ends, np.int64)
+        if encoded.lines:
+            texts = (json.dumps(line, default=str) + "\n" for line in encoded.lines)
+            lines = [text.encode() for text in texts]
+            arrays["line_ends"] = self.sizes.get(LINES, 0) + np.cumsum([len(line) for line in lines])
+            self._append(LINES, b"".join(lines))
+        for name, array in arrays.items():
+            self.arrays.setdefault(name, [array.dtype.name, list(array.shape[1:])])
+            self._append(f"{name}.bin", np.ascontiguousarray(array).tobytes())
+        self.items += items
+        self.values += len(next(iter(encoded.values.values())))
+        self.notes.update(notes)
+        if monotonic() - self._saved >= SAVE_EVERY:
+            self._save(self.notes)
+
+    def _append(self, name: str, data: bytes) -> None:
+        if name not in self._open:
+            self._open[name] = (self.folder / name).open("ab")
+        self._open[name].write(data)
+        self.sizes[name] = self.sizes.get(name, 0) + len(data)
+
+    def _save(self, notes: Notes, **more: Any) -> None:
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+        state = {"items": self.items, "values": self.values, "arrays": self.arrays, "sizes": self.sizes}
+        state |= {"counts": notes.counts, "first": notes.first, **more}
+        temporary = self.folder / f"{STATE}.tmp"
+        temporary.write_text(json.dumps(state))
+        temporary.replace(self.folder / STATE)
+        self._saved = monotonic()
+
+    def close(self, source: str, notes: Notes) -> None:
+        """Write what was noted while the items were read, too."""
+        notes.update(self.notes)
+        self._save(notes, source=source)
+        for file in self._open.values():
+            file.close()
+
+
+class Store:
+    """A prepared source: the arrays of all samples, memory-mapped when they are first read.
+
+    Attributes:
+        source: its name, for people.
+        notes: what was seen in it.
+        identity: changes when the arrays do.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        state = json.loads((folder / STATE).read_text())
+        self.source: str = state["source"]
+        self.notes = Notes(Counter(state["counts"]), state["first"])
+        self._arrays: dict[str, list[Any]] = state["arrays"]
+        self._maps: dict[str, np.ndarray] = {}
+        checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
+        self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in self._arrays})
+
+    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:  # a spawned worker maps the files itself
+        return Store, (self.folder,)
+
+    def __contains__(self, array: str) -> bool:
+        return array in self._arrays
+
+    def __getitem__(self, array: str) -> np.ndarray:
+        """An array of `Encoded.values` or `Encoded.table` over all samples, or `ends`."""
+        if array not in self._maps:
+            dtype, row = self._arrays[array]
+            file = self.folder / f"{array}.bin"
+            values = np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype)
+            self._maps[array] = values.reshape(-1, *row)
+        return self._maps[array]
+
+    def __len__(self) -> int:
+        return len(self["ends"])
+
+    def span(self, sample: int) -> slice:
+        """Where the values of a sample are."""
+        return slice(int(self["ends"][sample - 1]) if sample else 0, int(self["ends"][sample]))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[samples] int64: how many values each has."""
+        return np.diff(self["ends"], prepend=0)
+
+    def line(self, sample: int) -> Any:
+        """What `Encoded.lines` has of a sample."""
+        with (self.folder / LINES).open("rb") as file:
+            file.seek(int(self["line_ends"][sample - 1]) if sample else 0)
+            return json.loads(file.readline())
+
+    def lines(self) -> Iterator[Any]:
+        with (self.folder / LINES).open("rb") as file:
+            yield from map(json.loads, file)
+
+
+class Split:
+    """Chosen samples of a store, or of several: the sources of a mixture, one after the other.
+
+    A subclass says what a row is, and so is `order.Samples`.
+
+    Args:
+        stores: by the name of the source; of one that is not mixed, any name.
+        numbers: of each store, the samples that belong to the split, in order.
+    """
+
+    def __init__(self, stores: Mapping[str, Store], numbers: Sequence[np.ndarray]) -> None:
+        self.stores = list(stores.values())
+        self.numbers = [np.asarray(chosen, np.int64) for chosen in numbers]
+        self.sources = {name: len(chosen) for name, chosen in zip(stores, numbers, strict=True)}
+        self.starts = np.cumsum([0, *self.sources.values()])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def find(self, index: int) -> tuple[Store, int]:
+        """The store of a sample, and its number there."""
+        of = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.stores[of], int(self.numbers[of][index - self.starts[of]])
+
+    def values(self, index: int, *arrays: str) -> list[np.ndarray]:
+        """The part of these arrays that is of a sample."""
+        store, number = self.find(index)
+        span = store.span(number)
+        return [np.asarray(store[array][span]) for array in arrays]
+
+    def column(self, array: str) -> np.ndarray:
+        """A column of the table, for all samples."""
+        parts = [store[array][chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)]
+        return np.concatenate(parts)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[samples] int64: values of each sample."""
+        parts = [store.lengths[chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)]
+        return np.concatenate(parts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when the samples do."""
+        chosen = [hashlib.sha256(numbers.tobytes()).hexdigest() for numbers in self.numbers]
+        return prepared.fingerprint(stores=[store.identity for store in self.stores], chosen=chosen)
