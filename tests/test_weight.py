@@ -20,7 +20,7 @@ FOLDERS = {
     "data": 19_400,  # labels and the store of prepared data, before in text and images
     "demo": 1_000,
     "evaluation": 4_500,
-    "images": 11_400,
+    "images": 9_900,
     "models": 23_100,
     "parallel": 5_400,
     "process": 4_300,
@@ -31,7 +31,7 @@ FOLDERS = {
 TEMPLATES = {  # with all that they import
     "dpo": 96_500,
     "full_finetune": 88_800,
-    "image_classification": 89_300,
+    "image_classification": 83_600,
     "lora_finetune": 92_500,
     "pretrain": 84_700,
     "pretrain_pipeline": 81_200,

@@ -2,10 +2,8 @@
 
 import contextlib
 import io
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -41,21 +39,15 @@ class Part:
 Source = Path | bytes | Part  # of one image
 
 
-def _opened(source: Source) -> tuple[BinaryIO, int, int]:
-    """(a file, the first of its bytes that belong to the image, how many do)."""
+def read(source: Source, first: int = 0, last: int | None = None) -> bytes:
+    """The bytes of an image; `first` and `last` count as in a slice."""
     if isinstance(source, bytes):
-        return io.BytesIO(source), 0, len(source)
-    if isinstance(source, Part):
-        return source.path.open("rb"), source.offset, source.size
-    file = source.open("rb")
-    return file, 0, os.fstat(file.fileno()).st_size
-
-
-def _read(source: Source) -> bytes:
-    file, start, size = _opened(source)
-    with file:
-        file.seek(start)
-        return file.read(size)
+        return source[first:last]
+    part = source if isinstance(source, Part) else Part(source, 0, source.stat().st_size)
+    first, last, _ = slice(first, last).indices(part.size)
+    with part.path.open("rb") as file:
+        file.seek(part.offset + first)
+        return file.read(last - first)
 
 
 def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
@@ -74,23 +66,19 @@ def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
         if not in_full and _looks_whole(source):
             return
     decode(source, at_least=1, white_level=white_level)  # the cheapest way to read the whole file
-    content = _read(source)
+    content = read(source)
     if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):  # the last scan never ends
         raise BadImage("the end of the file is missing")
 
 
 def _looks_whole(source: Source) -> bool:
-    file, start, size = _opened(source)
-    with file:
-        file.seek(start)
-        head = file.read(min(size, HEAD))
-        file.seek(start + max(0, size - TAIL))
-        tail = file.read(min(size, TAIL))
+    head = read(source, 0, HEAD)
     if head[:2] == RIFF:
-        return head[8:12] == b"WEBP" and int.from_bytes(head[4:8], "little") + 8 == size
+        end = int.from_bytes(head[4:8], "little") + 8
+        return head[8:12] == b"WEBP" and len(read(source, end - 1, end + 1)) == 1
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
         _open(head).close()  # reads the header only
-        return tail.rstrip(b"\0").endswith(ENDS[head[:2]])
+        return read(source, -TAIL).rstrip(b"\0").endswith(ENDS[head[:2]])
     return False
 
 
@@ -158,7 +146,7 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise BadImage(f"more than {limit:.0f} megapixels") from None
     except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
-        empty = (source.is_file() if isinstance(source, Path) else True) and not _read(source)
+        empty = (source.is_file() if isinstance(source, Path) else True) and not read(source)
         unknown = isinstance(error, Image.UnidentifiedImageError)
         known = f"not an image ({', '.join(FORMATS)})"
         reason = "the file is empty" if empty else known if unknown else first_line(error)[:100]
@@ -166,7 +154,7 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
 
 
 def _open(source: Source) -> Image.Image:
-    return Image.open(source if isinstance(source, Path) else io.BytesIO(_read(source)), formats=FORMATS)
+    return Image.open(source if isinstance(source, Path) else io.BytesIO(read(source)), formats=FORMATS)
 
 
 def decode_tensor(source: Source, at_least: int | None = None, white_level: int = 0) -> torch.Tensor:
@@ -178,10 +166,10 @@ def decode_tensor(source: Source, at_least: int | None = None, white_level: int 
         BadImage: as `decode` does.
     """
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
-        source = _read(source) if isinstance(source, Part) else source
+        source = read(source) if isinstance(source, Part) else source
         with _open(source) as image:  # reads the header only
             shrinks = at_least is not None and min(image.size) >= 2 * at_least
             upright = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         if upright and not shrinks:
-            return decode_jpeg(torch.frombuffer(bytearray(_read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB)
+            return decode_jpeg(torch.frombuffer(bytearray(read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB)
     return pil_to_tensor(decode(source, at_least, white_level))

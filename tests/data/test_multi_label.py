@@ -80,7 +80,7 @@ def test_lists_and_texts_in_any_file_are_the_same_data(tmp_path, monkeypatch):
             assert "; 1.20 labels an image" in data.about
             parts = []
             for part in (data.train, data.validation):
-                numbers = part.index.tolist()
+                numbers = part.index[:, 1].tolist()
                 rows = [part[number]["labels"] for number in range(len(part))]
                 assert all((row.dtype, row.shape) == (np.float32, (3,)) for row in rows)
                 assert [row.tolist() for row in rows] == hot_of([LABELS[n] for n in numbers], data.classes)
@@ -172,7 +172,8 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     labels[:, 7] = False
     names = ("$5^", *(f"class number {i}" for i in range(49)))
     predictions = evaluation_of(labels, scores, names)
-    images = Images(Files(), np.arange(60), Labels("multi_label", names, labels.astype(np.uint8)))
+    index = np.stack([np.zeros(60, int), np.arange(60)], axis=1)
+    images = Images([Files()], index, Labels("multi_label", names, labels.astype(np.uint8)))
     (tmp_path / "run").mkdir()
     pictures = predictions.write(tmp_path / "run", images)
     assert [path.name for path in pictures] == ["average_precision.png", "mistakes.png"]

@@ -161,9 +161,11 @@ def pictures(tmp_path):
             return f"image {index}"
 
     # The data set's numbers are not those of its source.
-    return lambda count: Images(
-        Files(), 1000 + np.arange(count), Labels("single_label", (), np.zeros(count, dtype=np.int64))
-    )
+    def images(count):
+        index = np.stack([np.zeros(count, int), 1000 + np.arange(count)], axis=1)
+        return Images([Files()], index, Labels("single_label", (), np.zeros(count, int)))
+
+    return images
 
 
 @pytest.fixture
@@ -267,7 +269,7 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, ca
         def where(self, index):
             return "none.png"
 
-    images = Images(Gone(), np.arange(2), Labels("single_label", (), np.zeros(2, dtype=np.int64)))
+    images = Images([Gone()], np.array([[0, 0], [0, 1]]), Labels("single_label", (), np.zeros(2, int)))
     assert made([0, 1], [1, 0], "ab").write(run_dir, images) == [run_dir / "confusion_matrix.png"]
     said = capsys.readouterr().err
     assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
