@@ -188,7 +188,7 @@ def language_loop(
 ) -> tuple[Loop, dict[str, Any]]:
     """(the loop of a language model, what is said of it); `fused` and not `masked` as the templates do: head and loss in
     one, and packed documents kept apart without a mask; `compiled` as the model's blocks are."""
-    from shared.models.attention import isolate_documents
+    from shared.models.isolation import isolate_documents
     from shared.models.loss import causal_lm_loss, fuse_head
 
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
@@ -403,7 +403,7 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
     from transformers import AutoModelForImageClassification, ResNetConfig, ViTConfig
 
     from shared.images.processor import ToModel, image_processor
-    from shared.models import classifier
+    from shared.models import image_classifier
     from shared.models.counts import measure
     from shared.models.hub import from_architecture
 
@@ -425,7 +425,7 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
         flops = measure(model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)})
     if compiled:
         model.compile()
-    classifier.training_mode(model)
+    image_classifier.training_mode(model)
     batch = {"pixel_values": torch.randint(0, 256, (rows, 3, size, size)).to(torch.uint8)}
     batch = {k: v.to(accelerator.device) for k, v in (batch | {"labels": torch.arange(rows) % classes}).items()}
 
@@ -563,17 +563,17 @@ def positions() -> dict[str, Any]:
 
 def packed_attention() -> dict[str, Any]:
     """Whether PyTorch's attention of variable lengths gives what a mask gives, for the heads of usual models."""
-    from shared.models import attention
+    from shared.models.isolation import MAX_ERROR, error_of, find_kernel
 
-    kernel = attention.find_kernel(device())
+    kernel = find_kernel(device())
     if kernel is None:
         raise Skipped(f"attention of variable lengths has no kernel on a {device().type.upper()}")
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in training
     heads = [(12, 12, 64), (32, 8, 64), (32, 8, 128), (16, 8, 256)]
     wrong = []
     for many, of_keys, size in heads:
-        error = attention.error_of(kernel, (many, of_keys, size, size, torch.bfloat16), device())
-        if not error <= attention.MAX_ERROR:
+        error = error_of(kernel, (many, of_keys, size, size, torch.bfloat16), device())
+        if not error <= MAX_ERROR:
             wrong.append(f"{many}, {of_keys}, {size}: off by {error:.2g}")
     return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 

@@ -176,7 +176,7 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
 def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:
     import torch
 
-    from shared.data.loader import Loader
+    from shared.data.loader import Loader, Share
     from shared.data.order import Order
 
     def collate(rows: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -185,9 +185,10 @@ def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:
     def first_window(ahead: int = 0) -> list[int]:
         """The samples of `step`, of a run that began so many steps before it."""
         ahead = min(ahead, step)
-        share: Row = {"rank": 0, "world_size": 1, "device": torch.device("cpu")}
+        share = Share(0, 1, torch.device("cpu"))
         order = Order(options.size, BATCH, 0)
-        windows = Loader(Computed(options.size), collate, order, per_device=BATCH, **share).windows(step - ahead, step + 1)
+        loader = Loader(Computed(options.size), collate, order, share, per_device=BATCH)
+        windows = loader.windows(step - ahead, step + 1)
         return next(islice(windows, ahead, None)).indices.ravel().tolist()
 
     return first_window
@@ -238,12 +239,12 @@ def accumulate(options: argparse.Namespace) -> Callable[[], Any]:
     import torch
     from torch.utils.data import default_collate
 
-    from shared.data.loader import Loader
+    from shared.data.loader import Loader, Share
     from shared.data.order import Order
 
-    share: Row = {"rank": 0, "world_size": 1, "device": torch.device("cpu"), "num_workers": 2}
-    rows, size = 4, 4 * options.size
-    loader = Loader(Slow(10**6), default_collate, Order(10**6, size, 0), per_device=rows, **share)
+    share = Share(0, 1, torch.device("cpu"))
+    order = Order(10**6, 4 * options.size, 0)
+    loader = Loader(Slow(10**6), default_collate, order, share, per_device=4, num_workers=2)
 
     def train() -> None:
         for window in loader.windows(0, MICRO_BATCHES // options.size):

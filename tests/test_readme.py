@@ -324,7 +324,7 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
         "headlines/train.jsonl": folder / "reviews.csv",
         "headlines/validation.jsonl": folder / "reviews.csv",
         "more.jsonl": folder / "more.jsonl",
-        # there is no network here: tests/shared/test_remote.py reads such files from servers of its own
+        # there is no network here: tests/data/test_remote.py reads such files from servers of its own
         "https://example.com/chats.jsonl.gz": chat_file,
         "s3://bucket/a.parquet": text_file,
         "s3://bucket/b.parquet": text_file,

@@ -3,28 +3,44 @@
 import bz2
 import glob
 import gzip
-import importlib
 import io
 import lzma
 import os
+import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import attrgetter
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
-from shared.data.remote import RemoteFile
-from shared.process.errors import CleanExit, ConfigError, first_line
+from shared.process.errors import ConfigError, first_line
 from shared.process.files import NOT_REGULAR
 
-File = Path | RemoteFile
-
+SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "http", "https")
 ARCHIVES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".xz", ".zip", ".zst")
-FREE, RATIO, RECORD = 2**25, 500, 2**28  # a compressed file gives at most FREE + RATIO x its bytes, a record RECORD bytes
-COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-COMPRESSED[".zst"] = lambda file: importlib.import_module("pyarrow").CompressedInputStream(file, "zstd")  # slow to import
+PACKED = "an archive or compressed file: unpack it first, and name what was in it"
+# A compressed file gives at most FREE + RATIO x its bytes, a record RECORD bytes.
+FREE = 2**25
+RATIO = 500
+RECORD = 2**28
 
 
-def name_inside(path: File) -> File | PurePath:
+def _open_zstd(file: Any) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, "zstd")
+
+
+COMPRESSED: dict[str, Any] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
+
+
+def name_inside(path: PurePath) -> PurePath:
     """a.jsonl for a.jsonl.gz; `path` itself if it is not compressed."""
     return path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
 
@@ -32,8 +48,11 @@ def name_inside(path: File) -> File | PurePath:
 class DataFile(io.RawIOBase):
     """The bytes of a file, unpacked if it is compressed. Set `record` to 0 and `line` to its line when a record begins."""
 
-    def __init__(self, path: File) -> None:
-        self.path, self.unpacked, self.record, self.line = path, 0, 0, 1
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unpacked = 0  # bytes given so far
+        self.record = 0  # and those since the record began
+        self.line = 1
         self.file: Any = path.open("rb", buffering=0)
         self.stream = COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
 
@@ -52,11 +71,10 @@ class DataFile(io.RawIOBase):
             return self.file.readinto(buffer)
         try:
             size = self.stream.readinto(buffer)
-        except CleanExit:
-            raise
         except Exception as error:  # each library raises types of its own
             raise ConfigError(f"{self.path}: cannot be unpacked, damaged or incomplete ({first_line(error)})") from None
-        self.unpacked, self.record = self.unpacked + size, self.record + size
+        self.unpacked += size
+        self.record += size
         if self.unpacked > FREE + RATIO * self.file.tell():
             raise ConfigError(f"{self.path}: unpacks to more than {RATIO} times its size; if you trust it, unpack it first")
         if self.record > RECORD:
@@ -64,57 +82,77 @@ class DataFile(io.RawIOBase):
         return size
 
 
-def find_files(paths: Sequence[str], *, flag: str, quick: bool = False, tars: bool = False) -> list[Any]:
-    """The files that a flag names: files, folders (all files below, hidden ones left out) or globs, sorted; Paths.
+def is_url(name: str) -> bool:
+    return "://" in name
 
-    A URL becomes a RemoteFile. Whether there is such a file is asked when it is opened. `quick`: of a folder, some files are
-    enough. A folder may hold a million files: its list says what they are. `tars`: tar files are no archives to be refused.
+
+def check_url(url: str, *, flag: str) -> None:
+    """Refuse a URL that does not name one file of data. Nothing is asked of the network.
+
+    Raises:
+        ConfigError: another scheme, a folder, a glob or an archive.
+    """
+    scheme, path = url.partition("://")[0], urlsplit(url).path
+    if scheme not in SCHEMES:
+        raise ConfigError(f"--{flag} {url}: no such file; of URLs, {', '.join(SCHEMES)} are read")
+    if re.search(r"[*\[]|/$|^$", path):
+        raise ConfigError(f"--{flag} {url}: a URL names one file: no folder and no glob")
+    if _is_packed(PurePosixPath(path)):
+        raise ConfigError(f"--{flag} {url}: {PACKED}")
+
+
+def find_files(
+    paths: Sequence[str | Path],
+    *,
+    flag: str,
+    quick: bool = False,
+    tars: bool = False,
+) -> list[Path]:
+    """The files that a flag names, sorted: files, folders (all below, hidden ones left out), globs.
+
+    `quick`: of a folder, some files are enough. `tars`: tar files are no archives to be refused.
 
     Raises:
         ConfigError: a path that names nothing, an empty file, a pipe, an archive, or a folder that cannot be read.
     """
-    found: list[File] = []
-    unsure: list[Path] = []  # whether these are regular
+    files: list[Path] = []
     for named in paths:
-        if "://" in named and flag in ("train_file", "validation_file"):
-            found.append(RemoteFile.named(named, flag=flag))
-        elif os.path.isdir(named):
-            below: list[Path] = []
-            for place, names in walk(named):
-                with os.scandir(place) as entries:
-                    odd = {entry.name for entry in entries if not entry.is_file()}
-                below += [Path(place, name) for name in names]
-                unsure += [Path(place, name) for name in names if name in odd]
-                if below and quick:
-                    break
-            found += sorted(below, key=attrgetter("parts"))  # the order of paths, but faster
+        if os.path.isdir(named):
+            below = (Path(folder, name) for folder, names in walk(named) for name in names)
+            enough = islice(below, 1000 if quick else None)
+            files += sorted(enough, key=attrgetter("parts"))  # the order of paths, but faster
         elif os.path.exists(named):
-            found.append(Path(named))
-            unsure.append(Path(named))
+            files.append(named if isinstance(named, Path) else Path(named))
         else:
-            matches = [Path(p) for p in sorted(glob.glob(named, recursive=True)) if os.path.isfile(p)]
+            matches = sorted(filter(os.path.isfile, glob.glob(str(named), recursive=True)))
             if not matches:
                 raise ConfigError(f"--{flag} {named}: no such file")
-            found += matches
-    if not found:
-        raise ConfigError(f"--{flag} {' '.join(paths)}: the folder holds no files")
-    for path in unsure:
-        if not path.is_file():
-            raise ConfigError(f"--{flag} {path}: {NOT_REGULAR if path.exists() else 'a link to nothing'}")
-    for file in found:
-        if file.suffix.lower() not in ARCHIVES or (tars and file.suffix.lower() == ".tar"):
+            files += map(Path, matches)
+    if not files:
+        raise ConfigError(f"--{flag} {' '.join(map(str, paths))}: the folder holds no files")
+    for file in files:
+        if not file.is_file():
+            reason = NOT_REGULAR if file.exists() else "a link to nothing"
+            raise ConfigError(f"--{flag} {file}: {reason}")
+        if tars and file.suffix.lower() == ".tar":
             continue
-        if flag == "dataset_name" or file == (inner := name_inside(file)) or inner.suffix.lower() in (*ARCHIVES, ".parquet"):
+        if _is_packed(file) or flag == "dataset_name":
             refuse_archive(file, flag=flag)
-    if all(isinstance(p, Path) and p.stat().st_size == 0 for p in found):
-        raise ConfigError(f"{found[0]}: the file is empty")
-    return found
+    if all(file.stat().st_size == 0 for file in files):
+        raise ConfigError(f"{files[0]}: the file is empty")
+    return files
 
 
-def refuse_archive(path: File, *, flag: str) -> None:
+def _is_packed(path: PurePath) -> bool:
+    """Whether readers cannot take it: an archive, or compressed twice."""
+    suffix, inner = path.suffix.lower(), name_inside(path).suffix.lower()
+    return suffix in ARCHIVES and (suffix == inner or inner in (*ARCHIVES, ".parquet"))
+
+
+def refuse_archive(path: Path, *, flag: str) -> None:
     """Raise a ConfigError for an archive or a compressed file."""
-    if path.suffix.lower() in ARCHIVES and (isinstance(path, RemoteFile) or path.is_file()):
-        raise ConfigError(f"--{flag} {path}: an archive or compressed file: unpack it first, and name what was in it")
+    if path.suffix.lower() in ARCHIVES:
+        raise ConfigError(f"--{flag} {path}: {PACKED}")
 
 
 def walk(root: str | Path) -> Iterator[tuple[str, list[str]]]:

@@ -55,6 +55,18 @@ class MicroBatches:
             pass
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one process reads of each global batch: its rank among those that read different data, and how many there are.
+
+    Batches are put on `device`.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
 @dataclass
 class Window:
     """What one rank computes for one optimizer step."""
@@ -230,8 +242,7 @@ class Loader:
         collate: rows -> a batch of tensors, `labels` among them.
         order: the global batches.
         per_device: rows of one micro-batch.
-        rank, world_size: this rank's place among those that read different data.
-        device: where the batches are put.
+        share: what this process reads, see `sharding.share`.
         num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes over one range.
         transform: applied to each row where it is read, for example augmentation. It keeps the number of targets, and
             `position_ids` of a packed row count from 0 in each document. Its random draws (torch, Python, NumPy) are a
@@ -243,19 +254,21 @@ class Loader:
         samples: Samples,
         collate: Callable[[list[Row]], Batch],
         order: Order,
+        share: Share,
         *,
         per_device: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
         num_workers: int = 0,
         transform: Callable[[Row], Row] | None = None,
     ) -> None:
-        self.samples, self.collate, self.order, self.transform = samples, collate, order, transform
-        self.per_device, self.rank, self.world_size = per_device, rank, world_size
-        self.device, self.num_workers = device, num_workers
+        self.samples = samples
+        self.collate = collate
+        self.order = order
+        self.share = share
+        self.per_device = per_device
+        self.num_workers = num_workers
+        self.transform = transform
         self._readers: dict[tuple[int, int], DataLoader] = {}  # of the latest range
-        self._to_device = ToDevice(device)
+        self._to_device = ToDevice(share.device)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -280,7 +293,7 @@ class Loader:
             batches = _or_raise(iter(self._readers[start, stop]))  # starts the reading processes
         for step in range(start, stop):
             indices = self.order.indices(step)
-            split = micro_batches(indices, self.rank, self.world_size, self.per_device)
+            split = micro_batches(indices, self.share.rank, self.share.world_size, self.per_device)
             rows = MicroBatches(self._to_device(islice(batches, len(split))))
             targets, epoch = self.samples.num_targets(indices), self.order.position(step)[0]
             sources, place = self.order.used(step + 1), self.order.place(step + 1)
@@ -297,7 +310,7 @@ class Loader:
         longest, shortest = (read.row(int(index), 0) for index in (np.argmax(lengths), np.argmin(lengths)))
         batch = self.collate([longest] + [shortest] * (rows - 1))
         batch.pop("targets", None)
-        return {key: tensor.to(self.device) for key, tensor in batch.items()}
+        return {key: tensor.to(self.share.device) for key, tensor in batch.items()}
 
     def _rows(self) -> _Rows:
         return _Rows(self.samples, self.collate, self.transform, self.order.seed)
@@ -305,10 +318,10 @@ class Loader:
     def _reader(self, start: int, stop: int) -> DataLoader:
         return _workers(
             self._rows(),
-            _Keys(self.order, range(start, stop), (self.rank, self.world_size, self.per_device)),
+            _Keys(self.order, range(start, stop), (self.share.rank, self.share.world_size, self.per_device)),
             self.num_workers,
             persistent_workers=self.num_workers > 0,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self.share.device.type == "cuda",
             prefetch_factor=4 if self.num_workers else None,
         )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from shared.data.files import find_files
+from shared.data.files import check_url, find_files, is_url
 from shared.process.errors import ConfigError
 from shared.process.printing import label
 
@@ -47,8 +47,11 @@ class DataConfig:
             raise ConfigError(f"--validation_split_percentage must be above 0 and below 100, not {percent:g}")
         self._check_mixture()
         for flag in ("train_file", "validation_file"):
-            if getattr(self, flag):
-                find_files(getattr(self, flag), flag=flag, quick=True, tars=self.TARS)
+            named = getattr(self, flag)
+            for url in filter(is_url, named):
+                check_url(url, flag=flag)
+            if local := [name for name in named if not is_url(name)]:
+                find_files(local, flag=flag, quick=True, tars=self.TARS)
 
     TARS: ClassVar = False  # whether files may be tar files
     SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")  # the flags that may name the training data

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from shared.data.files import DataFile, File, find_files, name_inside
-from shared.data.remote import RemoteFile
+from shared.data.files import DataFile, find_files, is_url, name_inside
+from shared.data.remote import Copy, fetched
 from shared.data.tables import read_table
 from shared.process.collectives import on_main
 from shared.process.errors import CleanExit, ConfigError, NotNow, first_line, is_of_the_network
@@ -73,38 +74,62 @@ def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -
         other = config.validation_split_name
         train = _hub_source(config, config.train_split_name, streaming)
         return train, _hub_source(config, other, streaming) if other else None
-    listed = cache(partial(_list_files, config, streaming))
-    names = on_main(lambda: [str(files[0]) if len(files) == 1 else f"{len(files)} files" for files in listed()])
+    named = _with_copies(config.train_file)
+    held_out = _with_copies(config.validation_file)
+    listed = cache(partial(_list_files, named, held_out))
+    names = on_main(lambda: [_name(files) for files in listed()])
 
     def source(number: int) -> Source:
         def identity() -> list[Any]:
-            local = (lambda file: [file.name, file.stat().st_size]) if streaming else (lambda file: file)
-            return [file.identity() if isinstance(file, RemoteFile) else local(file) for file in listed()[number]]
+            return [_identity(file, streaming) for file in listed()[number]]
 
-        read = lambda cursor=None: read_records(listed()[number], cursor)  # noqa: E731
+        def read(cursor: Cursor | None = None) -> Records:
+            return read_records(listed()[number], cursor)
+
         return Source(label(names[number]), identity, read, read)
 
     return source(0), source(1) if config.validation_file else None
 
 
-def _list_files(config: DataConfig, streaming: bool) -> list[list[File]]:
+def _with_copies(names: Sequence[str]) -> list[str | Path]:
+    """The same with the copy of each file that a URL names. Every rank calls this."""
+    return [fetched(name) if is_url(name) else name for name in names]
+
+
+def _name(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{len(files)} files"
+
+
+def _identity(file: Path, streaming: bool) -> Any:
+    if isinstance(file, Copy):
+        return file.parent.name  # made of its URL and version
+    return [file.name, file.stat().st_size] if streaming else file
+
+
+def _list_files(named: list[str | Path], held_out: list[str | Path]) -> list[list[Path]]:
     """The files to train on, and those to validate on if they are named."""
-    found = [find_files(config.train_file, flag="train_file")]
-    if config.validation_file:
-        found.append(find_files(config.validation_file, flag="validation_file"))
-        named = {file.resolve() for file in found[1]}
-        files = [file for file in found[0] if file.resolve() not in named]
-        if not files:
-            note("warning: --validation_file names all that is trained on: its loss says nothing about other data")
-        elif left_out := len(found[0]) - len(files):
-            note(f"--validation_file names {left_out} of the {len(found[0])} files of --train_file: left out")
-        found[0] = files or found[0]
-    return [[replace(f, streamed=streaming) if isinstance(f, RemoteFile) else f for f in files] for files in found]
+    train = find_files(named, flag="train_file")
+    if not held_out:
+        return [train]
+    validation = find_files(held_out, flag="validation_file")
+    not_trained = {file.resolve() for file in validation}
+    files = [file for file in train if file.resolve() not in not_trained]
+    if not files:
+        useless = "its loss says nothing about other data"
+        note(f"warning: --validation_file names all that is trained on: {useless}")
+    elif left_out := len(train) - len(files):
+        of_all = f"{left_out} of the {len(train)} files of --train_file"
+        note(f"--validation_file names {of_all}: left out")
+    return [files or train, validation]
 
 
 def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
-    (name,), part = config.dataset_name, config.dataset_config_name
-    identity = lambda: [part, split, *([name] if streaming else _hub_identity(name))]  # noqa: E731
+    (name,) = config.dataset_name
+    part = config.dataset_config_name
+
+    def identity() -> list[Any]:
+        return [part, split, *([name] if streaming else _hub_identity(name))]
+
     read = partial(load_hub, name, part, split, streaming=streaming)
     return Source(label(name), identity, read, read if streaming else None)
 
@@ -139,7 +164,7 @@ def not_used(names: Collection[str]) -> str:
     return f"; not used: {', '.join(sorted(names))}" if names else ""
 
 
-def read_records(files: Sequence[File], cursor: Cursor | None = None) -> Records:
+def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records:
     """Yield (place, record) for each record, in order. A `cursor` says where to begin, and then where reading stands.
 
     JSON lines, one JSON list, CSV, TSV and Parquet hold records. Any other file is one text: {"text": content}, or
@@ -156,16 +181,16 @@ def read_records(files: Sequence[File], cursor: Cursor | None = None) -> Records
             cursor.file, cursor.number, cursor.offset = index, 0, 0
         suffix = name_inside(path).suffix.lower()
         try:
-            if suffix in JSON_LINES:
-                yield from _read_jsonl(path, cursor)
-            elif suffix == ".json":
-                yield from _read_json(path, cursor)
-            elif suffix in (".csv", ".tsv"):
-                yield from _forward(read_table(path), path, cursor)
-            elif suffix == ".parquet":
+            if suffix == ".parquet":
                 yield from _read_parquet(path, cursor)
+            elif _is_json_lines(path):
+                if path == name_inside(path):
+                    yield from _read_jsonl(path, cursor)
+                else:
+                    yield from _forward(_read_jsonl(path, Cursor()), path, cursor)
             else:
-                yield from _forward(_read_text(path), path, cursor)
+                read = READERS.get(suffix, _read_text)
+                yield from _forward(read(path), path, cursor)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}:{_line_of_bad_bytes(path)}: not UTF-8 text; save it as UTF-8") from error
         except OSError as error:
@@ -175,7 +200,7 @@ def read_records(files: Sequence[File], cursor: Cursor | None = None) -> Records
 _NO_INDEX = "{}: has no index, so it is read from its start to record {:,}, where the run continues"
 
 
-def _forward(records: Records, path: File, cursor: Cursor) -> Records:
+def _forward(records: Records, path: Path, cursor: Cursor) -> Records:
     """The records from the cursor on, of a file that can be read from its start only."""
     if first := cursor.number:
         note(_NO_INDEX.format(path, first))
@@ -203,14 +228,14 @@ def split_text(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 _CUT = re.compile(r"(?s:.*\n|.*\s|.+)")
 
 
-def _read_text(path: File) -> Records:
+def _read_text(path: Path) -> Records:
     with DataFile(path) as file:
         for piece, continues in split_text(iter(partial(file.text().read, PIECE), "")):
             file.record = 0
             yield str(path), {"text": piece, CONTINUES: True} if continues else {"text": piece}
 
 
-def _line_of_bad_bytes(path: File) -> int:
+def _line_of_bad_bytes(path: Path) -> int:
     with DataFile(path) as file, file.text() as text:
         for number, line in enumerate(text.buffer, 1):  # type: ignore[arg-type, var-annotated]
             file.record = 0
@@ -229,7 +254,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _json_of(path: File, text: str, line: int = 1) -> Any:
+def _json_of(path: Path, text: str, line: int = 1) -> Any:
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
@@ -239,109 +264,101 @@ def _json_of(path: File, text: str, line: int = 1) -> Any:
         raise ConfigError(f"{path}:{line}: not valid JSON ({error})") from None
 
 
-def _read_jsonl(path: File, cursor: Cursor) -> Records:
-    first, offset = cursor.number, cursor.offset
+def _read_jsonl(path: Path, cursor: Cursor) -> Records:
+    """Moves the cursor, and begins at it if the file is not compressed."""
     with DataFile(path) as file:
-        if first and file.stream is None:
-            file.file.seek(offset)
-        elif first:
-            note(_NO_INDEX.format(path, first))
-            offset = 0
-        text = file.text(newline="", encoding="utf-8")  # as it is, so that its bytes can be counted
-        for number, line in enumerate(text, 1 if file.stream else first + 1):
-            file.record, file.line = 0, number + 1
-            cursor.number, cursor.offset = number - 1, offset
-            offset += len(line.encode())
-            line = line.removeprefix("\ufeff") if number == 1 else line
-            if number > first and line.strip():
-                record = _json_of(path, line.rstrip(), number)
+        file.file.seek(cursor.offset)
+        for number, line in enumerate(io.BufferedReader(file, 2**17), cursor.number + 1):
+            file.record = 0
+            file.line = number + 1
+            if line.strip():
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                record = _json_of(path, text.rstrip(), number)
                 if not isinstance(record, dict):
                     raise ConfigError(f"{path}:{number}: expected a JSON object, found {kind(record)}")
                 yield f"{path}:{number}", record
+            cursor.number = number
+            cursor.offset += len(line)
 
 
-def _read_json(path: File, cursor: Cursor) -> Records:
-    with DataFile(path) as file:
-        first = next((line for line in file.text() if line.strip()), "")
-    if not first.lstrip().startswith("["):  # many people call JSON lines .json
-        yield from _read_jsonl(path, cursor)
-        return
-    yield from _forward(_read_list(path), path, cursor)
+def _is_json_lines(path: Path) -> bool:
+    suffix = name_inside(path).suffix.lower()
+    if suffix != ".json":
+        return suffix in JSON_LINES
+    with DataFile(path) as file:  # many people call JSON lines .json
+        return not next(filter(str.strip, file.text()), "").lstrip().startswith("[")
 
 
-def _read_list(path: File) -> Records:
+def _read_list(path: Path) -> Records:
     for number, record in enumerate(_json_of(path, DataFile(path).text().read()), 1):
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: record {number} is {kind(record)}, expected an object")
         yield f"{path}: record {number}", record
 
 
-def _read_parquet(path: File, cursor: Cursor) -> Records:
+# Of files that are read from their start. Any other file is one text.
+READERS = {".json": _read_list, ".csv": read_table, ".tsv": read_table}
+
+
+def _read_parquet(path: Path, cursor: Cursor) -> Records:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     first = cursor.number
     try:
-        file = pq.ParquetFile(path if isinstance(path, Path) else path.open())
+        file = pq.ParquetFile(path)
         ends = np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
         skipped = int(np.searchsorted(ends[1:], first, side="right"))  # row groups
         number = int(ends[skipped])
-        converters = arrow_converters(file.schema_arrow, parse_json)
+        types = {field.name: field.type for field in file.schema_arrow}
         for batch in file.iter_batches(batch_size=64, row_groups=range(skipped, file.num_row_groups)):
             skip = min(max(0, first - number), len(batch))
             number += skip
             for record in batch.slice(skip).to_pylist():
                 cursor.number, number = number, number + 1
-                yield f"{path}: row {number}", convert_columns(record, converters, f"{path}: row {number}")
+                where = f"{path}: row {number}"
+                yield where, _as_json_lines(record, types, parse_json, where)
     except pa.ArrowException as error:
         raise ConfigError(f"{path}: not valid Parquet ({first_line(error)})") from None
 
 
-Converter = Callable[[Any], Any]
+def _as_json_lines(
+    record: dict[str, Any], types: dict[str, Any], parse: Callable[[str], Any] | None, where: str
+) -> dict[str, Any]:
+    """A record with the values that JSON lines would hold.
 
+    `parse` turns text into JSON; None if that is done.
 
-def arrow_converters(schema: Any, parse: Converter) -> dict[str, Converter]:
-    """What makes values of these columns as JSON lines hold them, see `arrow_converter`; none for those that are so."""
-    converters = {field.name: arrow_converter(field.type, parse) for field in schema}
-    return {name: converter for name, converter in converters.items() if converter}
-
-
-def arrow_converter(kind: Any, parse: Converter) -> Converter | None:
-    """What makes a value of this Arrow type as JSON lines hold it. None if it is so already.
-
-    JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs lose their nulls: Arrow
-    gives each the keys of all others. But null content of a message says that there is none.
+    Raises:
+        ConfigError: a text that is not valid JSON.
     """
-    if getattr(kind, "extension_name", "") == "arrow.json":
-        return lambda value: None if value is None else parse(value)
-    kind = getattr(kind, "storage_type", kind)
-    if fields := getattr(kind, "fields", []):
-        inner = {field.name: arrow_converter(field.type, parse) or (lambda value: value) for field in fields}
-        return lambda value: (
-            {k: inner[k](v) for k, v in value.items() if v is not None or k == "content"}
-            if isinstance(value, dict)
-            else value
-        )
-    convert = arrow_converter(kind.value_type, parse) if hasattr(kind, "value_type") else None
-    return convert and (lambda value: [convert(entry) for entry in value] if isinstance(value, list) else value)
-
-
-def without_nulls(value: Any) -> Any:
-    """A value of an unknown Arrow type, as of `arrow_converter`."""
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def convert_columns(record: dict[str, Any], converters: dict[str, Converter], where: str) -> dict[str, Any]:
-    """A record with converted columns. Raises ConfigError for JSON that is not valid."""
-    for name, convert in converters.items():
+    plain: dict[str, Any] = {}
+    for name, value in record.items():
         try:
-            record[name] = convert(record[name])
+            plain[name] = _plain(value, types.get(name), parse)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: {name!r} holds what is not valid JSON ({first_line(error)})") from None
-    return record
+            reason = f"{name!r} holds what is not valid JSON ({first_line(error)})"
+            raise ConfigError(f"{where}: {reason}") from None
+    return plain
+
+
+def _plain(value: Any, arrow_type: Any, parse: Callable[[str], Any] | None) -> Any:
+    """A value of an Arrow type (None: unknown) as JSON lines hold it.
+
+    JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs
+    lose their nulls, since Arrow gives each the keys of all others; null content of a message stays.
+    """
+    if getattr(arrow_type, "extension_name", "") == "arrow.json":
+        return parse(value) if parse and value is not None else value
+    if isinstance(value, list) and value and not isinstance(value[0], int | float):  # often long
+        of_entries = getattr(arrow_type, "value_type", None)
+        return [_plain(entry, of_entries, parse) for entry in value]
+    if isinstance(value, dict):
+        types = {field.name: field.type for field in getattr(arrow_type, "fields", ())}
+        held = {key: entry for key, entry in value.items() if entry is not None or key == "content"}
+        return {key: _plain(entry, types.get(key), parse) for key, entry in held.items()}
+    return value
 
 
 def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
@@ -399,7 +416,7 @@ def load_hub(
         classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}  # of lists, too
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
         schema = dataset.features and dataset.features.arrow_schema
-        converters = arrow_converters(schema or (), lambda value: value)  # JSON is parsed already
+        types = {field.name: field.type for field in schema or ()}
         cursor = cursor or Cursor()
         first = cursor.number
         if cursor.state:
@@ -410,9 +427,7 @@ def load_hub(
             if number >= first:
                 cursor.number = number
                 where = f"{name}:{split}: row {number}"
-                if not schema:
-                    converters = dict.fromkeys(record, without_nulls)
-                yield where, convert_columns(dict(record), converters, where)
+                yield where, _as_json_lines(record, types, None, where)
             if streaming and (number + 1) % STATES == 0:
                 cursor.file, cursor.state = number + 1, dataset.state_dict()
     except Exception as error:  # datasets raises many types for a mistyped name

@@ -1,261 +1,207 @@
-"""Files on a server or in an object store, named by a URL. Nothing is asked of the network until they are opened."""
+"""Files on a server or in an object store: copied once into the cache, where readers find them."""
 
 from __future__ import annotations
 
-import io
+import errno
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, TypeVar
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path, PosixPath, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.process.errors import CleanExit, ConfigError, NotNow, first_line
+from shared.process.collectives import on_main
+from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network
 from shared.process.printing import label
 from shared.process.redaction import masked
 
 T = TypeVar("T")
 
-STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss")  # which pyarrow reads
-SCHEMES = (*STORES, "hf", "http", "https")
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each new try
+STEADY = 60.0  # seconds without an error, after which the tries are counted anew
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of the cache, not of the network
 BLOCK = 2**23  # bytes of one request to an object store
-# How the stores' libraries say that the name or the rights are wrong. All else may pass.
-_REFUSED = re.compile(r"(?i)denied|forbidden|not.?found|no.?such|invalid|unauth|authenticat|authoriz|expired|\b40[0134]\b")
+# How hubs and stores say that the name or the rights are wrong. Any other error may pass.
+_REFUSED = re.compile(
+    r"(?i)denied|forbidden|not.?found|not.?exist|invalid|unauth|authenticat|authoriz|expired"
+    r"|offline|\b40[0134]\b"
+)
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file that a URL names, with the part of Path's interface that readers use. As text, it is the URL without secrets.
+class Copy(PosixPath):
+    """The copy of a remote file. As text, it is the URL without secrets: what messages name."""
 
-    Args:
-        url: as the user wrote it.
-        streamed: it is read from the network; otherwise it is fetched once into the cache and read there.
-    """
-
-    url: str
-    streamed: bool = False
-
-    @classmethod
-    def named(cls, url: str, *, flag: str) -> RemoteFile:
-        """Check the form of a URL."""
-        scheme, place = url.split("://", 1)
-        if scheme not in SCHEMES:
-            raise ConfigError(f"--{flag} {url}: no such file; of URLs, {', '.join(SCHEMES)} are read")
-        if re.search(r"[*\[]", urlsplit(url).path) or place.endswith("/"):
-            raise ConfigError(f"--{flag} {url}: a URL names one file: no folder and no glob")
-        return cls(url)
+    url = ""
 
     def __str__(self) -> str:
-        return label(self.url)
+        return self.url or super().__str__()
 
-    @property
-    def name(self) -> str:
-        return PurePosixPath(unquote(urlsplit(self.url).path)).name
-
-    @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.name).suffix
-
-    def with_suffix(self, suffix: str) -> PurePosixPath:
-        return PurePosixPath(self.name).with_suffix(suffix)
-
-    def resolve(self) -> RemoteFile:
-        return self
-
-    def identity(self) -> list[Any]:
-        """Changes when the content does, and not when a URL is signed anew."""
-        found = _open_store(self.url)
-        if found.version is None and not self.streamed:
-            raise ConfigError(f"{self}: the server gives no ETag and no time, so a change could not be seen: download it")
-        url = self.url if masked(self.url) == self.url else self.url.partition("?")[0]
-        return [masked(url), found.size, found.version]
-
-    def open(self, _mode: str = "rb", buffering: int = -1) -> IO[bytes]:
-        """Read bytes. Call on the main rank if the file is not streamed.
-
-        Raises:
-            ConfigError: the server or store refuses, or the file was changed while it was read.
-            NotNow: it does not answer, after several tries.
-        """
-        if self.streamed:
-            return _Reader(self)  # type: ignore[return-value]
-
-        def fetch(folder: Path) -> None:
-            from tqdm import tqdm
-
-            copy = (folder / "file").open("wb")
-            size = _open_store(self.url).size
-            with copy, tqdm.wrapattr(copy, "write", size, desc=f"fetching {self}", leave=False, disable=None) as into:
-                shutil.copyfileobj(_Reader(self), into, BLOCK)
-
-        key = prepared.fingerprint(remote=self.identity())
-        return (prepared.build_once(cache_dir() / "remote" / key, fetch) / "file").open("rb", buffering)
+    def __fspath__(self) -> str:
+        return super().__str__()
 
 
-class _Reader(io.RawIOBase):
-    """The bytes of a remote file, read in order from any place. After a dropped connection, it goes on where that broke."""
+class Version(NamedTuple):
+    """What tells whether a file has changed."""
 
-    def __init__(self, file: RemoteFile) -> None:
-        self.file, self.place, self.held = file, 0, memoryview(b"")
-        self.store = _open_store(file.url)
-        self.blocks: Iterator[bytes] | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        place = offset + (0, self.place, self.store.size)[whence]
-        if place != self.place:
-            self.place, self.held, self.blocks = place, memoryview(b""), None
-        return place
-
-    def readinto(self, buffer: Any) -> int:
-        view, done = memoryview(buffer).cast("B"), 0
-        wanted = max(0, min(len(view), self.store.size - self.place))
-        while done < wanted:
-            if not self.held:
-                self.held = memoryview(_retry(self.file.url, self._next))
-            part = self.held[: wanted - done]
-            view[done : done + len(part)] = part
-            self.held = self.held[len(part) :]
-            done += len(part)
-            self.place += len(part)
-        return done
-
-    def _next(self) -> bytes:
-        blocks, self.blocks = self.blocks or self.store.blocks(self.place), None
-        block = next(blocks, b"")
-        if not block:
-            raise ConnectionError(f"the connection ended after {self.place:,} of {self.store.size:,} bytes")
-        self.blocks = blocks
-        return block
+    size: int
+    tag: str | None  # its ETag, or its time
+    commit: str | None = None  # of the Hub
 
 
-class _Changed(Exception):
-    """The file is not the one whose size and version were read."""
+def fetched(url: str) -> Copy:
+    """The copy of the file that a URL names, downloaded if there is none of its present version.
+
+    Every rank calls this: the main one downloads, the others wait.
+
+    Raises:
+        ConfigError: the server or store refuses, or the file changes meanwhile.
+        NotNow: it does not answer, after several tries.
+    """
+    version = on_main(lambda: _retry(url, partial(_look, url)))
+    if version.tag is None:
+        unseen = "the server gives no ETag and no time, so a change could not be seen"
+        raise ConfigError(f"{url}: {unseen}: download it")
+    signed = masked(url) != url  # each time anew
+    address = masked(url.partition("?")[0] if signed else url)
+    key = prepared.fingerprint(remote=[address, version.size, version.tag])
+    name = "file" + "".join(PurePosixPath(urlsplit(url).path).suffixes[-2:])  # readers look at it
+
+    def build(folder: Path) -> None:
+        download = _download_from_hub if url.startswith("hf://") else _download
+        download(url, version, folder / name)
+
+    copy = Copy(prepared.build_once(cache_dir() / "remote" / key, build) / name)
+    copy.url = label(url)
+    return copy
 
 
-class _Http:
-    """A file behind http or https. `version` is its ETag or its time."""
+def _look(url: str) -> Version:
+    if url.startswith("hf://"):
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    def __init__(self, url: str, headers: dict[str, str]) -> None:
-        import httpx2
+        name, revision, file = _parts_on_hub(url)
+        found = get_hf_file_metadata(hf_hub_url(name, file, repo_type="dataset", revision=revision))
+        return Version(found.size or 0, found.etag, found.commit_hash)
+    with _open(url, 0, "0") as (version, _):
+        return version
 
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs URLs, with their signatures
-        self.url, self.size, self.version = url, 0, None
-        # Redirects to anything but http and https are errors. Headers with a login stay with the host they are for.
-        self.client = httpx2.Client(headers=headers | {"Accept-Encoding": "identity"}, timeout=30, follow_redirects=True)
-        response = self._get("bytes=0-0")  # not HEAD: a signed URL is signed for GET
-        response.close()
-        self.version = self._version(response)
-        size = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
+
+def _parts_on_hub(url: str) -> tuple[str, str | None, str]:
+    """Name, revision and file of `hf://datasets/org/name@revision/path`."""
+    found = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    if not found:
+        forms = "hf://datasets/org/name/file or hf://datasets/org/name@revision/file"
+        raise ConfigError(f"{url}: expected {forms}")
+    name, revision, file = found.groups()
+    return name, revision and unquote(revision), file
+
+
+def _download_from_hub(url: str, version: Version, into: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    name, _, file = _parts_on_hub(url)
+
+    def download() -> str:
+        return hf_hub_download(
+            name,
+            file,
+            repo_type="dataset",
+            revision=version.commit,
+            local_dir=into.parent,
+        )
+
+    os.replace(_retry(url, download), into)
+
+
+def _download(url: str, version: Version, into: Path) -> None:
+    from tqdm import tqdm
+
+    name = f"fetching {label(url)}"
+    with (
+        into.open("wb") as file,
+        tqdm.wrapattr(file, "write", version.size, desc=name, leave=False, disable=None) as out,
+    ):
+
+        def go_on() -> None:
+            """Append what is missing: all of it, or what follows the place where a try broke."""
+            with _open(url, file.tell()) as (found, blocks):
+                if found != version:
+                    changed = "it was changed while this run read it"
+                    raise ConfigError(f"{url}: {changed}: start a new run")
+                for block in blocks:
+                    out.write(block)
+            if file.tell() < version.size:
+                read = f"{file.tell():,} of {version.size:,} bytes"
+                raise ConnectionError(f"the connection ended after {read}")
+
+        _retry(url, go_on)
+
+
+@contextmanager
+def _open(url: str, place: int, last: str = "") -> Iterator[tuple[Version, Iterator[bytes]]]:
+    """The version of a file, and its bytes from `place` to the one that is numbered `last`.
+
+    An object store is asked for bytes only as they are read, so it needs no `last`.
+    """
+    if not url.startswith("http"):
+        files, path = _find_object(url)
+        with files.open_input_file(path) as file:
+            known = {str(name).lower(): value for name, value in (file.metadata() or {}).items()}
+            tag = known.get("etag") or known.get("last-modified")
+            time_of_change = str(files.get_file_info(path).mtime_ns)
+            file.seek(place)
+            version = Version(file.size(), tag.decode() if tag else time_of_change)
+            yield version, iter(partial(file.read, BLOCK), b"")
+        return
+
+    import httpx2
+
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs URLs, with their signatures
+    headers = {"Range": f"bytes={place}-{last}", "Accept-Encoding": "identity"}
+    # Not HEAD: a signed URL is signed for GET. Redirects to anything but http and https are errors,
+    # and a login in the URL stays with its host.
+    with httpx2.stream("GET", url, headers=headers, timeout=30, follow_redirects=True) as response:
+        if response.status_code == 416:
+            raise ConfigError(f"{url}: the file is empty, or shorter than before")
+        response.raise_for_status()
+        given = response.headers
+        size = given.get("Content-Range", "").rpartition("/")[2] or given.get("Content-Length", "")
         if not size.isdecimal():
             raise ConfigError(f"{url}: the server does not say how long the file is: download it")
-        self.size = 0 if response.status_code == 416 else int(size)
-
-    def _get(self, part: str) -> Any:
-        response = self.client.send(self.client.build_request("GET", self.url, headers={"Range": part}), stream=True)
-        if response.is_error and not (response.status_code == 416 and part == "bytes=0-0"):  # that of an empty file
-            response.close()
-            response.raise_for_status()
-        return response
-
-    def _version(self, response: Any) -> str | None:
-        heads = [one.headers for one in (*response.history, response)]  # the Hub gives its own before it redirects
-        linked = next((head["X-Linked-ETag"] for head in heads if "X-Linked-ETag" in head), None)
-        return linked or heads[-1].get("ETag") or heads[-1].get("Last-Modified")
-
-    def blocks(self, place: int) -> Iterator[bytes]:
-        response = self._get(f"bytes={place}-")
-        try:
-            if self._version(response) != self.version:
-                raise _Changed
-            skip = 0 if response.status_code == 206 else place  # a server that always sends the whole
-            for block in response.iter_raw():
-                if skip < len(block):
-                    yield block[skip:]
-                skip = max(0, skip - len(block))
-        finally:
-            response.close()
+        skip = 0 if response.status_code == 206 else place  # a server that always sends the whole
+        version = Version(int(size), given.get("ETag") or given.get("Last-Modified"))
+        yield version, _body(response, skip)
 
 
-class _Object:
-    """An object of a store that pyarrow reads. `version` is its ETag, or its time."""
-
-    def __init__(self, url: str) -> None:
-        from pyarrow import fs
-
-        scheme, _, rest = url.partition("://")
-        if scheme == "az":
-            if not (account := os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")):
-                raise ConfigError(
-                    f"{url}: whose container? Set AZURE_STORAGE_ACCOUNT_NAME, or write "
-                    "abfss://container@account.dfs.core.windows.net/path"
-                )
-            key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
-            self.files: Any = fs.AzureFileSystem(account, account_key=key)
-            self.path = rest
-        else:
-            if scheme in ("gs", "gcs") and "retry_limit_seconds" not in url:  # by default, a quarter of an hour
-                url += f"{'&' if '?' in url else '?'}retry_limit_seconds=60"
-            self.files, self.path = fs.FileSystem.from_uri(url)
-        with self.files.open_input_file(self.path) as file:
-            self.size, self.version = file.size(), self._version(file)
-
-    def _version(self, file: Any) -> str | None:
-        known = {str(k).lower(): v for k, v in (file.metadata() or {}).items()}
-        version = known.get("etag") or known.get("last-modified")
-        return version.decode() if version else str(self.files.get_file_info(self.path).mtime_ns)
-
-    def blocks(self, place: int) -> Iterator[bytes]:
-        with self.files.open_input_file(self.path) as file:
-            if self._version(file) != self.version:
-                raise _Changed
-            while block := file.read_at(BLOCK, place):
-                yield block
-                place += len(block)
+def _body(response: Any, skip: int) -> Iterator[bytes]:
+    for block in response.iter_raw():
+        yield block[skip:]
+        skip = max(0, skip - len(block))
 
 
-@cache  # size and version are asked once a run: the file that is read is the one that was looked at
-def _open_store(url: str) -> _Http | _Object:
-    def open_it() -> _Http | _Object:
-        scheme, _, path = url.partition("://")
-        if scheme in STORES:
-            return _Object(url)
-        return _Http(*_on_the_hub(path)) if scheme == "hf" else _Http(url, {})
+def _find_object(url: str) -> tuple[Any, str]:
+    """The store of an object, for pyarrow, and its path there."""
+    from pyarrow import fs
 
-    store = _retry(url, open_it)
-    if store.size == 0:
-        raise ConfigError(f"{url}: the file is empty")
-    return store
-
-
-def _on_the_hub(path: str) -> tuple[str, dict[str, str]]:
-    """Address and headers, with the user's login, of `datasets/org/name@revision/path`."""
-    from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
-
-    found = re.fullmatch(r"datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", path)
-    if not found:
-        raise ConfigError(f"hf://{path}: expected hf://datasets/org/name/file or hf://datasets/org/name@revision/file")
-    if constants.is_offline_mode():
-        raise ConfigError(f"hf://{path}: HF_HUB_OFFLINE is set")
-    name, revision, file = found.groups()
-    return hf_hub_url(name, file, repo_type="dataset", revision=revision and unquote(revision)), build_hf_headers()
+    scheme, _, path = url.partition("://")
+    if scheme == "az":
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+        if not account:
+            raise ConfigError(
+                f"{url}: whose container? Set AZURE_STORAGE_ACCOUNT_NAME, or write "
+                "abfss://container@account.dfs.core.windows.net/path"
+            )
+        key = os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
+        return fs.AzureFileSystem(account, account_key=key), path
+    if scheme in ("gs", "gcs") and "retry_limit_seconds" not in url:  # by default, 15 minutes
+        url += f"{'&' if '?' in url else '?'}retry_limit_seconds=60"
+    return fs.FileSystem.from_uri(url)
 
 
 def _retry(url: str, work: Callable[[], T]) -> T:
@@ -267,34 +213,31 @@ def _retry(url: str, work: Callable[[], T]) -> T:
     """
     import httpx2
 
-    for pause in (*PAUSES, None):
+    tries = 0
+    while True:
+        began = time.monotonic()
         try:
             return work()
-        except CleanExit:
-            raise
-        except _Changed:
-            raise ConfigError(f"{url}: it was changed while this run read it: start a new run") from None
         except (OSError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-            if reason := _refusal(error):
+            if getattr(error, "errno", None) in DISK:
+                raise
+            answer = getattr(error, "response", None)
+            reason = first_line(error)
+            if answer is not None:
+                reason = f"the server answers {answer.status_code} {answer.reason_phrase}"
+            if not _may_pass(error):
                 raise ConfigError(f"{url}: {reason}") from None
-            if pause is None:
-                raise NotNow(f"{url}: {first_line(error)} ({len(PAUSES) + 1} tries)") from None
-            time.sleep(pause)
-    raise AssertionError
+            tries = 1 if time.monotonic() - began > STEADY else tries + 1
+            if tries > len(PAUSES):
+                raise NotNow(f"{url}: {reason} ({tries} tries)") from None
+            time.sleep(PAUSES[tries - 1])
 
 
-def _refusal(error: Exception) -> str | None:
-    """Why another try would not help; None if it may."""
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may help."""
     import httpx2
 
-    if isinstance(error, httpx2.HTTPStatusError):
-        response = error.response
-        passes = response.status_code in (408, 425, 429) or response.status_code >= 500
-        return None if passes else f"the server answers {response.status_code} {response.reason_phrase}"
-    if isinstance(error, httpx2.UnsupportedProtocol | httpx2.TooManyRedirects | httpx2.InvalidURL | ValueError):
-        return first_line(error)
-    if isinstance(error, FileNotFoundError):
-        return "no such object"
-    if isinstance(error, OSError) and _REFUSED.search(re.sub(r"'[^']*'", "", str(error))):  # without names of objects
-        return first_line(error)
-    return None
+    if isinstance(error, httpx2.HTTPError):  # also the Hub's
+        return is_of_the_network(error) and not isinstance(error, httpx2.UnsupportedProtocol)
+    words = re.sub(r"'[^']*'", "", str(error))  # without names of objects
+    return isinstance(error, OSError) and not _REFUSED.search(words)

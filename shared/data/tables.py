@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.data.files import DataFile, File, name_inside
+from shared.data.files import DataFile, name_inside
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 
@@ -43,14 +43,13 @@ class Form:
         return len(lines) >= least and delimiters > 0 and all(line.count(self.delimiter) == delimiters for line in lines)
 
 
-def read_table(path: File) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) of a CSV or TSV file, whose form `_choose` finds.
 
     Raises:
         ConfigError: a line that does not fit the form, or a column that is there twice.
     """
-    stat = path.stat() if isinstance(path, Path) else None
-    form = _choose(path, stat and (stat.st_size, stat.st_mtime_ns))
+    form = _choose(path, path.stat().st_mtime_ns)
     with DataFile(path) as file, file.text(newline="") as lines:
         reader = form.reader(lines)
         try:
@@ -76,25 +75,25 @@ def read_table(path: File) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @cache  # a file is looked at once a run
-def _choose(path: File, _version: Any) -> Form:
-    """The form that reads most of the beginning of a file; of equals, the first in this order.
+def _choose(path: Path, _version: int) -> Form:
+    """The form that reads most of the beginning of a file.
 
-    That is the delimiter of its name; before it, if the header is one column by it, the other one, if the header is several.
-    Cells between tabs are quoted, or else lines as they stand: GLUE's TSV files and most exports know no quotes.
+    Its delimiter is that of its name, unless only the other one is in the header. Cells between
+    tabs are quoted, or else lines as they stand: GLUE's TSV files and most exports know no quotes.
     """
-    usual = "," if name_inside(path).suffix.lower() == ".csv" else "\t"
-    other = "\t" if usual == "," else ","
-    delimiters = [other, usual] if _columns(path, usual) < 2 <= _columns(path, other) else [usual]
-    best, reach = Form(usual), -1.0
-    for form in (Form(delimiter, quoted) for delimiter in delimiters for quoted in (True, False)):
-        if reach < float("inf") and (form.quoted or form.delimiter == "\t"):
-            read, has_line_ends = _reach(path, form)
-            if read > reach:
-                best, reach = Form(form.delimiter, form.quoted, has_line_ends), read
-    if best.delimiter != usual or not best.quoted:
-        quotes = "" if best.quoted else "; quotes are part of the text, since each line is a record"
-        note(f"{path}: read with {NAMES[best.delimiter]} between columns{quotes}")
-    return best
+    with DataFile(path) as file:
+        header = file.text().readline(WINDOW)
+    usual, other = (",", "\t") if name_inside(path).suffix.lower() == ".csv" else ("\t", ",")
+    delimiter = other if usual not in header and other in header else usual
+    reach, has_line_ends = _reach(path, Form(delimiter))
+    form = Form(delimiter, True, has_line_ends)
+    if delimiter == "\t" and reach < float("inf"):
+        unquoted = Form(delimiter, quoted=False)
+        form = unquoted if _reach(path, unquoted)[0] > reach else form
+    if delimiter != usual or not form.quoted:
+        quotes = "" if form.quoted else "; quotes are part of the text, since each line is a record"
+        note(f"{path}: read with {NAMES[delimiter]} between columns{quotes}")
+    return form
 
 
 def _head(lines: io.TextIOWrapper) -> Iterator[str]:
@@ -106,15 +105,7 @@ def _head(lines: io.TextIOWrapper) -> Iterator[str]:
             return
 
 
-def _columns(path: File, delimiter: str) -> int:
-    with DataFile(path) as file, file.text(newline="") as lines:
-        try:
-            return len(next(Form(delimiter).reader(_head(lines)), []))
-        except csv.Error:
-            return 0
-
-
-def _reach(path: File, form: Form) -> tuple[float, bool]:
+def _reach(path: Path, form: Form) -> tuple[float, bool]:
     """(the first line that is no record, or infinity; whether cells have line ends) of the beginning of a file."""
     columns, begins, has_line_ends = 0, 1, False
     reach = taken_in = float("inf")

@@ -1,14 +1,12 @@
 """Find labelled images, check each one for damage, split them and decode them."""
 
 import contextlib
-import copy
 import hashlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from tqdm import tqdm
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.data.labels import balanced_weights, hold_out, in_order, rarest, warn_of_joined
+from shared.data.labels import LabelledData, Labels, in_order, warn_of_joined
 from shared.data.order import Row
 from shared.images import shards, sources
 from shared.images.decoding import BadImage, Source, check, decode, largest_of_16_bits
@@ -41,9 +39,9 @@ class Images(Dataset):
 
     Args:
         source: returns where an image is, or its bytes, by its number in the data.
-        index: [n, 2] int64, number and class of each image.
+        index: [n] int64, the number of each image.
+        labels: of these images.
         sources: images of each source of a mixture, in this order.
-        hot: [n, classes] uint8, which classes each image has; None where it has the one of `index`.
 
     Attributes:
         decode: the function that decodes images, `decode` or `decode_tensor`.
@@ -54,10 +52,10 @@ class Images(Dataset):
         self,
         source: Files | Table | Joined,
         index: np.ndarray,
+        labels: Labels,
         sources: dict[str, int] | None = None,
-        hot: np.ndarray | None = None,
     ) -> None:
-        self.source, self.index, self.sources, self.hot = source, index, sources or {}, hot
+        self.source, self.index, self.labels, self.sources = source, index, labels, sources or {}
         self.decode: Callable[[Source, int | None, int], Any] = decode
         self.at_least: int | None = None
         self.white_level = 0
@@ -66,25 +64,25 @@ class Images(Dataset):
         return len(self.index)
 
     def __getitem__(self, number: int) -> Row:
-        at, label = self.index[number].tolist()
-        labels = np.array(label) if self.hot is None else self.hot[number].astype(np.float32)
+        at = self.position(number)
         try:
-            return {"image": self.decode(self.source[at], self.at_least, self.white_level), "labels": labels}
+            image = self.decode(self.source[at], self.at_least, self.white_level)
         except BadImage as error:
-            raise ConfigError(f"{self.source.where(at)}: {error}; {REPAIR}") from None
+            raise ConfigError(f"{self.where(number)}: {error}; {REPAIR}") from None
+        return {"image": image, "labels": self.labels[number]}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
 
     def where(self, number: int) -> str:
         """The path of an image, or its row in the table."""
-        return self.source.where(int(self.index[number, 0]))
+        return self.source.where(self.position(number))
 
     def shown(self, number: int) -> dict[str, Any]:
         return {"image": self.where(number)}
 
     def position(self, number: int) -> int:
-        return int(self.index[number, 0])
+        return int(self.index[number])
 
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Draw images with a text above each, if there are any.
@@ -107,45 +105,8 @@ class Images(Dataset):
             axes.imshow(image)
         figure.savefig(file, dpi=110)
 
-    def counts(self, classes: int) -> np.ndarray:
-        """How many images each class has, [classes]."""
-        return self.hot.sum(0, dtype=np.int64) if self.hot is not None else np.bincount(self.index[:, 1], minlength=classes)
 
-
-@dataclass(frozen=True)
-class ImageData:
-    """Training and validation images of a config."""
-
-    train: Images
-    validation: Images
-    classes: tuple[str, ...]  # names, by class number
-    identity: str  # changes if the images or their labels change
-    about: str  # a description in one line
-    name: str = ""  # of its source, for messages
-    mix_weights: tuple[float, ...] = ()
-
-    def numbered_as(self, classes: tuple[str, ...]) -> "ImageData":
-        """The same images with class numbers by the order of `classes`: the same names in another order."""
-        number = np.array([classes.index(name) for name in self.classes])
-
-        def renumbered(part: Images) -> Images:
-            result = copy.copy(part)
-            if part.hot is None:
-                result.index = np.stack([part.index[:, 0], number[part.index[:, 1]]], axis=1)
-            else:
-                result.hot = np.zeros((len(part), len(classes)), dtype=np.uint8)
-                result.hot[:, number] = part.hot
-            return result
-
-        return replace(self, train=renumbered(self.train), validation=renumbered(self.validation), classes=classes)
-
-    def class_weights(self) -> torch.Tensor:
-        """[classes] fp32: see `balanced_weights`."""
-        labels = self.train.index[:, 1] if self.train.hot is None else self.train.hot
-        return torch.from_numpy(balanced_weights(labels, len(self.classes), self.train.sources, self.mix_weights))
-
-
-def prepare(config: ImageConfig) -> ImageData:
+def prepare(config: ImageConfig) -> LabelledData:
     """Find the images, check those that no earlier run has checked, and split them. Every rank calls this.
 
     Raises:
@@ -155,16 +116,14 @@ def prepare(config: ImageConfig) -> ImageData:
     """
     data = _mix(config) if config.mix_weights else _prepare(config)
     classes = data.classes
+    name = ", ".join(label(sources.name_of(source)) for source in config.sources().values())
     data.train.white_level = data.validation.white_level = config.white_level
-    trained, validated = (part.counts(len(classes)) for part in (data.train, data.validation))
-    if not trained.all():
-        raise ConfigError(f"{data.name}: the class {classes[int(trained.argmin())]!r} has no image to train on")
-    if len(classes) < 2:
-        raise ConfigError(f"{data.name}: only one class, {classes[0]!r}")
+    data.train.labels.require_trained(name, "image")
+    validated = data.validation.labels.counts()
     if not config.train_dir:
-        warn_of_joined(set(classes), str(config.problem_type))
+        warn_of_joined(set(classes), data.problem_type)
     if not validated.any():
-        raise ConfigError(f"{data.name}: no image{' with a label' * bool(len(data.validation))} to validate on")
+        raise ConfigError(f"{name}: no image{' with a label' * bool(len(data.validation))} to validate on")
     if not validated.all():
         print_main(
             f"warning: no validation image of {(validated == 0).sum()} of {len(classes)} classes "
@@ -173,7 +132,7 @@ def prepare(config: ImageConfig) -> ImageData:
     return data
 
 
-def _mix(config: ImageConfig) -> ImageData:
+def _mix(config: ImageConfig) -> LabelledData:
     """The images of several sources. Their classes are the same where their names are."""
     found = {name: _prepare(source) for name, source in config.sources().items()}
     for name, data in found.items():
@@ -183,24 +142,23 @@ def _mix(config: ImageConfig) -> ImageData:
     parts = [data.numbered_as(classes) for data in found.values()]
     source = Joined([data.train.source for data in parts])
     validated = parts[:1] if config.validation_dir or config.validation_file else parts  # the same for all
-    train, validation = (
-        np.concatenate([index + np.array([start, 0]) for index, start in zip(each, source.starts, strict=False)])
-        for each in ([data.train.index for data in parts], [data.validation.index for data in validated])
-    )
-    hots: list[Any] = [[data.train.hot for data in parts], [data.validation.hot for data in validated]]
-    hot = [np.concatenate(each) if config.is_multi_label else None for each in hots]
-    return ImageData(
-        Images(source, train, {name: len(data.train) for name, data in found.items()}, hot[0]),
-        Images(source, validation, hot=hot[1]),
-        classes,
+
+    def joined(some: list[Images]) -> Images:
+        index = np.concatenate([part.index + start for part, start in zip(some, source.starts, strict=False)])
+        values = np.concatenate([part.labels.values for part in some])
+        return Images(source, index, Labels(parts[0].problem_type, classes, values))
+
+    train = joined([data.train for data in parts])
+    train.sources = {name: len(data.train) for name, data in found.items()}
+    return LabelledData(
+        train,
+        joined([data.validation for data in validated]),
         prepared.fingerprint(sources=[data.identity for data in parts]),
         "; ".join(data.about for data in parts),
-        ", ".join(data.name for data in parts),
-        config.mix_weights,
     )
 
 
-def _prepare(config: ImageConfig) -> ImageData:
+def _prepare(config: ImageConfig) -> LabelledData:
     """`prepare` for one source."""
     table = sources.open_table(config) if config.dataset_name else None
     tars = shards.index(config) if config.train_file else None
@@ -223,18 +181,11 @@ def _prepare(config: ImageConfig) -> ImageData:
         meta["name"] = "scikit-learn's handwritten digits"
 
     def read_all(into: Path) -> None:
-        number_of = {name: number for number, name in enumerate(meta["classes"])}
         paths, places = np.array(found[0].paths), found[0].places
         np.save(into / "paths.npy", paths)
         if places is not None:
             np.save(into / "places.npy", places)
-        if config.is_multi_label:
-            labels = np.zeros((len(found[0].labels), len(number_of)), dtype=np.uint8)
-            for row, names in zip(labels, found[0].labels, strict=True):
-                row[[number_of[name] for name in names]] = 1
-        else:
-            labels = np.array([number_of[label] for label in found[0].labels], dtype=np.int64)
-        np.save(into / "labels.npy", labels)
+        np.save(into / "labels.npy", found[0].labels.values)
         kind = {"about": meta["about"], "version": found[0].version, "code": prepared.source_of("images")}
         name = prepared.fingerprint(
             name=meta["name"], in_full=config.skip_bad_images, white_level=config.white_level, **kind
@@ -254,7 +205,8 @@ def _prepare(config: ImageConfig) -> ImageData:
     folder = cache_dir() / "images" / f"{meta['key']}{'-in-full' * config.skip_bad_images}-{config.white_level}"
     prepared.build_once(folder, read_all)
     load = lambda name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))  # noqa: E731
-    labels, bad = load("labels"), json.loads((folder / "bad.json").read_text(encoding="utf-8"))
+    labels = Labels(config.problem_type or "single_label", tuple(meta["classes"]), load("labels"))
+    bad = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
     source = table or Files(load("paths"), load("places") if tars else None)
     # Read the damaged ones again: a missing permission or decoder may be there now.
     return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad, white_level=config.white_level)))
@@ -333,8 +285,8 @@ def _reasons(source: Files | Table, numbers: Iterable[int], *, in_full: bool = T
 
 
 def _split(
-    config: ImageConfig, source: Files | Table, labels: np.ndarray, meta: dict[str, Any], bad: dict[int, str]
-) -> ImageData:
+    config: ImageConfig, source: Files | Table, labels: Labels, meta: dict[str, Any], bad: dict[int, str]
+) -> LabelledData:
     name, classes = label(meta["name"]), meta["classes"]
     if bad:
         first = f"{source.where(min(bad))}: {bad[min(bad)]}"
@@ -344,15 +296,14 @@ def _split(
         note(f"skipped {len(bad):,} of {len(labels):,} images that cannot be read; the first is {first}")
     numbers = np.arange(len(labels))
     if meta["held_out_from"] is None:
-        held_out = hold_out(rarest(labels) if config.is_multi_label else labels, config.validation_split_percentage)
+        held_out = labels.hold_out(config.validation_split_percentage)
         how = f"{config.validation_split_percentage:g}% of each class held out"
     else:
         held_out, how = numbers >= meta["held_out_from"], label(meta["about"])
     good = ~np.isin(numbers, list(bad))
-    index = np.stack([numbers, numbers * 0 if config.is_multi_label else labels], axis=1)
-    train, validation = index[good & ~held_out], index[good & held_out]
+    train, validation = numbers[good & ~held_out], numbers[good & held_out]
     if isinstance(source, Files) and is_main_rank() and (config.train_file or meta["held_out_from"] is not None):
-        _warn_of_overlap(source, train[:, 0], validation[:, 0])
+        _warn_of_overlap(source, train, validation)
     about = f"{name}: {len(train):,} images of {len(classes)} classes; validation: {len(validation):,}, {how}"
     if bad:
         about += f"; {len(bad):,} that cannot be read are left out"
@@ -361,12 +312,15 @@ def _split(
     if config.white_level:
         about += f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do the same before inference)"
     if config.is_multi_label:
-        about += f"; {labels[good].sum() / max(1, good.sum()):.2f} labels an image"
+        about += f"; {labels.values[good].sum() / max(1, good.sum()):.2f} labels an image"
     split = hashlib.sha256(validation.tobytes()).hexdigest()
     identity = prepared.fingerprint(content=meta["identity"], split=split, bad=sorted(bad))
-    hot = [labels[part[:, 0]] if config.is_multi_label else None for part in (train, validation)]
-    images = Images(source, train, hot=hot[0]), Images(source, validation, hot=hot[1])
-    return ImageData(*images, tuple(classes), identity, about, name)
+    return LabelledData(
+        Images(source, train, labels.take(train)),
+        Images(source, validation, labels.take(validation)),
+        identity,
+        about,
+    )
 
 
 def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -> None:

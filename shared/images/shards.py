@@ -20,11 +20,11 @@ import numpy as np
 from shared.config.parse import cache_dir
 from shared.data import prepared, records
 from shared.data.files import RECORD, find_files
-from shared.data.labels import label_of
+from shared.data.labels import read_labels
 from shared.data.loader import parallel_map
 from shared.images.decoding import SUFFIXES
 from shared.images.options import ImageConfig
-from shared.images.sources import VALIDATION, Found, by_ending, column_of, count_others
+from shared.images.sources import VALIDATION, Found, by_ending, column_of, count_others, name_of
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
@@ -100,22 +100,22 @@ def _join(train: list[Path], validation: list[Path], config: ImageConfig, into: 
 def found(config: ImageConfig, folder: Path) -> Found:
     """The images of `index`. Call on the main rank."""
     known = json.loads((folder / "images.json").read_text(encoding="utf-8"))
-    labels = [tuple(label) if config.is_multi_label else label for label in known["labels"]]
     paths, places, times = (np.load(folder / f"{name}.npy") for name in ("paths", "places", "times"))
+
+    def where(number: int) -> str:
+        folder, _, name = os.fsdecode(paths[number]).rpartition("/")
+        return f"{folder}/{name.partition('.')[0]}"
+
     return Found(
-        _short(config.train_file),
-        labels,
+        name_of(config),
+        read_labels(known["labels"], config.problem_type, where),
         paths.tolist(),
         known["held_out_from"],
-        _short(config.validation_file),
+        " ".join(config.validation_file),
         facts=np.column_stack([places[:, 2], times]),
         places=places,
         left_out=Counter(known["left_out"]),
     )
-
-
-def _short(names: tuple[str, ...]) -> str:
-    return " ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1:,} more"
 
 
 # One file -------------------------------------------------------------------------------------------------------------
@@ -139,13 +139,15 @@ def _list(file: Path, config: ImageConfig, into: Path) -> None:
     """Write first byte and bytes of each image in a tar file, [n, 2] int64, and names and labels."""
     names: list[str] = []
     places: list[tuple[int, int]] = []
-    labels, alone, above = [], [], set()
+    labels: list[Any] = []
+    alone: list[str] = []
+    above: set[str] = set()
     left_out: Counter[str] = Counter()
     for key, sample in _samples(file, config, left_out).items():
         where, images = f"{file}/{key}", sample.images
         if sample.record or config.label_column:
             column = column_of(sample.record, config, "label", where)
-            label = label_of(sample.record[column], config.problem_type, where)
+            label = sample.record[column]
             images = {rest: images[rest] for rest in images if config.image_column or f".{rest}".lower() in SUFFIXES}
             if len(images) > 1:
                 raise ConfigError(f"{where}: several images ({', '.join(images)}): name one with --image_column")
@@ -155,7 +157,7 @@ def _list(file: Path, config: ImageConfig, into: Path) -> None:
                 raise ConfigError(f"{where}: an image without a label: neither {key}.cls, {key}.json nor a class folder")
             *folders, folder, _ = key.split("/")
             above.update(folders)
-            label = label_of(folder, config.problem_type, where)
+            label = folder
         names += [f"{key}.{rest}" for rest in images]
         places += images.values()
         labels += [label] * len(images)

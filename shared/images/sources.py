@@ -18,7 +18,7 @@ from PIL import Image
 
 from shared.data import prepared, records
 from shared.data.files import find_files, walk
-from shared.data.labels import in_order, label_of
+from shared.data.labels import Labels, read_labels
 from shared.data.loader import parallel_map
 from shared.images.decoding import SUFFIXES, BadImage, Part, Source
 from shared.images.options import ImageConfig
@@ -111,7 +111,7 @@ class Found:
     """All images that a config names, before any is opened."""
 
     name: str
-    labels: list[Any]  # names of classes; with --problem_type multi_label a tuple of names for each image
+    labels: Labels
     paths: list[bytes] = field(default_factory=list)  # empty for the rows of a table
     held_out_from: int | None = None  # images from this number on are for validation; None: not split yet
     about: str = ""  # where the validation images come from, for people
@@ -138,13 +138,13 @@ class Found:
             sizes, times = facts.T.tolist()
             files = (b"%b %d %d" % file for file in zip(paths, sizes, times, strict=True))
             self.stamps = np.fromiter(map(xxhash.xxh3_64_intdigest, files), np.uint64, len(paths))
-        classes = {label: str(label).encode(errors="surrogateescape") for label in set(self.labels)}
-        identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode())
-        images = zip(self.labels, paths, sizes, strict=True)
-        identity.update(b"".join([b"%b %b %d\n" % (classes[a], p[p.rfind(b"/") + 1 :], size) for a, p, size in images]))
+        labels = repr(self.labels.classes).encode(errors="surrogateescape") + self.labels.values.tobytes()
+        identity = hashlib.sha256(f"{self.held_out_from} {len(self.labels)}".encode() + labels)
+        images = zip(paths, sizes, strict=True)
+        identity.update(b"".join([b"%b %d\n" % (path[path.rfind(b"/") + 1 :], size) for path, size in images]))
         key = hashlib.sha256(f"{code} {self.name} {self.about} {self.held_out_from} {self.version}".encode())
         key.update(self.stamps.tobytes())
-        key.update(repr(self.labels).encode(errors="surrogateescape"))
+        key.update(labels)
         return {
             "key": key.hexdigest()[:16],
             "identity": identity.hexdigest(),
@@ -152,7 +152,7 @@ class Found:
             "about": self.about,
             "held_out_from": self.held_out_from,
             "left_out": by_ending(self.left_out),
-            "classes": in_order({name for label in classes for name in ([label] if isinstance(label, str) else label)}),
+            "classes": self.labels.classes,
         }
 
 
@@ -210,18 +210,31 @@ def in_files(config: ImageConfig, root: Path | None) -> Found:
     left_out: Counter[str] = Counter()
     if root:
         train, validation = _train_and_validation(root, config)
-        found = Found(str(root), *_class_folders(train, left_out, training=True))
+        labels, paths = _class_folders(train, left_out, training=True)
+        places = [str(train)] * len(paths)
     else:
         validation = config.validation_dir
-        found = Found(" ".join(config.train_file), *_listed(config, "train_file"))
-        if not found.paths:
-            raise ConfigError(f"--train_file {found.name}: no records in it")
+        labels, paths, places = _listed(config, "train_file")
+        if not paths:
+            raise ConfigError(f"--train_file {name_of(config)}: no records in it")
+    trained, about = None, ""
     if validation or config.validation_file:
-        found.held_out_from, found.about = len(found.paths), str(validation or " ".join(config.validation_file))
-        more = _class_folders(validation, left_out, training=False) if validation else _listed(config, "validation_file")
-        found.labels, found.paths = found.labels + more[0], found.paths + more[1]
-    found.left_out = left_out
-    return found
+        trained, about = len(paths), str(validation or " ".join(config.validation_file))
+        if validation:
+            more: Any = (*_class_folders(validation, left_out, training=False), [])
+        else:
+            more = _listed(config, "validation_file")
+        labels, paths, places = labels + more[0], paths + more[1], places + more[2]
+    read = read_labels(labels, "single_label" if root else config.problem_type, places.__getitem__)
+    return Found(name_of(config), read, paths, trained, about, left_out=left_out)
+
+
+def name_of(config: ImageConfig) -> str:
+    """What the training data are called in messages."""
+    if config.is_demo:
+        return "scikit-learn's handwritten digits"
+    named = [str(name) for flag in config.SOURCES for name in getattr(config, flag)]
+    return " ".join(named) if len(named) < 4 else f"{named[0]} and {len(named) - 1:,} more"
 
 
 def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path | None]:
@@ -276,18 +289,19 @@ def _class_folders(root: Path, left_out: Counter[str], *, training: bool) -> tup
 # Lists -----------------------------------------------------------------------------------------------------------------
 
 
-def _listed(config: ImageConfig, flag: str) -> tuple[list[Any], list[bytes]]:
-    """(labels, paths) of the lists that --train_file or --validation_file names, in their order."""
-    labels, paths = [], []
+def _listed(config: ImageConfig, flag: str) -> tuple[list[Any], list[bytes], list[str]]:
+    """(labels, paths, places of the records) of the lists that --train_file or --validation_file names, in their order."""
+    labels, paths, places = [], [], []
     for file in find_files(getattr(config, flag), flag=flag):
         for where, record in records.read_records([file]):
             image = record[column_of(record, config, "image", where)]
-            labels.append(label_of(record[column_of(record, config, "label", where)], config.problem_type, where))
+            labels.append(record[column_of(record, config, "label", where)])
             if not isinstance(image, str) or not image:
                 instead = "; images in its rows: give its folder as --dataset_name" * isinstance(image, bytes | dict)
                 raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path{instead}")
             paths.append(os.fsencode(os.path.join(file.parent, image)))
-    return labels, paths
+            places.append(where)
+    return labels, paths, places
 
 
 def column_of(record: Any, config: ImageConfig, kind: str, where: str) -> str:
@@ -332,16 +346,19 @@ def rows_of(config: ImageConfig, table: Table) -> Found:
     for split, rows in table.splits.items():
         column = column_of(rows.features, config, "label", table.name)
         feature = rows.features[column]
-        to_name = getattr(getattr(feature, "feature", feature), "int2str", str)  # of a class, or of a list of classes
+        names = getattr(getattr(feature, "feature", feature), "names", None)  # of a class, or of a list of classes
         for row, value in enumerate(rows[column]):
             where = f"{table.name}:{split}: row {row}"
             if value is None or -1 in (value if isinstance(value, list) else [value]):  # -1: test sets without labels
                 raise ConfigError(f"{where}: the label is {value}, expected a class")
-            labels.append(label_of(value, config.problem_type, where, to_name))
+            if names:
+                value = [names[number] for number in value] if isinstance(value, list) else names[value]
+            labels.append(value)
     sizes = [len(rows) for rows in table.splits.values()]
     version = " ".join(rows._fingerprint for rows in table.splits.values())
     held_out_from = sizes[0] if len(sizes) > 1 else None
-    return Found(table.name, labels, [], held_out_from, f"split {[*table.splits][-1]}", version)
+    read = read_labels(labels, config.problem_type, table.where)
+    return Found(table.name, read, [], held_out_from, f"split {[*table.splits][-1]}", version)
 
 
 # The embedded default -------------------------------------------------------------------------------------------------

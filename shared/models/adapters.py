@@ -112,7 +112,6 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> An
         lora_dropout=adapter.lora_dropout,
         target_modules=targets.target_modules,
         target_parameters=targets.target_parameters or None,
-        exclude_modules=targets.exclude_modules,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from shared.data.prepared import vocabulary_size
 from shared.models.counts import experts_of
 from shared.models.loading import outer_parts
 from shared.models.loss import can_balance
+from shared.models.tokenizers import vocabulary_size
 from shared.parallel import shards
 from shared.process.errors import ConfigError
 from shared.process.printing import note

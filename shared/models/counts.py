@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shared.models.attention import watch_masks
+from shared.models.cudnn import MasksAvoidCudnn
 from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError, first_line
 
@@ -64,10 +64,9 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
     Raises:
         ConfigError: the model cannot take these inputs.
     """
-    watch_masks(model)
     training = model.training
     model.eval()
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, MasksAvoidCudnn():
         try:
             logits = model(**inputs).logits
         except (ValueError, RuntimeError, IndexError) as error:

@@ -11,7 +11,6 @@ from accelerate.utils import broadcast, extract_model_from_parallel
 from torch import nn
 from transformers import GenerationConfig
 
-from shared.models.attention import row_layout
 from shared.models.checks import context_of
 from shared.models.loading import without_adapters
 from shared.process.printing import indented, note, print_main
@@ -88,7 +87,7 @@ def continuations(
     before, texts = whole.generation_config, []
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked, torch.compiler.set_stance("force_eager"), row_layout(), _through(model, whole):
+    with forked, torch.compiler.set_stance("force_eager"), _through(model, whole):
         torch.manual_seed(seed)
         for prompt in prompts:
             ids = torch.tensor([prompt[-max(1, context - max_new_tokens) :]], device=device)

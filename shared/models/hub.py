@@ -5,14 +5,12 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from huggingface_hub.errors import HFValidationError
 from torch import nn
 
 from shared.process.collectives import on_main
@@ -23,12 +21,6 @@ from shared.process.printing import note
 _AN_ADAPTER = (
     "{name}: an adapter, not a model. lora_finetune goes on with it as --adapter_name_or_path beside its base as "
     "--model_name_or_path; elsewhere merge it first (--merge_adapter)"
-)
-
-
-_CONVERT = (  # the names of files are arguments of the shell, not part of the code
-    'python -c "import sys, torch, safetensors.torch as s; s.save_file({k: v.contiguous() for k, v in '
-    "torch.load(sys.argv[1], map_location='cpu', weights_only=True).items()}, sys.argv[2], {'format': 'pt'})\""
 )
 
 
@@ -73,20 +65,16 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     except ConfigError:
         raise
     except Exception as error:  # these libraries raise nearly anything for a file that is not what they expect
+        hint = "" if is_folder else "no such folder here, and "
         if is_out_of_memory(error):
             raise
         if is_of_the_network(error):
-            here = "" if is_folder else "no such folder here, and "
-            raise NotNow(f"{name}: {here}{first_line(error)}") from error
-        if not is_folder and any(isinstance(e, HFValidationError) for e in (error, error.__cause__)):
-            reason = "no such folder, and no name of a model on the Hub, which is OWNER/MODEL"
-        elif "trust_remote_code" in str(error):
+            raise NotNow(f"{name}: {hint}{first_line(error)}") from error
+        reason = f"{hint}{first_line(error)}"
+        if "trust_remote_code" in str(error):
             reason = "it needs code of its own, which is never run here: take an architecture that transformers has"
-        else:
-            reason = first_line(error)
-            if isinstance(error, KeyError) and first is not None:
-                reason = f"its file lacks {error}: take the base that the adapter was made for"
-            reason = " ".join(str(error).split()) if reason.endswith(":") else reason
+        elif reason.endswith(":"):
+            reason = " ".join(str(error).split())
         raise ConfigError(f"{name}: {reason}") from error
     if auto_class.__name__ == "AutoConfig":
         _refuse_weights_elsewhere(loaded, name)
@@ -159,11 +147,10 @@ def _is_gguf_alone(folder: Path) -> bool:
 def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles and not any(folder.glob("*.safetensors")):
-        way = "take safetensors weights, which save_pretrained of transformers and PEFT writes"
-        if len(pickles) == 1:  # weights_only: reads tensors alone, and runs no code
-            written = folder / f"{pickles[0].stem.replace('pytorch_model', 'model')}.safetensors"
-            way += f". If it holds weights alone, this converts it: {_CONVERT} {shlex.join(map(str, (pickles[0], written)))}"
-        raise ConfigError(f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: {way}")
+        raise ConfigError(
+            f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: take safetensors weights, which "
+            "save_pretrained of transformers and PEFT writes"
+        )
 
 
 def _refuse_weights_elsewhere(config: Any, name: str | Path) -> None:

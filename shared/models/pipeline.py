@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from shared.data.order import IGNORED, Batch
-from shared.models.attention import row_layout
+from shared.models.attention import row_mask
 from shared.models.blocks import uncompiled
 from shared.models.loss import can_balance
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
@@ -47,8 +47,9 @@ class _Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or logits."""
-        with self.autocast(), row_layout():
-            hidden = self.decoder(**{"input_ids" if self.first else "inputs_embeds": x}, use_cache=False).last_hidden_state
+        with self.autocast():
+            inputs = {"input_ids" if self.first else "inputs_embeds": x, "attention_mask": row_mask(x)}
+            hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             return hidden if self.head is None else self.head(hidden)
 
 

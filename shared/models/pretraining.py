@@ -3,12 +3,12 @@
 import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from shared.data.prepared import vocabulary_size
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.hub import attention_option, from_architecture, from_hub, override
 from shared.models.loading import class_of, freeze_outer_parts, load_causal_lm
 from shared.models.loss import can_balance
 from shared.models.options import PRESETS, ModelConfig
+from shared.models.tokenizers import vocabulary_size
 from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
 

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from shared.process.printing import note
 
 @dataclass(frozen=True)
 class Targets:
-    """Arguments of PEFT's `LoraConfig`, with names as short as they can be: an adapter then fits other classes, too."""
+    """Arguments of PEFT's `LoraConfig`."""
 
-    target_modules: list[str]
+    target_modules: list[str]  # full names, which PEFT shortens
     target_parameters: list[str]
-    exclude_modules: str | None
     left_out: list[str]  # what carries none although it was to, with the reason
 
 
@@ -40,72 +38,73 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     Raises:
         ConfigError: the flags name what the model does not have.
     """
-    outer = outer_parts(base)
     modules = {name: module for name, module in base.named_modules() if name}
     parameters = dict(base.named_parameters())
-    for flag, names in (("lora_target_modules", adapter.lora_target_modules), ("modules_to_save", adapter.modules_to_save)):
-        for name in names if names != ("all-linear",) else ():  # PEFT skips unknown names if one matches
-            if not _matches(modules, [name]) and not (flag == "lora_target_modules" and _matches(parameters, [name])):
-                raise ConfigError(f"--{flag} {name}: the model has no module of that name")
-    towers = "|".join(rf"{re.escape(name)}(\..*)?" for name in outer)
+    inside = {name: module for name, module in modules.items() if not _is_in(name, outer_parts(base))}
+    _require_names("modules_to_save", adapter.modules_to_save, [*modules])
     if adapter.lora_target_modules != ("all-linear",):
-        named = [name for name in adapter.lora_target_modules if _matches(modules, [name])]
-        rest = [name for name in adapter.lora_target_modules if name not in named]
-        return Targets(named, rest, towers or None, [])
-    left_out: dict[str, list[str]] = {}
-    experts, _ = experts_of(base.config)
-    choosers = parts_that_choose(base)
+        _require_names("lora_target_modules", adapter.lora_target_modules, [*modules, *parameters])
+        rest = [name for name in adapter.lora_target_modules if not _matches(modules, [name])]
+        return Targets(_matches(inside, adapter.lora_target_modules), rest, [])
     whole = _matches(modules, adapter.modules_to_save)  # trained whole, so without adapters
-    chosen = []
-    for name, module in modules.items():
-        is_linear = isinstance(module, nn.Linear | Conv1D) and module is not base.get_output_embeddings()
-        if not is_linear or any(name == part or name.startswith(f"{part}.") for part in (*outer, *whole)):
-            continue
-        parent, _, child = name.rpartition(".")
-        if _is_router(name, module, experts):
-            why = "routers"
-        elif "experts" in parent.split(".") and not adapter.lora_experts:
-            why = "--no_lora_experts"
-        elif any(name.startswith(f"{part}.") for part in choosers):
-            why = "they choose tokens, and get no gradient"
-        elif not _is_one_product(module):
-            why = "more than one matrix product"
-        elif _reads_weight(modules.get(parent, base), child) or not _peft_takes(base, child):
-            why = "the weight is read past the adapter"
-        else:
-            chosen.append(name)
-            continue
-        left_out.setdefault(why, []).append(name)
+    inside = {name: module for name, module in inside.items() if not _is_in(name, whole)}
+    linear = {name: _why_not(name, module, base, adapter) for name, module in inside.items() if _is_linear(module, base)}
+    chosen = [name for name, reason in linear.items() if not reason]
     # PEFT takes some names for fused experts'. By their parameters these layers can be named all the same.
-    kept = _names_that_peft_keeps(base, {_end(name) for name in chosen})
-    by_parameter = [f"{name}.weight" for name in chosen if _end(name) not in kept]
-    chosen = [name for name in chosen if _end(name) in kept]
-    if fused := _fused_experts(modules, outer, experts):
-        if adapter.lora_experts:
-            by_parameter += fused
-        else:
-            left_out.setdefault("--no_lora_experts", []).extend(fused)
-    is_quantised = adapter.load_in_4bit or adapter.load_in_8bit
-    if is_quantised and fused:
+    as_module = _names_that_peft_keeps(base, chosen)
+    fused = _fused_experts(inside, experts_of(base.config)[0])
+    by_parameter = [*(f"{name}.weight" for name in chosen if name not in as_module), *fused]
+    reasons = linear | {name: _why_not_by_parameter(name, fused, adapter) for name in by_parameter}
+    for name in [*as_module, *by_parameter]:
+        if not reasons[name] and _is_lost_by_peft(base, name.removesuffix(".weight")):
+            reasons[name] = "PEFT would not load them"
+    if fused and (adapter.load_in_4bit or adapter.load_in_8bit):
         size = sum(parameters[name].numel() for name in fused)
         note(f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes quantises linear layers only")
+    targets = [name for name in by_parameter if not reasons[name]]
+    left_out = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values() if reason}
+    return Targets(
+        target_modules=[name for name in as_module if not reasons[name]],
+        target_parameters=_shortest(targets, [name for name in parameters if name not in targets]),
+        left_out=[f"{', '.join(_shortest(names, []))} ({reason})" for reason, names in left_out.items()],
+    )
+
+
+def _require_names(flag: str, wanted: tuple[str, ...], names: list[str]) -> None:
+    for name in wanted:  # PEFT skips unknown names if one matches
+        if not _matches(names, [name]):
+            raise ConfigError(f"--{flag} {name}: the model has no module of that name")
+
+
+def _is_linear(module: nn.Module, base: Any) -> bool:
+    return isinstance(module, nn.Linear | Conv1D) and module is not base.get_output_embeddings()
+
+
+def _why_not(name: str, module: Any, base: Any, adapter: AdapterConfig) -> str:
+    """Why a linear layer carries no adapter; "" if it does."""
+    parent, _, child = name.rpartition(".")
+    if _is_router(name, module, experts_of(base.config)[0]):
+        return "routers"
+    if "experts" in parent.split(".") and not adapter.lora_experts:
+        return "--no_lora_experts"
+    if _is_in(name, parts_that_choose(base)):
+        return "they choose tokens, and get no gradient"
+    if not _is_one_product(module):
+        return "more than one matrix product"
+    if _reads_weight(base.get_submodule(parent), child) or not _peft_takes(base, child):
+        return "the weight is read past the adapter"
+    return ""
+
+
+def _why_not_by_parameter(name: str, fused: list[str], adapter: AdapterConfig) -> str:
+    """Why a weight that PEFT would have to adapt as a parameter carries no adapter; "" if it does."""
+    if name in fused and not adapter.lora_experts:
+        return "--no_lora_experts"
     if adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa":
-        why, cannot = "not with --lora_dropout, --use_dora or --init_lora_weights pissa", by_parameter
-    else:
-        why, cannot = "quantised", [name for name in by_parameter if is_quantised and name not in fused]
-    if lost := _lost_by_peft(base, [*chosen, *(name.removesuffix(".weight") for name in by_parameter)]):
-        left_out["PEFT would not load them"] = lost
-        chosen = [name for name in chosen if name not in lost]
-        by_parameter = [name for name in by_parameter if name.removesuffix(".weight") not in lost]
-    if cannot:
-        left_out[why], by_parameter = cannot, [name for name in by_parameter if name not in cannot]
-    target_parameters = _shortest(set(by_parameter), [name for name in parameters if name not in by_parameter], parts=2)
-    short = {_end(name) for name in chosen}
-    inside = [name for name in modules if not re.fullmatch(towers, name)] if outer else list(modules)
-    others = _shortest(set(_matches(inside, short)) - set(chosen), chosen)
-    exclude = "|".join([*([towers] if towers else []), *(rf"(.*\.)?{re.escape(name)}" for name in others)])
-    about = [f"{', '.join(_shortest(set(names), [], parts=2))} ({why})" for why, names in left_out.items()]
-    return Targets(sorted(short), target_parameters, exclude or None, about)
+        return "not with --lora_dropout, --use_dora or --init_lora_weights pissa"
+    if name not in fused and (adapter.load_in_4bit or adapter.load_in_8bit):
+        return "quantised"
+    return ""
 
 
 def not_to_quantise(name: str, text_only: bool) -> list[str] | None:
@@ -147,18 +146,18 @@ def _matches(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
     return [name for name in names if name in wanted or name.endswith(ends)]
 
 
-def _end(name: str) -> str:
-    return name.rpartition(".")[2]
+def _is_in(name: str, parts: list[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def _shortest(names: set[str], others: list[str], parts: int = 1) -> list[str]:
-    """Ends of `names`, of at least so many parts, that none of the others has."""
-    found = set()
+def _shortest(names: list[str], others: list[str]) -> list[str]:
+    """Ends of `names`, of two parts or more, that none of the others has: they fit other classes of the model, too."""
+    ends = set()
     for name in names:
         words = name.split(".")
-        ends = (".".join(words[-n:]) for n in range(parts, len(words) + 1))
-        found.add(next((end for end in ends if not _matches(others, [end])), name))
-    return sorted(found)
+        candidates = (".".join(words[-count:]) for count in range(2, len(words) + 1))
+        ends.add(next((end for end in candidates if not _matches(others, [end])), name))
+    return sorted(ends)
 
 
 def _is_router(name: str, module: Any, experts: int | None) -> bool:
@@ -168,16 +167,14 @@ def _is_router(name: str, module: Any, experts: int | None) -> bool:
     return experts is not None and is_named and getattr(module, "out_features", None) in (1, experts)
 
 
-def _fused_experts(modules: dict[str, Any], outer: list[str], experts: int | None) -> list[str]:
+def _fused_experts(modules: dict[str, Any], experts: int | None) -> list[str]:
     """Names of parameters with the weights of all experts, [experts, ...]; some models count idle ones, too."""
     return [
-        f"{name}.{own}"
+        f"{name}.{parameter_name}"
         for name, module in modules.items()
-        if experts and not any(name.startswith(f"{part}.") for part in outer)
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
-        and (parameter.shape[0] == experts or name.endswith(".experts"))
-        and not isinstance(module, nn.Conv1d)
+        if experts and not isinstance(module, nn.Conv1d)
+        for parameter_name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and (parameter.shape[0] == experts or name.endswith(".experts"))
     ]
 
 
@@ -213,30 +210,26 @@ def _peft_takes(base: Any, child: str) -> bool:
     return True
 
 
-def _lost_by_peft(base: Any, names: list[str]) -> list[str]:
-    """The adapters whose weights PEFT would look for under another name: it renames keys as those of old checkpoints."""
+def _is_lost_by_peft(base: Any, name: str) -> bool:
+    """Whether PEFT would look for an adapter's weights under another name: it renames keys as those of old checkpoints."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 
-    @cache
-    def is_lost(name: str) -> bool:
-        key = f"base_model.model.{name}.lora_A.weight"
-        try:
-            return key not in convert_peft_adapter_state_dict_for_transformers(base, LoraConfig(), {key: torch.zeros(1, 1)})
-        except Exception:  # as for weights that it would join: they keep their names
-            return False
-
-    return [name for name in names if is_lost(re.sub(r"\.\d+\.", ".0.", name))]  # one block stands for all
+    key = f"base_model.model.{name}.lora_A.weight"
+    try:
+        return key not in convert_peft_adapter_state_dict_for_transformers(base, LoraConfig(), {key: torch.zeros(1, 1)})
+    except Exception:  # as for weights that it would join: they keep their names
+        return False
 
 
-def _names_that_peft_keeps(base: Any, names: set[str]) -> set[str]:
+def _names_that_peft_keeps(base: Any, names: list[str]) -> list[str]:
     """PEFT turns names of experts before transformers 5, such as gate_proj, into those of fused weights."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    config = LoraConfig(target_modules=sorted(names))
+    config = LoraConfig(target_modules=names)
     try:
         convert_peft_config_for_transformers(config, base, None)
     except ValueError:  # it knows one of two names
         return names
-    return set(config.target_modules or ())
+    return [name for name in names if name in (config.target_modules or ())]

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shared.data.loader import Share
 from shared.parallel import zero
 from shared.parallel.gradients import reshard
 from shared.parallel.shards import make_whole, put_pieces, take_pieces
@@ -26,13 +27,9 @@ def data_rank(accelerator: Accelerator) -> int:
     return accelerator.process_index // (accelerator.num_processes // ranks.data_parallel_size())
 
 
-def share(accelerator: Accelerator) -> dict[str, Any]:
-    """What a `Loader` must know of this process: rank and world_size among those that read different data, device."""
-    return {
-        "rank": data_rank(accelerator),
-        "world_size": ranks.data_parallel_size(),
-        "device": accelerator.device,
-    }
+def share(accelerator: Accelerator) -> Share:
+    """What this process reads of the data."""
+    return Share(data_rank(accelerator), ranks.data_parallel_size(), accelerator.device)
 
 
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,8 @@ class ToSamples:
 
     demo = DEMO  # what is read if no data is named
     kind = "chat"  # the name in the cache
-    code = ("text/chat.py", "text/encoder.py", "text/forms.py", "text/special.py")  # that samples depend on
+    # What samples depend on.
+    code: tuple[str, ...] = ("text/chat.py", "text/encoder.py", "text/forms.py", "text/special.py")
     recognise = staticmethod(recognise)  # (record, place) -> form
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SamplesConfig) -> None:

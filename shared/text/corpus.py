@@ -21,6 +21,7 @@ from shared.data.order import Batch, Row, is_validation, near_share
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Store, prepare
 from shared.demo import DEFAULT_TEMPLATE
+from shared.models.tokenizers import leading_bos, vocabulary_size
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
@@ -222,8 +223,8 @@ class Tokenise:
         from tokenizers import Tokenizer
 
         self.tokenizer = Tokenizer.from_str(serialise(tokenizer))
-        self.dtype = np.dtype(np.uint16 if prepared.vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        self.bos, self.eos = prepared.leading_bos(tokenizer), [tokenizer.eos_token_id]
+        self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
+        self.bos, self.eos = leading_bos(tokenizer), [tokenizer.eos_token_id]
         self.special = Special(tokenizer)
         self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shared.data import prepared
 from shared.data.store import Notes
 from shared.demo import DEFAULT_TEMPLATE
+from shared.models.tokenizers import leading_bos
 from shared.process.errors import ConfigError
 from shared.text.forms import Example, Messages, with_arguments
 from shared.text.special import Special
@@ -48,7 +48,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-text token")
         self.tokenizer, self.loss_on = tokenizer, loss_on
-        self.bos = prepared.leading_bos(tokenizer)
+        self.bos = leading_bos(tokenizer)
         self.came_with_template = bool(tokenizer.chat_template)
         if not self.came_with_template:
             tokenizer.chat_template = ("{{ bos_token }}" if self.bos else "") + DEFAULT_TEMPLATE

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from shared import demo
-from shared.config.parse import cache_dir
 from shared.data import prepared, records
-from shared.data.chunks import Joined, chunked, keep_all
-from shared.data.labels import balanced_weights, hold_out, in_order, label_of, rarest, warn_of_joined
-from shared.data.order import IGNORED, Batch, Row
+from shared.data.labels import LabelledData, Labels, problem_type_of, read_labels, warn_of_joined
+from shared.data.order import Batch, Row
 from shared.data.records import Source
+from shared.data.store import Encoded, Notes, Split, Store, prepare
 from shared.models.hub import from_hub
-from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
 from shared.text.special import Special, read_as_text
@@ -56,91 +49,50 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class Texts:
-    """One split of prepared texts: `order.Samples`, and what `report` asks for.
+# The text, or both; and what is kept of the record: its label, its place, and the rest.
+Item = tuple[tuple[str, ...], dict[str, Any]]
 
-    Each row has `input_ids`, [tokens] int64, `token_type_ids` where the tokenizer makes them, and `labels`: a class number,
-    a number, or [classes] fp32 with 1 for each class that the text has.
+
+class Texts(Split):
+    """Prepared texts with their labels: `order.Samples`, and what an evaluation asks for.
+
+    Each row has `input_ids`, [tokens] int64, `token_type_ids` where the tokenizer makes them, and `labels`: a class
+    number, a number, or [classes] fp32 with 1 for each class that the text has.
 
     Args:
-        folder: of the prepared data.
-        index: [n], the numbers of the texts.
-        labels: [n], or [n, classes].
-        sources: texts of each source of a mixture, in this order.
+        stores: see `Split`.
+        numbers: see `Split`.
+        labels: of these texts.
+        tokenizer: that encoded them.
     """
 
-    def __init__(
-        self, folder: Path, index: np.ndarray, labels: np.ndarray, tokenizer: Any, sources: dict[str, int] | None = None
-    ) -> None:
-        self.folder, self.index, self.labels, self.tokenizer, self.sources = folder, index, labels, tokenizer, sources or {}
-        self.arrays = _arrays(folder, json.loads((folder / "meta.json").read_text())["chunks"])
-        self.ends = np.load(folder / "ends.npy")
-        self.starts = np.concatenate([[0], self.ends[:-1]])
-        self.lengths = (self.ends - self.starts)[index]
+    def __init__(self, stores: Mapping[str, Store], numbers: Sequence[np.ndarray], labels: Labels, tokenizer: Any) -> None:
+        super().__init__(stores, numbers)
+        self.labels = labels
+        self.tokenizer = tokenizer
+        self._names = [name for name in TOKENS if name in self.stores[0]]
 
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def _part(self, number: int) -> slice:
-        return slice(self.starts[self.index[number]], self.ends[self.index[number]])
-
-    def __getitem__(self, number: int) -> Row:
-        part = self._part(number)
-        tokens = {name: array[part].astype(np.int64) for name, array in self.arrays.items()}
-        return tokens | {"labels": np.array(self.labels[number])}
+    def __getitem__(self, index: int) -> Row:
+        tokens = zip(self._names, self.values(index, *self._names), strict=True)
+        row = {name: array.astype(np.int64) for name, array in tokens}
+        return row | {"labels": self.labels[index]}
 
     def num_targets(self, indices: np.ndarray) -> int:
         return len(indices)
 
-    @cached_property
-    def records(self) -> dict[str, dict[str, Any]]:
-        """The records to validate on, without their labels, by their numbers."""
-        return json.loads((self.folder / "records.json").read_text())
-
     def shown(self, number: int) -> dict[str, Any]:
-        """Where a text is from, and its record."""
-        return self.records[str(self.index[number])]
+        """Where a text is from, and its record without the label."""
+        store, of_store = self.find(number)
+        line = store.line(of_store)
+        return {"where": line["where"]} | line["record"]
 
-    def position(self, number: int) -> int:
-        return int(self.index[number])
+    def position(self, number: int) -> tuple[int, int]:
+        """Grows as the texts stand in the data."""
+        store, of_store = self.find(number)
+        return self.stores.index(store), of_store
 
-    def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
+    def draw(self, file: Any, title: str, tiles: list[tuple[int, str]]) -> None:
         """Texts are read in evaluation.json."""
-
-
-def _arrays(folder: Path, chunks: list[int]) -> dict[str, Joined]:
-    """What the tokenizer made of all texts, by its names; `chunks`: tokens of each."""
-    names = [name for name in TOKENS if (folder / f"texts-00000-{name}.npy").exists()]
-    return {name: Joined(folder / "texts", name, chunks) for name in names}
-
-
-@dataclass(frozen=True)
-class TextData:
-    """Training and validation texts of a config."""
-
-    train: Texts
-    validation: Texts
-    classes: tuple[str, ...]  # names, by class number; of a regression one
-    problem_type: str  # single_label, multi_label or regression
-    identity: str  # changes if the tokens or the labels change
-    about: str  # a description in one line
-
-    def class_weights(self, mix_weights: tuple[float, ...]) -> torch.Tensor:
-        """[classes] fp32: see `balanced_weights`."""
-        return torch.from_numpy(balanced_weights(self.train.labels, len(self.classes), self.train.sources, mix_weights))
-
-    def numbered_as(self, classes: tuple[str, ...]) -> TextData:
-        """The same texts with class numbers by the order of `classes`: the same names in another order."""
-        number = np.array([classes.index(name) for name in self.classes])
-        parts = []
-        for part in (self.train, self.validation):
-            labels = part.labels
-            if self.problem_type == "single_label":
-                labels = number[labels]
-            elif self.problem_type == "multi_label":
-                labels = labels[:, np.argsort(number)]
-            parts.append(Texts(part.folder, part.index, labels, part.tokenizer, part.sources))
-        return replace(self, train=parts[0], validation=parts[1], classes=classes)
 
 
 def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: int = 8) -> Batch:
@@ -165,185 +117,53 @@ def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: in
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
-def prepare(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> TextData:
-    """Read, check and tokenise the data once, and split them. Every rank calls this; the main one works.
+class EncodeTexts:
+    """Records to tokens, see `store.Encode`: `input_ids` and perhaps `token_type_ids`.
 
-    Raises:
-        ConfigError: wrong input, with its place; a class with nothing to train on; only one class.
-    """
-    sources = {name: records.open_sources(source, demo=DEMO) for name, source in config.sources().items()}
-    trained = {name: train for name, (train, _) in sources.items()}
-    validation = next(iter(sources.values()))[1]  # the same for all
-    serialised = tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
-    how = {
-        "kind": "labelled",
-        "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
-        "texts": [tokenizer.model_input_names, config.seq_length],
-    }
-    key = on_main(
-        lambda: prepared.fingerprint(
-            code=prepared.source_of("data", "text"),
-            train={name: source.identity() for name, source in trained.items()},
-            validation=validation and validation.identity(),
-            columns=[config.text_column, config.text_pair_column, config.label_column],
-            settings=[config.problem_type, config.validation_split_percentage],
-            **how,
-        )
-    )
-    folder = prepared.build_once(
-        cache_dir() / "labelled" / key, lambda into: _Building(config, tokenizer, into, how).build(trained, validation)
-    )
-    meta = json.loads((folder / "meta.json").read_text())
-    labels, parts = np.load(folder / "labels.npy"), [np.load(folder / f"{name}.npy") for name in ("train", "validation")]
-    if meta["problem_type"] == "multi_label":
-        labels = labels.astype(np.float32)
-    train, held_out = (Texts(folder, index, labels[index], tokenizer) for index in parts)
-    train.sources = meta["sources"]
-    about = meta["about"] + records.not_used(meta["unused"])
-    return TextData(train, held_out, tuple(meta["classes"]), meta["problem_type"], meta["sha256"], about)
-
-
-Item = tuple[str, str, str | None]  # (place, text, second text)
-
-
-def _content(item: Item) -> bytes:
-    return json.dumps(item[1:]).encode()
-
-
-class _Encode:
-    """Items to `input_ids`, perhaps `token_type_ids`, and `lengths`, the tokens of each item.
-
-    Counts how many were cut, and strings of special tokens in them.
+    A line has the label, the place and the rest of a record.
     """
 
-    def __init__(self, tokenizer: Any, seq_length: int) -> None:
-        self.tokenizer, self.seq_length, self.special = tokenizer, seq_length, Special(tokenizer)
+    def __init__(self, config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.columns = {kind: getattr(config, f"{kind}_column") for kind in COLUMNS}
+        self.seq_length = config.seq_length
+        self.special = Special(tokenizer)
+        self.tokenizer = tokenizer
 
-    def __call__(self, chunk: list[Item]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        parts, cut, special = [], 0, 0
-        for some in chunked(chunk, _content):  # a part's encodings fill memory
-            places, texts, others = zip(*some, strict=True)
-            pairs = None if others[0] is None else list(others)
-            options = {"truncation": True, "max_length": self.seq_length, "split_special_tokens": True}
-            options |= {"return_special_tokens_mask": True, "return_attention_mask": False}
-            encoded = self.tokenizer(list(texts), pairs, **options)
-            lengths = np.array([len(ids) for ids in encoded["input_ids"]])
-            if not lengths.all():
-                raise ConfigError(f"{places[int(lengths.argmin())]}: the tokenizer makes no token of this text")
-            found = {name: np.concatenate(encoded[name]).astype(kind) for name, kind in TOKENS.items() if name in encoded}
-            added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
-            found["input_ids"] = self.special.to_unknown(found["input_ids"], added)
-            parts.append(found | {"lengths": lengths})
-            special += self.special.count([*texts, *(pairs or [])])
-            cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return arrays, {"cut": cut, "special": special}
-
-
-class _Building:
-    """Fills the folder of prepared data."""
-
-    def __init__(self, config: LabelledTextConfig, tokenizer: Any, folder: Path, how: dict[str, Any]) -> None:
-        self.config, self.tokenizer, self.folder, self.how = config, tokenizer, folder, how
-        self.places: list[str] = []
-        self.labels: list[Any] = []
-        self.lengths: list[np.ndarray] = []
-        self.unused: Counter[str] = Counter()
-        self.cut = self.special = 0
-
-    def build(self, trained: dict[str, Source], validation: Source | None) -> None:
-        sizes = {name: self._add(source) for name, source in trained.items()}
-        size = len(self.labels)
-        if validation is not None:
-            self._add(validation)
-        problem_type = self.config.problem_type or _problem_type(self.labels)
-        if problem_type == "regression":
-            classes, labels, groups = ["LABEL_0"], self._numbers(), np.zeros(size, np.int64)
-        else:
-            classes, labels = self._classes(problem_type, size)
-            groups = rarest(labels[:size]) if problem_type == "multi_label" else labels[:size]
-        held_out = np.arange(len(labels)) >= size
-        how = (
-            f"of {validation.name}" if validation else f"{self.config.validation_split_percentage:g}% of each class held out"
-        )
-        if validation is None:
-            held_out = hold_out(groups, self.config.validation_split_percentage)
-            how = how.replace(" of each class", "") if problem_type == "regression" else how
-        name = ", ".join(source.name for source in trained.values())
-        index = [np.flatnonzero(~held_out), np.flatnonzero(held_out)]
-        if not all(map(len, index)):
-            raise ConfigError(f"{name}: no text to {'train' if held_out.all() else 'validate'} on")
-        counts = np.zeros(0, np.int64)
-        if problem_type == "single_label":
-            counts = np.bincount(labels[index[0]], minlength=len(classes))
-        elif problem_type == "multi_label":
-            counts = labels[index[0]].sum(axis=0, dtype=np.int64)
-        if not counts.all():
-            raise ConfigError(f"{name}: the class {classes[int(counts.argmin())]!r} has no text to train on")
-        lengths = np.concatenate(self.lengths)
-        read = lengths[index[0]]
-        index[1] = index[1][np.argsort(-lengths[index[1]], kind="stable")]  # batches of similar lengths
-        self._save(labels, lengths, index)
-        self._save_records([validation] if validation else [*trained.values()], size if validation else 0, index[1])
-        of = np.searchsorted(np.cumsum([*sizes.values()]), index[0], side="right")
-        most = [f"{classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
-        most += [f"{len(counts) - 10:,} more classes"] * (len(counts) > 10)
-        by_class = f" ({', '.join(most)})" if most else ""
-        about = f"{name}: {problem_type}; {len(index[0]):,} texts to train on{by_class}, "
-        about += f"{read.min()}-{read.max()} tokens (mean {read.mean():.0f}), {self.cut:,} of all cut to "
-        about += f"{self.config.seq_length}; {len(index[1]):,} to validate on, {how}{read_as_text(self.special)}"
-        meta: dict[str, Any] = {
-            "classes": classes,
-            "problem_type": problem_type,
-            "about": about,
-            "unused": sorted(self.unused),
+    def identity(self) -> Any:
+        serialised = self.tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
+        return {
+            "code": prepared.source_of("text/labelled.py", "text/special.py"),
+            "tokenizer": hashlib.sha256(serialised.encode()).hexdigest(),
+            "makes": self.tokenizer.model_input_names,
+            "seq_length": self.seq_length,
+            "columns": self.columns,
         }
-        meta |= {"chunks": [int(some.sum()) for some in self.lengths]}
-        meta |= {"sha256": self._digest(labels, index, classes, _arrays(self.folder, meta["chunks"]))}
-        meta |= {"sources": dict(zip(sizes, np.bincount(of, minlength=len(sizes)).tolist(), strict=True))}
-        (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
-    def _add(self, source: Source) -> int:
-        """Tokenise all texts of a source. Returns their number."""
-        from tqdm import tqdm
-
-        before = len(self.labels)
-        work, processes = _Encode(self.tokenizer, self.config.seq_length), self.config.preprocessing_num_workers
-        with tqdm(desc=f"tokenising {source.name}", unit=" texts", leave=False, disable=None) as bar:
-            place, options = self.folder / "texts", {"processes": processes, "first": len(self.lengths), **self.how}
-            for kept, facts in keep_all(self._read(source), _content, work, place, [*TOKENS], **options):
-                self.lengths.append(np.load(kept / "lengths.npy"))
-                self.cut += facts["cut"]
-                self.special += facts["special"]
-                bar.update(len(self.lengths[-1]))
-        if len(self.labels) == before:
-            raise ConfigError(f"{source.name}: no records in it")
-        return len(self.labels) - before
-
-    def _read(self, source: Source) -> Iterator[tuple[str, str, str | None]]:
-        """(place, text, second text or None) of each record. Its label and place are noted."""
+    def items(self, source: Source, notes: Notes) -> Iterator[Item]:
         columns: dict[str, str] = {}
         for where, record in source.read():
-            columns = columns or self._columns(record, where)
+            columns = columns or self._columns_of(record, where)
             for column in columns.values():
                 if column not in record:
                     raise ConfigError(f"{where}: no column {column!r} (has: {', '.join(map(str, record))})")
-            texts = [record[columns[kind]] for kind in ("text", "text_pair") if kind in columns]
+            texts = tuple(record[columns[kind]] for kind in ("text", "text_pair") if kind in columns)
             for kind, text in zip(columns, texts, strict=False):
                 if not isinstance(text, str) or not text.strip():
                     found = "empty" if isinstance(text, str) else records.kind(text)
                     raise ConfigError(f"{where}: {columns[kind]!r} is {found}, expected text")
-            self.unused.update(records.unused(record, columns.values()))
+            for name in records.unused(record, columns.values()):
+                notes.add(f"unused {name}")
             label = record[columns["label"]]
-            self.labels.append(int(label) if isinstance(label, float) and label.is_integer() else label)
-            self.places.append(where)
-            yield where, texts[0], texts[1] if len(texts) > 1 else None
+            if isinstance(label, float) and label.is_integer():
+                label = int(label)
+            others = {name: value for name, value in record.items() if name not in (columns["label"], "where")}
+            yield texts, {"label": label, "where": where, "record": others}
 
-    def _columns(self, record: dict[str, Any], where: str) -> dict[str, str]:
+    def _columns_of(self, record: dict[str, Any], where: str) -> dict[str, str]:
         """The names of the columns: text, perhaps text_pair, and label."""
         found = {}
         for kind, usual in COLUMNS.items():
-            named = getattr(self.config, f"{kind}_column")
+            named = self.columns[kind]
             column = named or next((name for name in usual if name in record), "")
             if column not in record and (named or usual):
                 wanted = repr(named) if named else " or ".join(usual)
@@ -354,83 +174,100 @@ class _Building:
                 found[kind] = column
         return found
 
-    def _numbers(self) -> np.ndarray:
-        """The labels of a regression, [n] fp32."""
-        numbers = []
-        for where, label in zip(self.places, self.labels, strict=True):
-            number = _number(label)
-            if number is None or not math.isfinite(number) or number == IGNORED:
-                why = "which marks rows without a label: rescale the labels" if number == IGNORED else "expected a number"
-                raise ConfigError(f"{where}: the label is {label!r}, {why}")
-            numbers.append(number)
-        return np.array(numbers, np.float32)
+    def size(self, item: Item) -> int:
+        return sum(map(len, item[0]))
 
-    def _classes(self, problem_type: str, size: int) -> tuple[list[str], np.ndarray]:
-        """(names of the classes; [n] int64 class numbers, or [n, classes] uint8). The first `size` texts are trained on."""
-        given = self.config.problem_type or (problem_type if problem_type == "multi_label" else None)
-        names: Any = [label_of(label, given, where) for where, label in zip(self.places, self.labels, strict=True)]
-        several = problem_type == "multi_label"
-        each = names if several else [(name,) for name in names]
-        classes = in_order({name for of_one in each[:size] for name in of_one})
-        if len(classes) < 2:
-            found = f"only one class, {classes[0]!r}" if classes else "no label"
-            raise ConfigError(f"{self.places[0]} and after: {found}")
-        warn_of_joined(set(classes), problem_type)
-        number_of = {name: number for number, name in enumerate(classes)}
-        for where, of_one in zip(self.places[size:], each[size:], strict=True):
-            for name in of_one:
-                if name not in number_of:
-                    some = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
-                    raise ConfigError(f"{where}: the label {name!r} is none of the training data ({some})")
-        if not several:
-            return classes, np.array([number_of[name] for name in names], np.int64)
-        hot = np.zeros((len(names), len(classes)), np.uint8)
-        for row, of_one in zip(hot, each, strict=True):
-            row[[number_of[name] for name in of_one]] = 1
-        return classes, hot
-
-    def _save(self, labels: np.ndarray, lengths: np.ndarray, index: list[np.ndarray]) -> None:
-        np.save(self.folder / "ends.npy", np.cumsum(lengths))
-        np.save(self.folder / "labels.npy", labels)
-        for name, numbers in zip(("train", "validation"), index, strict=True):
-            np.save(self.folder / f"{name}.npy", numbers)
-
-    def _save_records(self, sources: list[Source], first: int, wanted: np.ndarray) -> None:
-        """Read once more, and keep the `wanted` records for reports; `first`: the number of the first that is read."""
-        chosen, kept, number = set(wanted.tolist()), {}, first
-        for source in sources:
-            for where, record in source.read():
-                if number in chosen:
-                    label = self._columns(record, where)["label"]
-                    kept[number] = {"where": where} | {k: v for k, v in record.items() if k not in (label, "where")}
-                number += 1
-        (self.folder / "records.json").write_text(json.dumps(kept, default=str))
-
-    def _digest(self, labels: np.ndarray, index: list[np.ndarray], classes: list[str], arrays: dict[str, Joined]) -> str:
-        digest = hashlib.sha256(json.dumps(classes).encode())
-        for array in (labels, *index):
-            digest.update(array.tobytes())
-        for part in (part for joined in arrays.values() for part in joined.parts(0, len(joined))):
-            digest.update(part.data)
-        digest.update((self.folder / "ends.npy").read_bytes())
-        return digest.hexdigest()
+    def __call__(self, items: list[Item], notes: Notes) -> Encoded:
+        texts, lines = zip(*items, strict=True)
+        encoded = self.tokenizer(
+            *(list(column) for column in zip(*texts, strict=True)),
+            truncation=True,
+            max_length=self.seq_length,
+            split_special_tokens=True,
+            return_special_tokens_mask=True,
+            return_attention_mask=False,
+        )
+        lengths = np.array([len(ids) for ids in encoded["input_ids"]])
+        if not lengths.all():
+            raise ConfigError(f"{lines[int(lengths.argmin())]['where']}: the tokenizer makes no token of this text")
+        values = {name: np.concatenate(encoded[name]).astype(kind) for name, kind in TOKENS.items() if name in encoded}
+        added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
+        values["input_ids"] = self.special.to_unknown(values["input_ids"], added)
+        notes.counts["special"] += self.special.count([text for of_one in texts for text in of_one])
+        notes.counts["cut"] += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        return Encoded(values, np.cumsum(lengths), lines=lines)
 
 
-def _number(label: Any) -> float | None:
-    """A label as a number; None if it is none."""
-    if isinstance(label, bool) or not isinstance(label, int | float | str):
-        return None
-    try:
-        return float(label)
-    except ValueError:
-        return None
+def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -> LabelledData:
+    """Prepare the data, or each source of a mixture, and split them. Every rank calls this.
+
+    Raises:
+        ConfigError: wrong input, with its place; a class with nothing to train on; only one class.
+    """
+    encode = EncodeTexts(config, tokenizer)
+    stores: dict[str, Store] = {}
+    given: Store | None = None
+    for name, of_source in config.sources().items():
+        train, validation = records.open_sources(of_source, demo=DEMO)
+        stores[name] = prepare("labelled", train, encode, processes=config.preprocessing_num_workers)
+        if validation is not None and given is None:  # the file is the same for all sources
+            given = prepare("labelled", validation, encode, processes=config.preprocessing_num_workers)
+    sources = len(stores)
+    if given is not None:
+        stores["to validate on"] = given
+    bounds = np.cumsum([0, *map(len, stores.values())])
+    trained = int(bounds[sources])
+    raw = [line["label"] for store in stores.values() for line in store.lines()]
+
+    def where(number: int) -> str:
+        of = int(np.searchsorted(bounds, number, side="right")) - 1
+        return [*stores.values()][of].line(number - int(bounds[of]))["where"]
+
+    labels = read_labels(raw, config.problem_type or problem_type_of(raw), where, trained=trained)
+    warn_of_joined(set(labels.classes), labels.problem_type)
+    held_out = np.arange(len(labels)) >= trained
+    if given is None:
+        held_out = labels.hold_out(config.validation_split_percentage)
+    labels.take(np.flatnonzero(~held_out)).require_trained(f"{where(0)} and after", "text")
+    source = ", ".join(store.source for store in [*stores.values()][:sources])
+    if not held_out.any():
+        raise ConfigError(f"{source}: no text to validate on")
+    numbers = [np.flatnonzero(~held_out[a:b]) for a, b in pairwise(bounds)][:sources]
+    held_out_numbers = [np.flatnonzero(held_out[a:b]) for a, b in pairwise(bounds)]
+    for store, chosen in zip(stores.values(), held_out_numbers, strict=True):
+        chosen[:] = chosen[np.argsort(-store.lengths[chosen], kind="stable")]  # batches of similar lengths
+
+    def texts(of: Mapping[str, Store], chosen: list[np.ndarray]) -> Texts:
+        in_all = np.concatenate([start + some for start, some in zip(bounds, chosen, strict=False)])
+        return Texts(of, chosen, labels.take(in_all), tokenizer)
+
+    train_texts = texts(dict([*stores.items()][:sources]), numbers)
+    validation_texts = texts(stores, held_out_numbers)
+    identity = prepared.fingerprint(
+        train=train_texts.fingerprint,
+        validation=validation_texts.fingerprint,
+        classes=labels.classes,
+        labels=hashlib.sha256(labels.values.tobytes()).hexdigest(),
+    )
+    about = f"{source}: {_describe(train_texts, validation_texts, config)}"
+    return LabelledData(train_texts, validation_texts, identity, about)
 
 
-def _problem_type(labels: list[Any]) -> str:
-    """What the labels look like."""
-    if any(isinstance(label, list) for label in labels):
-        return "multi_label"
-    numbers = [_number(label) for label in labels]
-    if None not in numbers and any(number != math.floor(number) for number in numbers if math.isfinite(number or 0)):  # type: ignore[operator, arg-type]
-        return "regression"
-    return "single_label"
+def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> str:
+    labels, lengths, notes = train.labels, train.lengths, Notes()
+    for store in validation.stores:
+        notes.update(store.notes)
+    counts = labels.counts()
+    most = [f"{labels.classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
+    most += [f"{len(counts) - 10:,} more classes"] * (len(counts) > 10)
+    by_class = f" ({', '.join(most)})" if most else ""
+    how = f"of {validation.stores[-1].source}"
+    if len(validation.stores) == len(train.stores):
+        of_each_class = "" if labels.problem_type == "regression" else " of each class"
+        how = f"{config.validation_split_percentage:g}%{of_each_class} held out"
+    return (
+        f"{labels.problem_type}; {len(train):,} texts to train on{by_class}, {lengths.min()}-{lengths.max()} tokens "
+        f"(mean {lengths.mean():.0f}), {notes.counts['cut']:,} of all cut to {config.seq_length}; "
+        f"{len(validation):,} to validate on, {how}{read_as_text(notes.counts['special'])}"
+        f"{records.not_used(notes.named('unused '))}"
+    )

@@ -11,7 +11,7 @@ from torch import nn
 from shared.config.options import BatchConfig
 from shared.data.loader import Loader
 from shared.data.order import EvenSubset, Order
-from shared.models.attention import isolate_documents
+from shared.models.isolation import isolate_documents
 from shared.parallel import sharding
 from shared.process.errors import ConfigError
 from shared.process.printing import indented, note
@@ -81,12 +81,13 @@ def build_loaders(
             "an epoch" + (", and a shorter --seq_length or --packing off for more rows" if packed else "")
         )
     order = rows_order(rows, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
-    share, size = sharding.share(accelerator), batch.per_device_eval_batch_size
+    share = sharding.share(accelerator)
+    size = batch.per_device_eval_batch_size
     workers = batch.dataloader_num_workers
-    loader = Loader(rows, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
+    loader = Loader(rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers)
     chosen = EvenSubset(held_out, options.eval_samples)
-    eval_order = Order(len(chosen), size * share["world_size"], 0, shuffle=False)
+    eval_order = Order(len(chosen), size * share.world_size, 0, shuffle=False)
     padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)
-    validation = Loader(chosen, padded, eval_order, per_device=size, **share)
+    validation = Loader(chosen, padded, eval_order, share, per_device=size)
     fingerprint = f"{train.fingerprint}, {held_out.fingerprint}" + ", packed" * packed
     return ChatData(loader, validation, held_out, about, fingerprint)

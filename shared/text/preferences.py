@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from shared import demo
 from shared.config.options import BatchConfig
 from shared.data import records
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Batch, EvenSubset, Order, Row
 from shared.data.records import Source, kind
 from shared.data.store import Notes
@@ -256,21 +256,22 @@ def build_loaders(
             f"{len(train):,} pairs are fewer than one --global_batch_size of {batch.global_batch_size}: choose "
             f"{len(train)} or less"
         )
-    share, workers = sharding.share(accelerator), batch.dataloader_num_workers
+    share = sharding.share(accelerator)
+    workers = batch.dataloader_num_workers
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
     order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
-    loader = Loader(train, collate, order, per_device=batch.micro_batch()[0], num_workers=workers, **share)
+    loader = Loader(train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers)
     chosen, size = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
     validation = one_pass(chosen, None, options.seq_length, size, share)
     about = describe(train, held_out, options)
     return PairData(loader, validation, held_out, about, f"{train.samples.fingerprint}, {held_out.samples.fingerprint}")
 
 
-def one_pass(samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: dict[str, Any]) -> Loader:
+def one_pass(samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: Share) -> Loader:
     """Padded batches of all pairs once, without gradients; those of similar lengths together, if these are given."""
-    size = per_device * share["world_size"]
+    size = per_device * share.world_size
     order = Order(len(samples), size, 0, shuffle=False)
     if lengths is not None:
         order = GroupedOrder(len(samples), size, 0, lengths=lengths)
     collate = partial(collate_pairs, packed=False, seq_length=seq_length)
-    return Loader(samples, collate, order, per_device=per_device, **share)
+    return Loader(samples, collate, order, share, per_device=per_device)

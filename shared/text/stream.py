@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shared.config.options import BatchConfig
 from shared.data import prepared
-from shared.data.loader import ToDevice, Window, parallel_map
+from shared.data.loader import Share, ToDevice, Window, parallel_map
 from shared.data.order import IGNORED, Batch, Row, is_validation, micro_batches, permute
 from shared.data.records import Cursor, Source
 from shared.data.store import Notes, batches
@@ -22,6 +23,7 @@ from shared.process.errors import CleanExit, ConfigError
 from shared.process.printing import print_main
 from shared.process.ranks import cores
 from shared.text.corpus import Piece, Tokenise, pieces, serialise, size_of
+from shared.text.options import CorpusConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,9 +51,6 @@ class Stream:
     that of the source, shuffled within windows. Has the interface of `loader.Loader`. No tokens are kept. Each step's place
     in the source goes into the checkpoints, so that resuming is a jump where the source can be read from any record on.
 
-    Args:
-        processes: of this rank that tokenise; None shares the machine's processors; 1 works in this process.
-
     Attributes:
         place: of the checkpoint that the run continues from, as `Window.place` gave it: see `resume`.
         held_out_before: number of the first document after which none is held out. `held_out` finds it.
@@ -62,26 +61,23 @@ class Stream:
         source: Source,
         tokenizer: PreTrainedTokenizerBase,
         seq_length: int,
-        *,
-        column: str,
-        global_batch_size: int,
-        per_device: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        validation_percent: float,
-        shuffle_window: int = 0,
-        seed: int = 0,
-        processes: int | None = None,
+        options: CorpusConfig,
+        batch: BatchConfig,
+        share: Share,
     ) -> None:
-        self.source, self.tokenizer, self.seq_length = source, tokenizer, seq_length
-        self.global_batch_size, self.per_device = global_batch_size, per_device
-        self.rank, self.world_size, self.device = rank, world_size, device
-        self._to_device = ToDevice(device)
-        self.column, self.validation_percent = column, validation_percent
-        self.shuffle_window, self.seed = max(1, shuffle_window), seed
+        self.source = source
+        self.tokenizer = tokenizer
+        self.seq_length = seq_length
+        self.column = options.text_column
+        self.validation_percent = options.validation_split_percentage
+        self.shuffle_window = max(1, options.shuffle_window)
+        self.global_batch_size = batch.global_batch_size
+        self.per_device = batch.micro_batch()[0]
+        self.seed = batch.seed
+        self.share = share
+        self._to_device = ToDevice(share.device)
         of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.processes = processes or max(1, cores() // of_machine)
+        self.processes = options.preprocessing_num_workers or max(1, cores() // of_machine)
         self._machine = None  # its ranks; of their own, since replicas that train apart send other things meanwhile
         if of_machine > 1 and dist.is_initialized() and dist.get_world_size() % of_machine == 0:
             self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
@@ -210,7 +206,7 @@ class Stream:
 
     def longest(self, rows: int) -> Batch:
         """A micro-batch of `rows` copies of the first sequence, on the device: all are equally long."""
-        tokens = torch.from_numpy(np.stack([next(self.sequences(validation=False))] * rows)).to(self.device)
+        tokens = torch.from_numpy(np.stack([next(self.sequences(validation=False))] * rows)).to(self.share.device)
         return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
@@ -230,7 +226,7 @@ class Stream:
         if start:
             where = f"document {mark.document:,}" if mark.document else "its start"
             print_main(f"{self.source.name}: read from {where} on to step {start:,}, where the run continues")
-        quiet = None if start and self.rank == 0 else True  # None: only on a terminal
+        quiet = None if start and self.share.rank == 0 else True  # None: only on a terminal
         forward = tqdm(
             total=start, initial=step, desc="reading to the step to resume", unit=" steps", leave=False, disable=quiet
         )
@@ -262,9 +258,9 @@ class Stream:
             epoch, first, mark = epoch + 1, 0, BEGIN
 
     def _window(self, sequences: list[tuple[int, np.ndarray]], epoch: int, place: dict[str, Any] | None) -> Window:
-        split = micro_batches(np.arange(len(sequences)), self.rank, self.world_size, self.per_device)
+        split = micro_batches(np.arange(len(sequences)), self.share.rank, self.share.world_size, self.per_device)
         rows = [torch.from_numpy(np.stack([sequences[i][1] for i in indices])) for indices in split]
-        if self.device.type == "cuda":
+        if self.share.device.type == "cuda":
             rows = [tokens.pin_memory() for tokens in rows]
         on_device = [batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])]
         batches = [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in on_device]

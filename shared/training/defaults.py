@@ -103,6 +103,11 @@ def batch_and_epochs(
     return {"global_batch_size": size, "num_train_epochs": float(max(epochs, min(enough, 10)))}
 
 
+def for_conversations(batch: BatchConfig, samples: int, rows: int) -> dict[str, Any]:
+    """`batch_and_epochs` for conversations: three epochs, which show a few of them often enough, or one of many."""
+    return batch_and_epochs(batch, samples, rows, most=16, least=8, epochs=3 if samples < 10_000 else 1)
+
+
 def _rounded(rate: float) -> float:
     """To two digits, as people write rates."""
     return float(f"{rate:.1e}")

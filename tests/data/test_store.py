@@ -20,8 +20,8 @@ from shared.data import prepared, store
 from shared.data.records import Source
 from shared.data.store import Encoded, Notes, Split
 from shared.process.errors import ConfigError
-from shared.text import chat, corpus, preferences
-from shared.text.options import ChatConfig, CorpusConfig, PreferenceConfig
+from shared.text import chat, corpus, labelled, preferences
+from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
 from tests.conftest import ROOT, sentence, slow
 from tests.security.conftest import flip
 
@@ -40,6 +40,8 @@ def prepare(kind, path, processes):
     options = {"train_file": (str(path),), "preprocessing_num_workers": processes}
     if kind == "corpus":
         return corpus.prepare_sources(CorpusConfig(**options), corpus.EncodeDocuments(tokenizer, "text"))[0]
+    if kind == "labelled":
+        return labelled.open_texts(LabelledTextConfig(**options), tokenizer).train.stores[0]
     if kind == "preferences":
         return chat.open_samples(PreferenceConfig(**options), tokenizer, preferences.ToPairs)[0].stores[0]
     return chat.open_samples(ChatConfig(**options), tokenizer)[0].stores[0]
@@ -49,7 +51,9 @@ def content(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != prepared.VERIFIED}
 
 
-@pytest.mark.parametrize(("kind", "processes"), [slow("corpus", 2), ("corpus", 1), ("chat", 2), slow("preferences", 1)])
+@pytest.mark.parametrize(
+    ("kind", "processes"), [slow("corpus", 2), ("corpus", 1), ("chat", 2), slow("preferences", 1), slow("labelled", 1)]
+)
 def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, monkeypatch, capfd):
     """With the same bits as one that was not killed, in the same places, also if a file lost what was written last."""
     for name in ("BATCH", "SAVE_EVERY"):

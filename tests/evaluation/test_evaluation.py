@@ -15,6 +15,7 @@ from matplotlib import font_manager, rcParams
 from PIL import Image
 from sklearn import metrics
 
+from shared.data.labels import Labels
 from shared.data.order import IGNORED
 from shared.evaluation import evaluation
 from shared.evaluation import pictures as class_pictures
@@ -160,7 +161,9 @@ def pictures(tmp_path):
             return f"image {index}"
 
     # The data set's numbers are not those of its source.
-    return lambda count: Images(Files(), np.stack([1000 + np.arange(count), np.zeros(count, dtype=np.int64)], axis=1))
+    return lambda count: Images(
+        Files(), 1000 + np.arange(count), Labels("single_label", (), np.zeros(count, dtype=np.int64))
+    )
 
 
 @pytest.fixture
@@ -262,7 +265,7 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, ca
         def where(self, index):
             return "none.png"
 
-    images = Images(Gone(), np.array([[0, 0], [1, 0]]))
+    images = Images(Gone(), np.arange(2), Labels("single_label", (), np.zeros(2, dtype=np.int64)))
     assert made([0, 1], [1, 0], "ab").write(run_dir, images) == [run_dir / "confusion_matrix.png"]
     said = capsys.readouterr().err
     assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said

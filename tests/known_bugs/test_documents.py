@@ -26,11 +26,11 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, t
     The loss of sequences is that of their documents alone, and still counts the first token of the next document.
     """
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
-    monkeypatch.setattr(attention, "_form", attention.Form(flat=flat))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     config = CorpusConfig(train_file=(str(text_file),), validation_split_percentage=5.0)
     train, validation, *_ = corpus.open_corpus(config, tokenizer, 64, isolate=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.row_form = attention.Form(flat=flat)
     for split in (train, validation):
         rows = [split[i] for i in range(3)]
         expected, parts, ends = torch.zeros(()), 0, {*split._ends(0, split.num_tokens)}

@@ -24,7 +24,7 @@ from transformers import (
 from shared.images.decoding import FORMATS, BadImage, decode, decode_tensor
 from shared.images.files import prepare
 from shared.images.options import ImageConfig
-from shared.models.attention import forward_texts
+from shared.models.attention import forward_rows
 from shared.models.counts import measure
 from shared.process.errors import ConfigError
 from shared.text.labelled import collate
@@ -210,9 +210,9 @@ def test_texts_with_padding_turn_off_the_kernel_that_may_give_nan_and_are_not_re
         reads = []
         original = torch.Tensor.__bool__
         monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(1) or original(tensor))
-        logits = forward_texts(model, padded).logits
+        logits = forward_rows(model, padded).logits
         monkeypatch.undo()
-        torch.testing.assert_close(forward_texts(model, full).logits, whole)
+        torch.testing.assert_close(forward_rows(model, full).logits, whole)
     assert name in READ_THE_DEVICE or not reads
     torch.testing.assert_close(logits, expected)
     for row, length in zip(range(2), (64, 37), strict=True):  # each text has the scores that it has alone

@@ -24,9 +24,9 @@ from shared.config import parse as configs
 from shared.data.order import IGNORED
 from shared.images.augment import eval_row
 from shared.images.processor import ToModel, image_processor
-from shared.models.attention import isolate_documents
 from shared.models.checks import require_fit
 from shared.models.classifier import make_shardable
+from shared.models.isolation import isolate_documents
 from shared.models.loss import causal_lm_loss, fuse_head
 from shared.models.weights import gather_weights
 from shared.process.errors import ConfigError

@@ -58,7 +58,7 @@ def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, te
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     config, tokenizer = CorpusConfig(train_file=(str(text_file),)), PreTrainedTokenizerFast.from_pretrained(tiny_model)
     first, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
-    monkeypatch.setattr(prepared, "leading_bos", lambda _: [5])
+    monkeypatch.setattr(corpus, "leading_bos", lambda _: [5])
     second, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
     assert first.folder != second.folder and first["tokens"][0] != 5 and second["tokens"][0] == 5
 

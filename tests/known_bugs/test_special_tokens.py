@@ -16,6 +16,8 @@ from transformers import (
     pipeline,
 )
 
+from shared.config.options import BatchConfig
+from shared.data.loader import Share
 from shared.data.records import Source
 from shared.text import chat, corpus, labelled, preferences
 from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig, PreferenceConfig
@@ -97,9 +99,8 @@ def rows_of(tokenizer, texts, tmp_path, name, others=None):
     files = write(tmp_path / f"{name}.jsonl", records)
     column = "other" if others else None
     config = LabelledTextConfig(train_file=files, validation_file=files, text_pair_column=column, seq_length=64)
-    data = labelled.prepare(config, tokenizer)
-    read = labelled.Texts(data.train.folder, np.arange(len(texts)), np.zeros(len(texts)), tokenizer)
-    return [read[n]["input_ids"].tolist() for n in range(len(texts))], data.about
+    data = labelled.open_texts(config, tokenizer)
+    return [data.train[n]["input_ids"].tolist() for n in range(len(texts))], data.about
 
 
 def test_texts_without_special_tokens_are_tokenised_as_ever(tokenizer, tmp_path):
@@ -144,19 +145,9 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
     documents, _ = tokens_of(tokenizer, texts, tmp_path, "documents")
     source = Source("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
     for processes in (1, 2):
-        stream = Stream(
-            source,
-            tokenizer,
-            8,
-            column="text",
-            validation_percent=0.0,
-            global_batch_size=2,
-            per_device=2,
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            processes=processes,
-        )
+        options = CorpusConfig(validation_split_percentage=1e-9, preprocessing_num_workers=processes)
+        batch = BatchConfig(global_batch_size=2, per_device_train_batch_size=2)
+        stream = Stream(source, tokenizer, 8, options, batch, Share(0, 1, torch.device("cpu")))
         found = np.concatenate([row[:-1] for row in islice(stream.sequences(validation=False), 20)])
         assert found.tolist() == [i for ids in documents for i in ids][: len(found)]
         assert len(found) == 160

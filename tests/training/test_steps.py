@@ -1,4 +1,4 @@
-"""A skipped update, and a step that waits for nothing (faults and signals: tests/test_faults.py)."""
+"""A skipped update, and a step that waits for nothing (faults and signals: tests/promises/test_faults.py)."""
 
 import sys
 from types import SimpleNamespace

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.commands.verify_resume import compare
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.order import Order
 from shared.run.tensors import TensorReader
 from shared.text import corpus
@@ -36,8 +36,9 @@ def simulated(text_file, tiny_model, *, replicas, processes, every, delay=0, alp
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     models = [copy.deepcopy(model) for _ in range(replicas)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0) for m in models]
-    share = {"device": torch.device("cpu"), "per_device": BATCH // processes, "world_size": processes}
-    readers = [Loader(data.train, corpus.collate, order, rank=r, **share).windows(0, STEPS) for r in range(processes)]
+    shares = [Share(rank, processes, torch.device("cpu")) for rank in range(processes)]
+    rows = BATCH // processes
+    readers = [Loader(data.train, corpus.collate, order, s, per_device=rows).windows(0, STEPS) for s in shares]
     of_one = processes // replicas
     agreed = [p.detach().clone() for p in model.parameters()]
     moments = [torch.zeros_like(p) for p in agreed]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, ByT5Tokenizer
 
+from shared.config.options import BatchConfig
 from shared.data import files, records, store
+from shared.data.loader import Share
 from shared.data.order import is_validation, permute
 from shared.process.errors import ConfigError
 from shared.text import corpus
@@ -253,9 +255,15 @@ def make_stream(
 ):
     named = {"dataset_name" if hub else "train_file": (str(path),)}
     source, _ = records.open_sources(CorpusConfig(**named), demo=corpus.DEMO, streaming=True)
-    loading = {"rank": rank, "world_size": world, "per_device": 2, "device": torch.device("cpu")}
-    batch = {"global_batch_size": 4, "validation_percent": percent, "shuffle_window": window, "seed": seed}
-    return Stream(source, tokenizer, length, column=column, processes=processes, **batch, **loading)
+    options = CorpusConfig(
+        text_column=column,
+        validation_split_percentage=percent,
+        streaming=True,
+        shuffle_window=window,
+        preprocessing_num_workers=processes,
+    )
+    batch = BatchConfig(global_batch_size=4, per_device_train_batch_size=2, seed=seed)
+    return Stream(source, tokenizer, length, options, batch, Share(rank, world, torch.device("cpu")))
 
 
 def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):

@@ -8,7 +8,7 @@ import transformers
 from peft import PeftModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from shared.models import attention
+from shared.models import isolation
 from shared.models.adapters import add_adapters
 from shared.models.loading import class_of, load_causal_lm, outer_parts
 from shared.models.loss import causal_lm_loss
@@ -75,21 +75,25 @@ def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoin
 def test_routers_carry_no_adapters_and_experts_do_if_peft_can(checkpoint, family, flags, modules, parameters, left_out):
     base = load_causal_lm(checkpoint(family), attn_implementation="auto")
     targets = find_targets(base, AdapterConfig(**flags))
-    assert targets.target_modules == modules.split() and len(targets.target_parameters) == parameters
+    assert {name.rpartition(".")[2] for name in targets.target_modules} == set(modules.split())
+    assert targets.target_modules == [name for name, _ in base.named_modules() if name in targets.target_modules]
+    assert len(targets.target_parameters) == parameters
     about = "; ".join(targets.left_out)
     assert all(part in about for part in left_out) and bool(about) == bool(left_out)
 
 
-def test_the_adapter_that_is_saved_has_short_names_and_loads_by_peft_alone(checkpoint, tmp_path):
-    name = checkpoint("glm4_moe")
+def test_the_adapter_that_is_saved_has_short_names_and_loads_by_peft_alone(tmp_path):
+    """As PEFT shortens them itself, 20 or more."""
+    name = str(tmp_path / "base")
+    make("glm4_moe", tmp_path / "base", num_hidden_layers=5)
     model = add_adapters(load_causal_lm(name, attn_implementation="auto"), AdapterConfig())
     assert "experts.gate_up_proj" in describe(model) and "gate_proj.weight" in describe(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "adapter")
     ids = torch.arange(8, 40)[None]
-    loaded = PeftModel.from_pretrained(transformers.Glm4MoeForCausalLM.from_pretrained(name), tmp_path)
+    loaded = PeftModel.from_pretrained(transformers.Glm4MoeForCausalLM.from_pretrained(name), tmp_path / "adapter")
     with torch.no_grad():
         expected, found = (m.eval()(input_ids=ids, use_cache=False).logits for m in (model, loaded))
         torch.testing.assert_close(found, expected)
@@ -100,19 +104,19 @@ def test_the_adapter_that_is_saved_has_short_names_and_loads_by_peft_alone(check
 def test_parameters_can_be_named(checkpoint):
     base = load_causal_lm(checkpoint("glm4_moe"), attn_implementation="auto")
     named = find_targets(base, AdapterConfig(lora_target_modules=("q_proj", "experts.down_proj")))
-    assert (named.target_modules, named.target_parameters) == (["q_proj"], ["experts.down_proj"])
+    assert named.target_modules == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    assert named.target_parameters == ["experts.down_proj"]
     with pytest.raises(ConfigError, match="--lora_target_modules qproj: the model has no module of that name"):
         find_targets(base, AdapterConfig(lora_target_modules=("qproj",)))
 
 
 def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(checkpoint, monkeypatch):
     """Stand-ins for the kernels: each document by itself. Packed rows then give what the documents give alone."""
-    monkeypatch.setattr(attention, "_form", attention.Form())
     model = load_causal_lm(checkpoint("qwen3_5"), attn_implementation="auto").eval()
-    apart, why = attention.isolate_documents(model, CPU, 1000, 2)
+    apart, why = isolation.isolate_documents(model, CPU, 1000, 2)
     assert not apart and "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in why
     with pytest.raises(ConfigError, match="Qwen3_5ForConditionalGeneration lets documents of one row see each other"):
-        attention.isolate_documents(model, CPU, 1000, 2, required=True)
+        isolation.isolate_documents(model, CPU, 1000, 2, required=True)
 
     convolve, recur = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
@@ -134,8 +138,8 @@ def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(chec
 
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve_each)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recur_each)
-    assert attention.isolate_documents(model, CPU, 1000, 2) == (True, "documents kept apart by an attention mask")
-    assert attention._form.flat and attention._form.bounds
+    assert isolation.isolate_documents(model, CPU, 1000, 2) == (True, "documents kept apart by an attention mask")
+    assert model.row_form.flat and model.row_form.bounds
 
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(8, 1000, (length + 1,), generator=generator).numpy() for length in (70, 9, 30, 5)]

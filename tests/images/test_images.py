@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shared.data.labels import hold_out
+from shared.data.labels import LabelledData, Labels
 from shared.images import files as images
 from shared.images import shards
 from shared.images.decoding import FORMATS, BadImage, Part, check, decode, decode_tensor
-from shared.images.files import ImageData, prepare
+from shared.images.files import prepare
 from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
 from tests.conftest import paint
@@ -295,7 +295,7 @@ def class_folders(root: Path, counts, seed=0):
     return root
 
 
-def names(data: ImageData, part="train"):
+def names(data: LabelledData, part="train"):
     """{class: names of its files} of a part."""
     found = getattr(data, part)
     result = {}
@@ -833,7 +833,7 @@ def test_a_data_set_with_its_own_validation_split(tmp_path, table):
     table(tmp_path / "set", "validation", [1, 1, 0])
     data = prepare(ImageConfig(dataset_name=(name,)))
     assert data.classes == ("cat", "dog")
-    assert data.train.index[:, 1].tolist() == [1, 0, 1, 0]
+    assert data.train.labels.values.tolist() == [1, 0, 1, 0]
     assert [data.classes[int(data.validation[i]["labels"])] for i in range(3)] == ["cat", "cat", "dog"]
     assert np.array_equal(np.asarray(data.train[3]["image"]), pixels(seed=3))
     assert np.array_equal(np.asarray(data.validation[2]["image"]), pixels(seed=2))
@@ -900,6 +900,10 @@ LABELS = st.lists(st.integers(0, 5), min_size=1, max_size=200).map(lambda labels
 PERCENTS = st.floats(0.1, 99.9)
 
 
+def hold_out(labels, percent):
+    return Labels("single_label", (), labels).hold_out(percent)
+
+
 @settings(deadline=None, max_examples=150)
 @given(labels=LABELS, percent=PERCENTS)
 def test_the_same_share_of_each_class_is_held_out_at_least_one_and_never_all(labels, percent):
@@ -930,17 +934,16 @@ def test_classes_are_renumbered_as_a_model_numbers_them(tmp_path):
     other = data.numbered_as(("eel", "cat", "dog"))
     assert other.classes == ("eel", "cat", "dog")
     assert (names(other), names(other, "validation")) == (names(data), names(data, "validation"))
-    assert other.train.index[:, 1].tolist() == [{0: 1, 1: 2, 2: 0}[n] for n in data.train.index[:, 1].tolist()]
+    assert other.train.labels.values.tolist() == [{0: 1, 1: 2, 2: 0}[n] for n in data.train.labels.values.tolist()]
     assert (other.identity, other.about) == (data.identity, data.about)
-    assert data.numbered_as(data.classes).train.index.tolist() == data.train.index.tolist()
+    assert data.numbered_as(data.classes).train.labels.values.tolist() == data.train.labels.values.tolist()
 
 
 @settings(deadline=None, max_examples=50)
 @given(counts=st.lists(st.integers(1, 50), min_size=2, max_size=8))
 def test_class_weights_are_inverse_to_the_counts_and_1_on_average_over_the_images(counts):
     labels = np.repeat(np.arange(len(counts)), counts)
-    train = images.Images(None, np.stack([np.arange(len(labels)), labels], axis=1))
-    weights = ImageData(train, train, tuple(map(str, counts)), "", "").class_weights().double().numpy()
+    weights = Labels("single_label", tuple(map(str, counts)), labels).class_weights({}, ()).double().numpy()
     assert weights[labels].mean() == pytest.approx(1, rel=1e-6)
     products = weights * counts
     assert products == pytest.approx(products[0], rel=1e-6)

@@ -26,10 +26,10 @@ from shared.config.options import BatchConfig
 from shared.data.order import IGNORED
 from shared.images.augment import draw_mix, mix
 from shared.images.processor import ToModel, image_processor
-from shared.models import classifier
+from shared.models import classifier, image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
 from shared.models.blocks import heads
-from shared.models.classifier import load_pretrained
+from shared.models.image_classifier import load_pretrained
 from shared.models.resolution import resample
 from shared.process.errors import ConfigError
 
@@ -207,9 +207,9 @@ def test_a_model_that_cannot_take_another_size_is_refused(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_frozen_backbone_rests_and_its_statistics_do_not_move(name):
     model = make(name)
-    classifier.freeze_backbone(model)
+    image_classifier.freeze_backbone(model)
     assert {key for key, p in model.named_parameters() if p.requires_grad} == head_names(model)
-    classifier.training_mode(model)
+    image_classifier.training_mode(model)
     buffers = {key: value.clone() for key, value in model.named_buffers()}
     model(pixel_values=torch.randn(4, 3, 32, 32)).logits.sum().backward()
     assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
@@ -227,10 +227,10 @@ def test_a_model_without_a_head_cannot_be_probed():
     model = make("resnet", classes=CLASSES)
     model.classifier = nn.Identity()
     with pytest.raises(ConfigError, match="ResNetForImageClassification has no head that could be trained alone"):
-        classifier.freeze_backbone(model)
+        image_classifier.freeze_backbone(model)
     del model.classifier
     with pytest.raises(ConfigError, match="ResNetForImageClassification has no head named classifier, "):
-        classifier.freeze_backbone(model)
+        image_classifier.freeze_backbone(model)
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -470,7 +470,7 @@ def test_the_exported_model_says_what_the_model_says(name, tmp_path):
     pytest.importorskip("onnxscript")
     model = make(name).eval()
     model.save_pretrained(tmp_path)
-    assert classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images of 32 x 32 pixels"
+    assert image_classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images of 32 x 32 pixels"
     assert [p.name for p in tmp_path.glob("model.onnx*")] == ["model.onnx"]
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     torch.manual_seed(1)
@@ -489,6 +489,6 @@ def test_an_export_that_fails_is_a_line(tmp_path, monkeypatch, message):
         raise RuntimeError(message)
 
     monkeypatch.setattr(torch.onnx, "export", fail)
-    line = classifier.export_onnx(tmp_path, 32)
+    line = image_classifier.export_onnx(tmp_path, 32)
     assert line.startswith("warning: model.onnx could not be written (")
     assert line.isprintable()

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, EvenSubset, Order, is_validation, micro_batches, permute, seed_all
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError
@@ -212,10 +212,8 @@ def loader(num=22, size=8, *, per_device=2, rank=0, world_size=1, num_workers=0)
         Numbers(num),
         collate,
         Order(num, size, seed=5),
+        Share(rank, world_size, CPU),
         per_device=per_device,
-        rank=rank,
-        world_size=world_size,
-        device=CPU,
         num_workers=num_workers,
     )
 
@@ -307,8 +305,8 @@ def noise_of(start, stop, *, world_size=1, per_device=2, num_workers=0, num=22, 
     found = {}
     for rank in range(world_size):
         order = Order(num, 8, seed=seed, drop_last=drop_last)
-        options = {"per_device": per_device, "rank": rank, "world_size": world_size, "num_workers": num_workers}
-        subject = Loader(Numbers(num), collate_noisy, order, device=CPU, transform=noisy, **options)
+        options = {"per_device": per_device, "num_workers": num_workers}
+        subject = Loader(Numbers(num), collate_noisy, order, Share(rank, world_size, CPU), transform=noisy, **options)
         for step, window in zip(range(start, stop), subject.windows(start, stop), strict=True):
             for batch in window.micro_batches:
                 for index, noise in zip(batch["index"].tolist(), batch["noise"].tolist(), strict=True):
@@ -343,9 +341,7 @@ def test_what_a_transform_draws_does_not_depend_on_the_step_of_a_resumption(star
 
 
 def test_draws_in_between_change_nothing():
-    subject = Loader(
-        Numbers(22), collate_noisy, Order(22, 8, 5), per_device=2, rank=0, world_size=1, device=CPU, transform=noisy
-    )
+    subject = Loader(Numbers(22), collate_noisy, Order(22, 8, 5), Share(0, 1, CPU), per_device=2, transform=noisy)
     windows = []
     for window in subject.windows(0, 3):
         torch.manual_seed(len(windows))
@@ -359,7 +355,7 @@ def test_draws_in_between_change_nothing():
 def test_reading_within_a_step_draws_nothing_from_it():
     """Micro-batches are read between the draws of the step: dropout must not depend on who reads them."""
     order = Order(22, 8, 5)
-    subject = Loader(Numbers(22), collate_noisy, order, per_device=2, rank=0, world_size=1, device=CPU, transform=noisy)
+    subject = Loader(Numbers(22), collate_noisy, order, Share(0, 1, CPU), per_device=2, transform=noisy)
     draws = []
     for batches in (next(subject.windows(0, 1)).micro_batches, range(4)):
         seed_all(1)
@@ -407,8 +403,8 @@ def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
 
 def test_a_row_that_fills_up_has_no_targets():
     rows = Rows({"input_ids": np.full(3, n), "labels": np.full(3, n)} for n in range(5))
-    given = {"per_device": 4, "rank": 0, "world_size": 1, "device": CPU}
-    windows = Loader(rows, corpus.collate, Order(5, 4, 0, shuffle=False), **given).windows(0, 2)
+    order = Order(5, 4, 0, shuffle=False)
+    windows = Loader(rows, corpus.collate, order, Share(0, 1, CPU), per_device=4).windows(0, 2)
     _, last = [list(window.micro_batches) for window in windows]
     assert last[0]["labels"].tolist() == [[4] * 3, *[[IGNORED] * 3] * 3]
 
@@ -479,7 +475,7 @@ ENDS = """
 import gc
 import numpy as np, torch
 from shared.process.errors import ConfigError
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.order import Order
 
 class Damaged:
@@ -494,7 +490,7 @@ class Damaged:
 
 def train():
     order, cpu = Order(8, 2, 0), torch.device("cpu")
-    windows = Loader(Damaged(), list, order, per_device=2, rank=0, world_size=1, device=cpu, num_workers=1).windows(0, 4)
+    windows = Loader(Damaged(), list, order, Share(0, 1, cpu), per_device=2, num_workers=1).windows(0, 4)
     try:
         list(next(windows).micro_batches)
     except ConfigError as error:
@@ -521,7 +517,7 @@ def test_a_program_that_caught_an_error_of_a_reading_process_can_end():
 SIGNALLED = """
 import os, signal
 from torch.utils.data._utils import signal_handling
-from tests.shared.test_data import loader, plain
+from tests.data.test_data import loader, plain
 
 def start_and_be_signalled(original=signal_handling._set_worker_signal_handlers):
     original()  # PyTorch's handler, which ends a reading process

@@ -391,9 +391,8 @@ def test_tokens_without_an_embedding_are_refused_with_both_numbers():
 
 @pytest.mark.parametrize(("auto_class", "name"), [(AutoConfig, "/no/such"), (AutoTokenizer, "no such")])
 def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"{name}: no such folder here, and Repo id must"):
         from_hub(auto_class, name)
-    assert str(error.value) == f"{name}: no such folder, and no name of a model on the Hub, which is OWNER/MODEL"
 
 
 def test_an_adapter_is_not_taken_for_a_model(tmp_path):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from shared import demo
 from shared.data import records, store
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.order import IGNORED, Order
 from shared.data.records import read_records
 from shared.data.store import Notes
@@ -694,8 +694,8 @@ class OfLengths:
 
 def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     def longest(samples, collate, rows):
-        place = {"per_device": rows, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
-        return Loader(samples, collate, Order(len(samples), rows, 0), **place).longest(rows)
+        share = Share(0, 1, torch.device("cpu"))
+        return Loader(samples, collate, Order(len(samples), rows, 0), share, per_device=rows).longest(rows)
 
     talks = OfLengths(16, 3, 9, 7, 12)
     padded = longest(talks, collate_padded, 3)

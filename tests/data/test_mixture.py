@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from shared.data.loader import Loader
+from shared.data.loader import Loader, Share
 from shared.data.mixture import PERIOD, Mixed, Mixture, training_order, turns
 from shared.data.order import permute
 from shared.text.packing import Packed, best_fit_decreasing
@@ -95,8 +95,8 @@ def test_a_loader_reads_the_same_from_any_step_on_any_number_of_processes():
         return {**row, "draw": torch.rand(1)}
 
     def rows(start, stop, rank=0, world=1, workers=0):
-        how = {"per_device": 2, "rank": rank, "world_size": world, "device": torch.device("cpu"), "num_workers": workers}
-        loader = Loader(samples, default_collate, order, **how, transform=draw)
+        share = Share(rank, world, torch.device("cpu"))
+        loader = Loader(samples, default_collate, order, share, per_device=2, num_workers=workers, transform=draw)
         for window in loader.windows(start, stop):
             batches = list(window.micro_batches)
             found = torch.cat([torch.cat([batch["labels"].double(), batch["draw"].double()], 1) for batch in batches])

@@ -19,12 +19,14 @@ from transformers.masking_utils import create_causal_mask
 
 from shared.data.loader import cu_seqlens_of
 from shared.data.order import IGNORED
-from shared.models import attention
+from shared.models import attention, isolation
 from shared.models.blocks import repeated_blocks, set_gradient_checkpointing
+from shared.models.hub import from_architecture
+from shared.models.loading import class_of
 from shared.models.loss import causal_lm_loss
 from shared.process.errors import ConfigError
 from shared.text.packing import Packed, collate_packed, collate_padded
-from tests.small_models import VOCAB, llama, make, tokens
+from tests.small_models import VOCAB, architectures, llama, make, tokens
 
 CPU = torch.device("cpu")
 BY_MASK = "documents kept apart by an attention mask"
@@ -167,28 +169,42 @@ def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with
     }
 
 
-def test_outside_of_the_block_transformers_does_what_it_did():
+def test_without_a_row_mask_transformers_does_what_it_did():
     subject, batch = make("llama"), batches()["packed"]
+    with HostReads() as reads:
+        mask = create_causal_mask(subject.config, torch.zeros(2, 20, 32), None, None, batch["position_ids"])
+    assert (mask.dtype, reads.count) == (torch.bool, 1)
 
-    def mask_and_reads():
-        with HostReads() as reads:
-            mask = create_causal_mask(subject.config, torch.zeros(2, 20, 32), None, None, batch["position_ids"])
-        return mask.dtype, reads.count
 
-    before = mask_and_reads()
-    assert before == (torch.bool, 1)
-    with pytest.raises(ZeroDivisionError), attention.row_layout(batch["position_ids"]):
-        assert mask_and_reads() == (torch.float32, 0)
-        raise ZeroDivisionError
-    assert mask_and_reads() == before
+def test_a_row_mask_is_known_on_the_host():
+    """There is no value to read on the meta device."""
+    mask = attention.row_mask(torch.empty(2, 8, device="meta"))
+    for same in (mask, mask == 1, mask.bool(), mask.to(torch.float32), mask.view(2, -1)):
+        assert torch.all(same) and same.all() and same.rows is mask.rows
+    for other in (mask == 0, mask != 1, 1 - mask, mask[:, :4], mask.cumsum(-1), mask.all(-1)):
+        assert type(other) is torch.Tensor
+    padded = attention.with_rows(mask, attention.Rows(are_padded=True))
+    assert not torch.all(padded == 1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "nemotron_h", "jamba", "lfm2", "qwen3_vl"])
+def test_no_forward_reads_from_the_device(family, kind, monkeypatch):
+    """Not even of models whose recurrent layers look for padding: values cannot be read on the meta device."""
+    monkeypatch.setattr(attention, "computed_in", lambda device, dtype: dtype)
+    batch = {key: value.to("meta") for key, value in batches()[kind].items()}
+    config = architectures()[family]
+    with torch.device("meta"):
+        subject = from_architecture(class_of(config), config)
+        attention.forward_rows(subject, batch).logits.sum().backward()
 
 
 @pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
 def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, implementation):
     subject = make(name, implementation).train()
-    _, word = attention.isolate_documents(subject, CPU, VOCAB)
+    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
     assert word == (BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention")
-    assert subject.training and attention._kernel is None
+    assert subject.training and not subject.row_form.by_kernel
 
 
 class SumsAll(nn.Module):
@@ -202,7 +218,7 @@ class SumsAll(nn.Module):
     def get_decoder(self):
         return self
 
-    def forward(self, input_ids, position_ids=None, use_cache=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         return SimpleNamespace(logits=self.embedding(input_ids).cumsum(1))
 
 
@@ -213,14 +229,14 @@ class SumsAllTransformer(SumsAll):
         super().__init__()
         self.inner = make("llama")
 
-    def forward(self, input_ids, position_ids=None, use_cache=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         return self.inner(input_ids=input_ids, use_cache=use_cache)
 
 
 class CountsOn(SumsAll):
     """Documents do not see each other, but positions go on from one to the next."""
 
-    def forward(self, input_ids, position_ids=None, use_cache=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         place = torch.arange(input_ids.shape[1])[None, :, None]
         return SimpleNamespace(logits=self.embedding(input_ids) * (1 + place))
 
@@ -228,10 +244,10 @@ class CountsOn(SumsAll):
 @pytest.mark.parametrize("leaky", [SumsAll, SumsAllTransformer, CountsOn])
 def test_a_model_whose_documents_are_not_apart_is_not_packed_and_keeps_its_mode(leaky):
     subject = leaky().train()
-    apart, why = attention.isolate_documents(subject, CPU, VOCAB)
+    apart, why = isolation.isolate_documents(subject, CPU, VOCAB)
     assert not apart and why == f"off: {leaky.__name__} lets documents of one row see each other"
     with pytest.raises(ConfigError, match=rf"{leaky.__name__} lets documents of one row see each other: use --packing auto"):
-        attention.isolate_documents(subject, CPU, VOCAB, required=True)
+        isolation.isolate_documents(subject, CPU, VOCAB, required=True)
     assert subject.training
 
 
@@ -240,7 +256,7 @@ class RoundsOtherwise(SumsAll):
 
     precision, shift = torch.bfloat16, 0.0
 
-    def forward(self, input_ids, position_ids=None, use_cache=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         logits = self.embedding(input_ids)
         noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
         if position_ids is None:
@@ -251,20 +267,20 @@ class RoundsOtherwise(SumsAll):
 
 
 def test_the_rounding_of_a_deep_model_in_16_bits_does_not_end_packing():
-    assert attention.isolate_documents(RoundsOtherwise(), CPU, VOCAB)[0]
+    assert isolation.isolate_documents(RoundsOtherwise(), CPU, VOCAB)[0]
     prepared = RoundsOtherwise()  # as Accelerate does under mixed precision
     prepared.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(prepared.forward))
-    assert attention.isolate_documents(prepared, CPU, VOCAB)[0]
+    assert isolation.isolate_documents(prepared, CPU, VOCAB)[0]
     for name, value in (("precision", torch.float32), ("shift", 0.07)):
         subject = RoundsOtherwise()
         setattr(subject, name, value)
-        assert not attention.isolate_documents(subject, CPU, VOCAB)[0]
+        assert not isolation.isolate_documents(subject, CPU, VOCAB)[0]
 
 
 class LeaksOverSeveralRows(SumsAll):
     """As kernels do that look at the positions of a single row only."""
 
-    def forward(self, input_ids, position_ids=None, use_cache=None, cu_seq_lens_q=None, seq_idx=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, cu_seq_lens_q=None, seq_idx=None):
         if len(input_ids) > 1 and position_ids is not None:
             return super().forward(input_ids)
         return SimpleNamespace(logits=self.embedding(input_ids))
@@ -273,7 +289,7 @@ class LeaksOverSeveralRows(SumsAll):
 def test_rows_of_a_batch_become_one_if_the_model_keeps_documents_apart_only_there():
     subject = LeaksOverSeveralRows()
     for rows, flat in ((1, False), (2, True)):
-        assert attention.isolate_documents(subject, CPU, VOCAB, rows)[0] and attention._form.flat == flat
+        assert isolation.isolate_documents(subject, CPU, VOCAB, rows)[0] and subject.row_form.flat == flat
     batch = batches()["packed"]
     expected = F.cross_entropy(
         subject.embedding(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
@@ -284,7 +300,7 @@ def test_rows_of_a_batch_become_one_if_the_model_keeps_documents_apart_only_ther
 # Without a mask ------------------------------------------------------------------------------------------------------
 
 
-def each_alone(query, key, value, cu_seqlens, longest, scale):
+def each_alone(query, key, value, cu_seqlens, _cu_seqlens, longest, _longest, *, scale):
     """The kernel's stand-in on a CPU: attention of each document by itself, one after the other."""
     groups = query.shape[1] // key.shape[1]
     done = []
@@ -296,27 +312,21 @@ def each_alone(query, key, value, cu_seqlens, longest, scale):
     return torch.cat(done)
 
 
-@pytest.fixture(autouse=True)
-def rows_as_they_are():
-    yield
-    attention._form = attention.Form()
-
-
 @pytest.fixture
 def kernel(monkeypatch):
     """A device that has a kernel; returns what sets it, and counts its calls."""
     calls = []
 
     def install(function):
-        def counted(*arguments):
+        def counted(*arguments, scale):
             calls.append(arguments[0].shape)
-            return function(*arguments)
+            return function(*arguments, scale=scale)
 
-        monkeypatch.setattr(attention, "find_kernel", lambda device: counted)
+        monkeypatch.setattr(isolation, "find_kernel", lambda device: counted)
         return calls
 
     yield install
-    attention._use(None)
+    attention.use_kernel(None)
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -326,8 +336,8 @@ def test_bounds_of_documents_say_what_their_positions_say(rows):
     positions = np.stack([np.concatenate([np.arange(length) for length in row]) for row in rows])
     bounds = cu_seqlens_of(positions)
     assert bounds.dtype == np.int32 and bounds.tolist() == np.cumsum([0, *chain(*rows)]).tolist()
-    mask = attention._mask_of(torch.from_numpy(bounds), *positions.shape)
-    number = attention._number_of_document(torch.from_numpy(positions))
+    mask = attention.mask_of(torch.from_numpy(bounds), *positions.shape)
+    number = attention.number_of_document(torch.from_numpy(positions))
     assert torch.equal(mask[:, 0], (number[:, :, None] == number[:, None, :]).tril())
 
 
@@ -361,11 +371,11 @@ def test_without_a_mask_the_same_is_learned(name, layers, checkpointing, kernel)
             setattr(subject.config, drop, 0.0)
         set_gradient_checkpointing(subject, checkpointing)
         with torch.autocast("cpu", torch.bfloat16):
-            _, word = attention.isolate_documents(subject, CPU, VOCAB, 2)
+            _, word = isolation.isolate_documents(subject, CPU, VOCAB, 2)
         assert word == "documents kept apart by attention of variable lengths, without a mask"
         assert subject.training
         if not found:
-            attention._use(None)
+            subject.row_form = attention.Form()
         calls.clear()
         outcomes.append(learned(subject, batch))
         assert len(calls) == found * 10 * layers * (1 if checkpointing == "none" else 2)
@@ -381,42 +391,44 @@ def test_attention_dropout_takes_the_mask(kernel):
     calls = kernel(each_alone)
     subject = llama(attention_dropout=0.5).train()
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention.isolate_documents(subject, CPU, VOCAB)[1].endswith(
+        assert isolation.isolate_documents(subject, CPU, VOCAB)[1].endswith(
             "mask: every block needs one (window, bias, dropout)"
         )
-        assert attention._kernel is None
+        assert not subject.row_form.by_kernel
         subject.config.attention_dropout = 0.0  # the blocks have their own
-        assert attention.isolate_documents(subject, CPU, VOCAB)[1].endswith("without a mask")
+        assert isolation.isolate_documents(subject, CPU, VOCAB)[1].endswith("without a mask")
         calls.clear()
         torch.manual_seed(1)
         loss = causal_lm_loss(subject, batches()["packed"])
         assert not calls
-        attention._use(None)
+        subject.row_form = attention.Form()
         torch.manual_seed(1)
         torch.testing.assert_close(loss, causal_lm_loss(subject, batches()["packed"]), rtol=1e-3, atol=0)
 
 
 def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
     calls = kernel(each_alone)
-    _, word = attention.isolate_documents(make("llama"), CPU, VOCAB)
+    subject = make("llama")
+    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
     assert word == f"{BY_MASK}: attention in fp32 has no kernel for variable lengths"
-    assert not calls and attention._kernel is None
+    assert not calls and not subject.row_form.by_kernel
 
 
-def raises(*_arguments):
+def raises(*_arguments, scale):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nand more")
 
 
-def too_sharp(query, key, value, cu_seqlens, longest, scale):
-    return each_alone(query, key, value, cu_seqlens, longest, 2 * (scale or query.shape[-1] ** -0.5))
+def too_sharp(query, *others, scale):
+    return each_alone(query, *others, scale=2 * (scale or query.shape[-1] ** -0.5))
 
 
-def sees_everything(query, key, value, cu_seqlens, longest, scale):
-    return each_alone(query, key, value, cu_seqlens[[0, -1]], query.shape[0], scale)
+def sees_everything(query, key, value, cu_seqlens, *_others, scale):
+    ends = cu_seqlens[[0, -1]]
+    return each_alone(query, key, value, ends, ends, len(query), len(query), scale=scale)
 
 
-def forgets_gradients(query, key, value, cu_seqlens, longest, scale):
-    return each_alone(query, key, value.detach() + 0 * value, cu_seqlens, longest, scale)
+def forgets_gradients(query, key, value, *others, scale):
+    return each_alone(query, key, value.detach() + 0 * value, *others, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -433,21 +445,22 @@ def test_a_kernel_that_is_not_right_on_a_device_is_not_used(function, why, kerne
     subject = make("llama").to(torch.bfloat16)
     batch = batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    _, word = attention.isolate_documents(subject, CPU, VOCAB)
-    assert re.fullmatch(f"{BY_MASK}: {why}", word) and attention._kernel is None
+    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
+    assert re.fullmatch(f"{BY_MASK}: {why}", word) and not subject.row_form.by_kernel
     assert torch.equal(causal_lm_loss(subject, batch), expected)
 
 
-def halved(query, key, value, cu_seqlens, longest, scale):
+def halved(query, key, value, cu_seqlens, _cu_seqlens, longest, _longest, *, scale):
     """Right for the sizes that it is tried with by itself."""
-    found = each_alone(query, key, value, cu_seqlens, longest, scale)
+    found = each_alone(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale)
     return found if longest > 100 else found / 2
 
 
 def test_logits_that_differ_keep_the_mask(kernel):
     kernel(halved)
-    _, word = attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
-    assert word == f"{BY_MASK}: without one the model's logits differ" and attention._kernel is None
+    subject = make("llama").to(torch.bfloat16)
+    _, word = isolation.isolate_documents(subject, CPU, VOCAB)
+    assert word == f"{BY_MASK}: without one the model's logits differ" and not subject.row_form.by_kernel
 
 
 def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
@@ -469,30 +482,31 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
     kernel(each_alone)
     subject, batch = make("llama").to(torch.bfloat16), batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    assert attention.isolate_documents(subject, CPU, VOCAB)[1] == f"{BY_MASK}: every block needs one (window, bias, dropout)"
-    assert attention._kernel is None
-    attention._use(each_alone)
+    assert isolation.isolate_documents(subject, CPU, VOCAB)[1] == f"{BY_MASK}: every block needs one (window, bias, dropout)"
+    assert not subject.row_form.by_kernel
+    subject.row_form = attention.Form(by_kernel=True)
+    attention.use_kernel(each_alone)
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected, rtol=2e-3, atol=0)
 
 
 def test_a_lack_of_memory_in_the_trial_is_not_taken_for_a_kernel_that_fails(kernel):
-    def out_of_memory(*_arguments):
+    def out_of_memory(*_arguments, scale):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     kernel(out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        attention.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
-    assert attention._kernel is None
+        isolation.isolate_documents(make("llama").to(torch.bfloat16), CPU, VOCAB)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_take_documents_for_a_mask_in_one_graph(checkpointing, monkeypatch):
     """A model of tensors without values, with PyTorch's own kernel, as its blocks find it in transformers."""
-    monkeypatch.setattr(attention, "_computed_in", lambda device, dtype: dtype)
-    attention._use(attention.find_kernel(torch.device("cuda")))
+    monkeypatch.setattr(attention, "computed_in", lambda device, dtype: dtype)
+    attention.use_kernel(attention.find_kernel(torch.device("cuda")))
     counter = CompileCounterWithBackend("aot_eager")
     with torch.device("meta"):
         subject = llama(attn_implementation="sdpa").to(torch.bfloat16).train()
+    subject.row_form = attention.Form(by_kernel=True)
     set_gradient_checkpointing(subject, checkpointing)
     for block in repeated_blocks(subject):
         block.compile(backend=counter)
@@ -503,5 +517,5 @@ def test_compiled_blocks_take_documents_for_a_mask_in_one_graph(checkpointing, m
             batch["cu_seqlens"] = torch.empty(number, dtype=torch.int32, device="meta")
             causal_lm_loss(subject, batch).backward()
     finally:
-        attention._use(None)
+        attention.use_kernel(None)
     assert counter.frame_count == 1

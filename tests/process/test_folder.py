@@ -1,4 +1,4 @@
-"""Shared/folder.py and exit.json, on file systems that cannot do all (with real launches: tests/test_faults.py)."""
+"""Shared/folder.py and exit.json, on file systems that cannot do all (with real launches: tests/promises/test_faults.py)."""
 
 import errno
 import json

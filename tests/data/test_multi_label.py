@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.metrics import f1_score
 
-from shared.data.labels import rarest
+from shared.data.labels import Labels, rarest
 from shared.data.order import IGNORED
 from shared.evaluation.kinds import best_threshold, of_one_label, of_several_labels
 from shared.images.augment import mix
@@ -79,14 +79,14 @@ def test_lists_and_texts_in_any_file_are_the_same_data(tmp_path, monkeypatch):
             assert "; 1.20 labels an image" in data.about
             parts = []
             for part in (data.train, data.validation):
-                numbers = part.index[:, 0].tolist()
+                numbers = part.index.tolist()
                 rows = [part[number]["labels"] for number in range(len(part))]
                 assert all((row.dtype, row.shape) == (np.float32, (3,)) for row in rows)
                 assert [row.tolist() for row in rows] == hot_of([LABELS[n] for n in numbers], data.classes)
                 parts.append(numbers)
             found.append(parts)
             other = data.numbered_as(("dog", "7", "cat"))
-            assert other.train.hot.tolist() == hot_of([LABELS[n] for n in parts[0]], ("dog", "7", "cat"))
+            assert other.train.labels.values.tolist() == hot_of([LABELS[n] for n in parts[0]], ("dog", "7", "cat"))
     assert all(parts == found[0] for parts in found)
     train, validation = found[0]
     assert sorted(train + validation) == [*range(10)] and len(validation) == 3  # of 7, of cat, and of those without a label
@@ -107,10 +107,11 @@ def test_a_mixture_joins_the_labels_of_its_sources_and_weighs_them_as_drawn(tmp_
     config = ImageConfig(train_file=files, mix_weights=(3.0, 1.0), problem_type="multi_label", validation_file=(files[0],))
     data = prepare(config)
     assert data.classes == ("cat", "dog", "owl") and data.train.sources == {files[0]: 5, files[1]: 5}
-    assert data.train.hot.tolist()[:2] == [[1, 0, 0], [1, 1, 0]] and data.train.hot.tolist()[5] == [0, 1, 1]
-    assert data.validation.hot.tolist() == data.train.hot.tolist()[:5]
+    trained = data.train.labels.values.tolist()
+    assert trained[:2] == [[1, 0, 0], [1, 1, 0]] and trained[5] == [0, 1, 1]
+    assert data.validation.labels.values.tolist() == trained[:5]
     counts = np.array([1.5 * 3, 1.5 * 2 + 0.5 * 2, 0.5 * 3])
-    assert data.class_weights().tolist() == pytest.approx((10 - counts) / counts)
+    assert data.class_weights(config.mix_weights).tolist() == pytest.approx((10 - counts) / counts)
 
 
 def test_images_are_held_out_by_their_rarest_class():
@@ -170,7 +171,7 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     labels[:, 7] = False
     names = ("$5^", *(f"class number {i}" for i in range(49)))
     predictions = evaluation_of(labels, scores, names)
-    images = Images(Files(), np.stack([np.arange(60), np.zeros(60, dtype=np.int64)], axis=1))
+    images = Images(Files(), np.arange(60), Labels("multi_label", names, labels.astype(np.uint8)))
     (tmp_path / "run").mkdir()
     pictures = predictions.write(tmp_path / "run", images)
     assert [path.name for path in pictures] == ["mistakes.png"]

@@ -1,4 +1,4 @@
-"""A run outlives who reads its output (with real launches: tests/test_faults.py)."""
+"""A run outlives who reads its output (with real launches: tests/promises/test_faults.py)."""
 
 import io
 import subprocess

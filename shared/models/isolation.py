@@ -1,0 +1,255 @@
+"""The trial before training: whether packed documents see each other, and the fastest attention that keeps them apart."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel, gather_object
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+from shared.data.loader import cu_seqlens_of
+from shared.models import attention
+from shared.models.attention import Form, Kernel, find_kernel, forward_rows
+from shared.models.cudnn import avoid_cudnn
+from shared.models.loading import parts_that_choose, without_adapters
+from shared.parallel.gradients import end_step
+from shared.process.errors import ConfigError, first_line, is_out_of_memory
+
+# Relative, of the kernel's results in 16 bits, against fp32. Of logits, errors of many blocks: 4 times.
+MAX_ERROR = 0.02
+
+# query heads, key and value heads, query size, value size, compute dtype
+Heads = tuple[int, int, int, int, torch.dtype]
+
+
+@torch.no_grad()
+def isolate_documents(
+    model: Any, device: torch.device, vocab_size: int, rows: int = 1, *, required: bool = False
+) -> tuple[bool, str]:
+    """Check that packed documents do not see each other, and use the fastest attention.
+
+    A document must have the logits that it has alone, wherever it lies in a row and whatever lies before it. The rows are
+    tried in each `Form` that the model may take; the one that works becomes `model.row_form`. Layers that choose tokens for
+    sparse attention are not packed: a trial of few tokens, all of which they choose, shows nothing.
+
+    On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost grows with the square of the
+    row length. It must give the same as the mask: results, gradients and the model's logits are compared on this device.
+    Otherwise the mask stays.
+
+    Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
+
+    Args:
+        rows: the number of rows in training: some attention kernels look at positions only if the batch is a single row.
+        required: raise an error if documents see each other.
+
+    Returns:
+        Whether documents are apart, and a line for the summary.
+
+    Raises:
+        ConfigError: see `required`.
+    """
+    trial = _Trial(model, device, vocab_size, rows)
+    avoid_cudnn()  # each number of documents would cost it a new plan
+    if not trial.finds_form():
+        why = f"{type(trial.whole).__name__} lets documents of one row see each other{trial.hint}"
+        if required:
+            raise ConfigError(f"{why}: use --packing auto or off (in pretraining, drop --isolate_documents)")
+        return False, f"off: {why}"
+    if not trial.heads:
+        return True, "documents kept apart by the model's own attention"
+    kernel = find_kernel(device)
+    if kernel is None:
+        return True, "documents kept apart by an attention mask"
+    # The kernel has to work on all ranks, because they run the forward together.
+    reasons = gather_object([_why_not(kernel, trial.heads, device)])
+    if why := next(filter(None, reasons), "") or trial.why_not_by(kernel):
+        return True, f"documents kept apart by an attention mask: {why}"
+    return True, "documents kept apart by attention of variable lengths, without a mask"
+
+
+class _Trial:
+    """Two documents of 8 tokens in each row, and the model's logits for them.
+
+    Attributes:
+        whole: the model without wrappers.
+        masked: the packed rows' logits, with a mask.
+        heads: of the calls of SDPA in that forward.
+        hint: why documents are not apart, if it is known.
+    """
+
+    def __init__(self, model: Any, device: torch.device, vocab_size: int, rows: int) -> None:
+        self.model = model
+        self.whole: Any = without_adapters(extract_model_from_parallel(model))
+        self.device = device
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
+        position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
+        bounds = torch.from_numpy(cu_seqlens_of(position_ids.cpu().numpy())).to(device)
+        # Another document before the second
+        other = torch.cat([(tokens[:, :8] + 1) % vocab_size, tokens[:, 8:]], 1)
+        self.packed = {"input_ids": tokens, "position_ids": position_ids, "cu_seqlens": bounds}
+        self.changed = self.packed | {"input_ids": other}
+        self.plain = {"input_ids": tokens}
+        # The second document comes first, and sees nothing of what follows
+        self.alone = {"input_ids": tokens.roll(8, 1)}
+        self.masked = torch.empty(0)
+        self.heads: set[Heads] = set()
+        self.hint = ""
+        self.autocasts = False
+
+    def finds_form(self) -> bool:
+        """Whether documents are apart in one of the forms, which becomes `model.row_form`."""
+        if parts_that_choose(self.whole):
+            self.hint = ": it chooses the tokens that it sees from the whole row"
+            return False
+        settings = self.whole.config.get_text_config()
+        is_flat = str(settings._attn_implementation).startswith("flash")
+        has_axes = "mrope_section" in (getattr(settings, "rope_parameters", None) or {})
+        for flat, bounds in ((is_flat, False), (True, True)):
+            for axes in (4, 1) if has_axes else (1,):
+                self.model.row_form = Form(flat, bounds, axes)
+                try:
+                    if self._is_apart():
+                        return True
+                except Exception as error:  # a model may raise anything if it does not take this form
+                    end_step(self.model)
+                    if is_out_of_memory(error):
+                        raise
+                    self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
+        if not self.hint and any(isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()):
+            self.hint = ": its recurrent layers carry a state from one to the next"
+        return False
+
+    def _is_apart(self) -> bool:
+        with _watched(None) as calls:
+            self.masked, changed, plain, alone = self._logits(self.packed, self.changed, self.plain, self.alone)
+        self.heads = {heads for heads, _ in calls}
+        # What 16 bits do to the first document's logits, they may do to the second one's.
+        in_16_bits = self.masked.dtype.itemsize == 2 or self.autocasts  # Accelerate's logits are fp32
+        rounding = _relative(self.masked[:, :8], plain[:, :8]) if in_16_bits else 0.0
+        allowed = max(MAX_ERROR, min(2 * rounding, 4 * MAX_ERROR))
+        return _see_the_same(self.masked, changed) and _relative(self.masked[:, 8:], alone[:, :8]) < allowed
+
+    def why_not_by(self, kernel: Kernel) -> str:
+        """Why the model's blocks cannot use the kernel; "" if they do from now on."""
+        form = self.model.row_form
+        self.model.row_form = form._replace(by_kernel=True)
+        try:
+            with _watched(kernel) as calls:
+                found, changed = self._logits(self.packed, self.changed)
+            if not any(by_kernel for _, by_kernel in calls):
+                why = "every block needs one (window, bias, dropout)"
+            elif not _see_the_same(found, changed) or _relative(found, self.masked) > 4 * MAX_ERROR:
+                why = "without one the model's logits differ"
+            else:
+                attention.use_kernel(kernel)
+                return ""
+        except Exception as error:  # a model may raise anything if it gets `cu_seqlens` as the mask
+            end_step(self.model)
+            if is_out_of_memory(error):
+                raise
+            why = first_line(error)
+        self.model.row_form = form
+        return why
+
+    def _logits(self, *batches: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Of each batch, [rows, 16, vocab]."""
+
+        def look(*_: Any) -> None:
+            self.autocasts = torch.is_autocast_enabled(self.device.type)
+
+        hook = self.whole.get_decoder().register_forward_pre_hook(look)
+        try:
+            with _as_in_an_evaluation(self.model):
+                found = [forward_rows(self.model, batch).logits for batch in batches]
+        finally:
+            hook.remove()
+        return [logits.reshape(*self.packed["input_ids"].shape, -1) for logits in found]
+
+
+def _see_the_same(before: torch.Tensor, changed: torch.Tensor) -> bool:
+    return torch.allclose(before[:, 8:].float(), changed[:, 8:].float(), atol=1e-3, rtol=1e-3)
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+
+
+@contextlib.contextmanager
+def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
+    """(heads, whether it goes to the kernel) of each call of SDPA in this block."""
+    calls: list[tuple[Heads, bool]] = []
+
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        dtype = attention.computed_in(query.device, value.dtype)
+        heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype)
+        calls.append((heads, attention.takes_kernel(attention_mask, **options)))
+        return attention.attend(kernel, module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register("sdpa", attend)
+    try:
+        yield calls
+    finally:
+        attention.use_kernel(None)
+
+
+@torch.enable_grad()
+def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
+    """The largest relative error of the kernel's result and gradients, against attention with a mask in fp32."""
+    rows, length = 2, 192
+    cu_seqlens = torch.tensor([0, 60, 61, length, rows * length], dtype=torch.int32, device=device)
+    of_queries, of_keys, size, value_size, dtype = heads
+    module = SimpleNamespace(num_key_value_groups=of_queries // of_keys)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, *shape, generator=generator).to(device, dtype)
+
+    inputs = [random(of_queries, length, size), random(of_keys, length, size), random(of_keys, length, value_size)]
+    gradient = random(length, of_queries, value_size)
+
+    def results(kernel: Kernel | None, dtype: torch.dtype) -> list[torch.Tensor]:
+        states = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        query, key, value = states
+        output, _ = attention.attend(kernel, module, query, key, value, cu_seqlens)
+        return [output.detach(), *torch.autograd.grad(output, states, gradient.to(dtype))]
+
+    with torch.autocast(device.type, enabled=False):
+        pairs = zip(results(kernel, dtype), results(None, torch.float32), strict=True)
+    return float(torch.tensor([_relative(*pair) for pair in pairs]).max())  # unlike max(), NaN if one is
+
+
+def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:
+    """Why blocks with these heads cannot use the kernel on this device; "" if they can."""
+    kinds = {heads for heads in kinds if heads[-1].itemsize == 2}
+    if not kinds:
+        return "attention in fp32 has no kernel for variable lengths"
+    try:
+        worst = max(error_of(kernel, heads, device) for heads in kinds)
+    except Exception as error:  # a kernel may raise anything on a device that it does not support
+        if is_out_of_memory(error):
+            raise
+        return first_line(error)
+    return "" if worst <= MAX_ERROR else f"the kernel is off by {worst:.2g}"
+
+
+@contextlib.contextmanager
+def _as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
+    """Run without dropout, compiled code and fp8. Compiled code would specialise on these sizes. fp8's scales depend on all
+    tokens of a batch, so every token would affect all others."""
+    training = model.training
+    model.eval()
+    scaled = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
+    for module in scaled:
+        module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in scaled:
+            del module.forward
+        model.train(training)

@@ -1,0 +1,44 @@
+"""Text classifiers: encoders and decoders with a head."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from shared.models.classifier import keeps_its_head, name_classes, settle_head
+from shared.models.hub import from_hub
+
+
+def text_heads(model: Any) -> dict[str, nn.Module]:
+    """The modules of a classifier of texts that are not in its backbone, by name."""
+    backbone = model.base_model
+    return {name: module for name, module in model.named_children() if module is not backbone and [*module.parameters()]}
+
+
+def load_text_classifier(
+    name: str, classes: tuple[str, ...], problem_type: str, pad_token_id: int, **options: Any
+) -> tuple[Any, tuple[str, ...]]:
+    """A classifier of these classes with the weights of `name`, fp32, and the order in which it scores them.
+
+    Decoders take the scores of a text's last token, which they find by the id of the padding token.
+
+    Args:
+        classes: their names; of a regression, one.
+        problem_type: as transformers names it.
+
+    Raises:
+        ConfigError: it cannot be loaded, or weights of its backbone are missing. A pooler may be.
+    """
+    config = from_hub(AutoConfig, name)
+    keeps_head, classes = keeps_its_head(config, classes)
+    name_classes(config, classes)
+    config.problem_type = problem_type
+    if problem_type != "multi_label_classification":
+        config.__dict__.pop("thresholds", None)
+    config.get_text_config().pad_token_id = pad_token_id
+    any_head = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
+    load = AutoModelForSequenceClassification
+    model, info = from_hub(load, name, config=config, use_safetensors=True, **any_head, **options)
+    settle_head(name, model, info, [*text_heads(model).values()], keeps_head, may_be_new="pooler")
+    return model, classes
