@@ -79,9 +79,8 @@ from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order
-from shared.evaluation.evaluation import Evaluation
-from shared.evaluation.one_label import OneLabel
-from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
+from shared.evaluation.evaluation import Evaluation, gather_rows, of_batch
+from shared.evaluation.kinds import binary_cross_entropy, of_one_label, of_several_labels
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
@@ -186,14 +185,17 @@ def image_loss(model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes
 
 def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]) -> Evaluation:
     """What the model says of the validation images, each counted once on any world size."""
-    kind: type[Evaluation] = SeveralLabels if run.config.data.is_multi_label else OneLabel
     batches = []
     with run.evaluating(model):
         for window in run.read(loader):
             (batch,) = window.micro_batches
-            batches.append(kind.of_batch(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
-    evaluation = kind.gather(run.accelerator, batches, loader.order.num_samples, classes, "images")
-    return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
+            logits = model(pixel_values=to_model(batch["pixel_values"])).logits
+            batches.append(of_batch(logits, batch["labels"]))
+    rows = gather_rows(run.accelerator, batches, loader.order.num_samples)
+    if not run.config.data.is_multi_label:
+        return of_one_label(rows, classes, "images")
+    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
+    return of_several_labels(rows, classes, "images", None if run.total_steps else kept)
 
 
 def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, evaluation: Evaluation) -> None:
@@ -205,7 +207,8 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, e
         run.logger.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
-        whole.config.update(evaluation.for_config() | timm_settings(processor, whole.config))
+        evaluation.update(whole.config)
+        whole.config.update(timm_settings(processor, whole.config))
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
         task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
@@ -252,18 +255,19 @@ def main(config: Config) -> None:
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
         predict(run, model, validation, to_model, classes)  # to see whether it works
     elif (run.state.step > 0 or run.is_last) and run.should_evaluate():
-        run.log_evaluation(predict(run, model, validation, to_model, classes).summary())
+        run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
     for step in run.steps():
         for batch in step.micro_batches():
             step.backward(loss_of(batch))  # summed over the micro-batch, scaled to the mean of the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            run.log_evaluation(predict(run, model, validation, to_model, classes).summary())
+            run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
     run.load_best_weights()
     evaluation = predict(run, model, validation, to_model, classes)
     save_final(run, model, processor, data, evaluation)
-    run.close(evaluation.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+    files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
+    run.close(evaluation.headline, files)
 
 
 if __name__ == "__main__":

@@ -65,10 +65,13 @@ from torch.nn import functional as F
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch, Order
-from shared.evaluation.evaluation import SHOWN, Evaluation
-from shared.evaluation.numbers import Numbers
-from shared.evaluation.one_label import OneLabel
-from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
+from shared.evaluation.evaluation import SHOWN, Evaluation, gather_rows, of_batch
+from shared.evaluation.kinds import (
+    binary_cross_entropy,
+    of_numbers,
+    of_one_label,
+    of_several_labels,
+)
 from shared.models import adapters
 from shared.models.attention import forward_rows
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
@@ -87,17 +90,17 @@ from shared.text import labelled
 from shared.text.packing import rows_order
 from shared.training import defaults, optim
 
-# By --problem_type: transformers' name of it, and what an evaluation measures.
-PROBLEMS: dict[str, tuple[str, type[Evaluation]]] = {
-    "single_label": ("single_label_classification", OneLabel),
-    "multi_label": ("multi_label_classification", SeveralLabels),
-    "regression": ("regression", Numbers),
+# By --problem_type: transformers' name of it.
+PROBLEM_TYPES = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
 }
 
 
 def load_model(config: Config, data: LabelledData) -> tuple[Any, tuple[str, ...]]:
     """(the model with fp32 weights, without adapters; the classes in the order of its scores)."""
-    problem_type, _ = PROBLEMS[data.problem_type]
+    problem_type = PROBLEM_TYPES[data.problem_type]
     options = attention_option(config.speed.attn_implementation)
     padding = data.train.tokenizer.pad_token_id
     return load_text_classifier(config.model_name_or_path, data.classes, problem_type, padding, **options)
@@ -160,19 +163,23 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
 
 def predict(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> Evaluation:
     """What the model says of the validation texts, each counted once on any world size."""
-    _, kind = PROBLEMS[data.problem_type]
     batches = []
     for window in run.read(loader):
         (batch,) = window.micro_batches
-        batches.append(kind.of_batch(forward_rows(model, batch).logits, batch["labels"]))
-    evaluation = kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
-    return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
+        batches.append(of_batch(forward_rows(model, batch).logits, batch["labels"]))
+    rows = gather_rows(run.accelerator, batches, loader.order.num_samples)
+    if data.problem_type == "regression":
+        return of_numbers(rows, "texts")
+    if data.problem_type == "single_label":
+        return of_one_label(rows, data.classes, "texts")
+    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
+    return of_several_labels(rows, data.classes, "texts", None if run.total_steps else kept)
 
 
 def evaluate(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> None:
     """Log loss and scores of the validation texts."""
     with run.evaluating(model):
-        run.log_evaluation(predict(run, model, loader, data).summary())
+        run.log_evaluation(predict(run, model, loader, data).summary)
 
 
 def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evaluation) -> None:
@@ -191,7 +198,7 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
             adapters.save_adapter(folder, whole, weights, {})
         whole = adapters.merge_into(load_model(config, data)[0], run.dir / "adapter")
     with whole_folder(run.dir / "final") as folder:
-        whole.config.update(evaluation.for_config())
+        evaluation.update(whole.config)
         whole.save_pretrained(folder, state_dict=None if config.lora_r else weights)
         tokenizer.model_max_length = config.data.seq_length  # pipelines cut longer texts, as training did
         tokenizer.save_pretrained(folder)
@@ -240,7 +247,8 @@ def main(config: Config) -> None:
     with run.evaluating(model):
         evaluation = predict(run, model, validation, data)
     save_final(run, model, data, evaluation)
-    run.close(evaluation.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+    files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
+    run.close(evaluation.headline, files)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ FOLDERS = {
     "images": 9_900,
     "models": 23_100,
     "parallel": 5_400,
-    "process": 4_300,
+    "process": 3_400,
     "run": 22_800,
     "text": 25_600,
     "training": 6_800,

@@ -25,7 +25,7 @@ from shared.run.profiling import TRACE
 # What runs write beside their checkpoints.
 FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", audit.FOLDER, TRACE)
 REPORT = ("evaluation.json", "predictions.csv")
-PICTURES = ("confusion_matrix.png", "mistakes.png", "average_precision.png", "predictions.png")
+PICTURES = ("confusion_matrix.png", "mistakes.png")
 MODELS = ("final", "merged", "adapter")
 OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")  # how the lock of a run begins; a kill can leave an empty one
 
