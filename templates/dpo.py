@@ -94,7 +94,8 @@ from shared.training import defaults, optim
 
 def build_model(run: Run, tokenizer: Any) -> nn.Module:
     """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all weights, trainable, in fp32."""
-    config, name = run.config, run.config.model_name_or_path
+    config = run.config
+    name = run.config.model_name_or_path
     if config.full:
         base = load_causal_lm(name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32)
     else:
@@ -118,7 +119,8 @@ def losses_and_rewards(
         policy, reference: log-probabilities of the chosen and the rejected answers, [pairs, 2].
         lengths: their numbers of tokens, [pairs, 2].
     """
-    beta, smoothing = config.beta, config.label_smoothing
+    beta = config.beta
+    smoothing = config.label_smoothing
     if config.loss_type in REFERENCE_FREE:
         mean = (policy / lengths).clamp(max=-1e-7)
         rewards = beta * mean
@@ -134,7 +136,8 @@ def losses_and_rewards(
         mean = ratios / lengths
         return (mean[:, 0] - mean[:, 1] - 1 / (2 * beta)) ** 2, rewards
     if config.loss_type == "robust":  # arXiv 2403.00409, equation 12
-        clean, flipped = -F.logsigmoid(margins), -F.logsigmoid(-margins)
+        clean = -F.logsigmoid(margins)
+        flipped = -F.logsigmoid(-margins)
         return ((1 - smoothing) * clean - smoothing * flipped) / (1 - 2 * smoothing), rewards
     return -F.logsigmoid(margins), rewards  # arXiv 2305.18290, equation 7
 
@@ -181,10 +184,12 @@ def main(config: Config) -> None:
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(run, tokenizer)
     initial = {} if config.full else adapters.pissa_start(model, config.adapter)
-    width, what = defaults.width(model), "all weights" if config.full else "LoRA"
+    width = defaults.width(model)
+    what = "all weights" if config.full else "LoRA"
     rate = defaults.preference_rate(width, full=config.full)
     config = run.choose(f"preferences, {what}, width {width}", learning_rate=rate)
-    (trained, parameters), flops = count_parameters(model), flops_per_token(model, train.samples.context)
+    (trained, parameters) = count_parameters(model)
+    flops = flops_per_token(model, train.samples.context)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
@@ -221,7 +226,8 @@ def main(config: Config) -> None:
     end = data.held_out.samples.end
     if config.full:
         name = config.model_name_or_path
-        title, dtype = f"{Path(name).name}, tuned on preferences", dtype_of(name)
+        title = f"{Path(name).name}, tuned on preferences"
+        dtype = dtype_of(name)
         save_whole(run, model, tokenizer, title=title, about=data.about, end=end, dtype=dtype)
     else:
         save_adapter(run, model, tokenizer, initial, about=data.about, end=end)

@@ -85,7 +85,8 @@ from shared.training import defaults, optim
 
 def build_model(config: Config, tokenizer: Any) -> nn.Module:
     """The model to train, with fp32 weights, or bf16 ones if asked. Mixed precision casts fp32 where it computes."""
-    kernel, name = config.speed.attn_implementation, config.model_name_or_path
+    kernel = config.speed.attn_implementation
+    name = config.model_name_or_path
     model = load_causal_lm(name, attn_implementation=kernel, dtype=DTYPES[config.weights_dtype])
     require_fit(model, tokenizer, config.data.seq_length)
     learn_padding_token(model)

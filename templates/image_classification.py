@@ -112,17 +112,21 @@ def with_defaults(config: Config) -> Config:
 
 def build_loaders(run: Run, data: LabelledData, processor: Any, model: nn.Module) -> tuple[Loader, Loader]:
     """(training, validation) micro-batches of uint8 images [rows, 3, size, size]."""
-    config, batch = run.config, run.config.batch
+    config = run.config
+    batch = run.config.batch
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size: choose a smaller one")
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
-    size, drop_last = batch.global_batch_size, has_batch_norm(model)
+    size = batch.global_batch_size
+    drop_last = has_batch_norm(model)
     order = training_order(data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last)
     share = sharding.share(run.accelerator)
     workers = batch.dataloader_num_workers
     eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False)
-    train_rows, eval_rows = training_rows(data.train, config.recipe, processor), partial(eval_row, processor=processor)
-    rows, eval_size = batch.micro_batch()[0], batch.per_device_eval_batch_size
+    train_rows = training_rows(data.train, config.recipe, processor)
+    eval_rows = partial(eval_row, processor=processor)
+    rows = batch.micro_batch()[0]
+    eval_size = batch.per_device_eval_batch_size
     return (
         Loader(data.train, default_collate, order, share, per_device=rows, num_workers=workers, transform=train_rows),
         Loader(
@@ -158,7 +162,8 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
 
 def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: Any) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for one image)."""
-    config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
+    config = run.config
+    sharded = run.accelerator.distributed_type == DistributedType.FSDP
     device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
     model.to(device).to(memory_format=memory_format)
     with run.accelerator.autocast():
@@ -175,7 +180,8 @@ def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: An
 def image_loss(model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes: int, **options: Any) -> torch.Tensor:
     """Cross-entropy summed over this micro-batch's images. Rows that only fill it up have the label IGNORED."""
     cross_entropy: Any = F.cross_entropy if batch["labels"].ndim == 1 else binary_cross_entropy  # several labels an image
-    pixels, targets = to_model(batch["pixel_values"]), batch["labels"]
+    pixels = to_model(batch["pixel_values"])
+    targets = batch["labels"]
     if "mix" in batch:
         pixels, targets = mix(pixels, targets, batch["mix"], num_classes)
     logits = model(pixel_values=pixels).logits.float()
@@ -211,7 +217,8 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, e
         whole.config.update(timm_settings(processor, whole.config))
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
+        task = "image-classification"
+        own_code = ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
         (folder / "README.md").write_text(run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8")
         if run.config.export_onnx:
@@ -231,7 +238,8 @@ def main(config: Config) -> None:
     data = data.numbered_as(classes)
     scratch = config.model_name_or_path is None
     kind = "random weights" if scratch else "head alone" if config.freeze_backbone else "trained weights"
-    count, epochs = len(data.train), 30 if scratch else 5
+    count = len(data.train)
+    epochs = 30 if scratch else 5
     fitting = defaults.batch_and_epochs(config.batch, count, count, most=64, least=16, epochs=epochs)
     config = run.choose(f"{count:,} images, {kind}", learning_rate=defaults.IMAGE_RATES[kind], **fitting)
     model, flops = prepare_model(run, model, size, to_model.memory_format)

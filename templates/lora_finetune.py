@@ -100,7 +100,8 @@ def main(config: Config) -> None:
     model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
-    flops, carriers = flops_per_token(model, train.context), targets.describe(model)
+    flops = flops_per_token(model, train.context)
+    carriers = targets.describe(model)
     if config.speed.torch_compile:
         compile_blocks(model)
 

@@ -98,7 +98,9 @@ class Data:
 
 def build_datasets(run: Run) -> Data:
     """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config, options, batch = run.config, run.config.data, run.config.batch
+    config = run.config
+    options = run.config.data
+    batch = run.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     share = sharding.share(run.accelerator)
@@ -113,7 +115,8 @@ def build_datasets(run: Run) -> Data:
         held_out = rows = Rows(train.held_out(options.eval_samples))
         about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
         about += records.not_used(train.notes.named("unused "))
-        fingerprint, bytes_per_token = train.identity(), None
+        fingerprint = train.identity()
+        bytes_per_token = None
     else:
         text = corpus.open_corpus(options, tokenizer, config.seq_length, isolate=options.isolate_documents)
         if len(text.train) < batch.global_batch_size:
@@ -125,8 +128,11 @@ def build_datasets(run: Run) -> Data:
         rows_at_once = batch.micro_batch()[0]
         workers = batch.dataloader_num_workers
         train = Loader(text.train, collate, order, share, per_device=rows_at_once, num_workers=workers)
-        held_out, tokenizer, about = text.validation, text.tokenizer, text.about
-        fingerprint, bytes_per_token = text.fingerprint, text.bytes_per_token
+        held_out = text.validation
+        tokenizer = text.tokenizer
+        about = text.about
+        fingerprint = text.fingerprint
+        bytes_per_token = text.bytes_per_token
     chosen = EvenSubset(held_out, options.eval_samples)
     eval_size = batch.per_device_eval_batch_size
     eval_order = Order(len(chosen), eval_size * share.world_size, 0, shuffle=False)
@@ -183,7 +189,8 @@ def main(config: Config) -> None:
         print_main(f"prepared {data.about}; in {configs.cache_dir()}")
         return
     model = build_model(config, data.tokenizer)
-    flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
+    flops = flops_per_token(model, config.seq_length)
+    (_, parameters) = count_parameters(model)
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
     rate = defaults.pretraining_rate(parameters, trained=trained)
@@ -201,7 +208,8 @@ def main(config: Config) -> None:
     head = fuse_head(run.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
     about = {"data": data.about, "model": f"{type(run.unwrap(model)).__name__}, {parameters:,} parameters", "loss": head}
-    samples, about["documents"] = f"sequences x {config.seq_length} tokens", documents
+    samples = f"sequences x {config.seq_length} tokens"
+    about["documents"] = documents
     run.start(samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about)
 
     if run.should_evaluate():

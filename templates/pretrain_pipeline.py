@@ -111,7 +111,9 @@ class Data:
 
 def build_datasets(run: Run) -> Data:
     """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config, options, batch = run.config, run.config.data, run.config.batch
+    config = run.config
+    options = run.config.data
+    batch = run.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     text = corpus.open_corpus(options, tokenizer, config.seq_length)
@@ -145,7 +147,8 @@ def build_model(config: Config, tokenizer: Any) -> Any:
 def evaluate(run: Run, pipeline: Pipeline, model: nn.Module, data: Data) -> None:
     """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
     with run.evaluating(model):
-        total, targets = torch.zeros((), device=run.device), 0
+        total = torch.zeros((), device=run.device)
+        targets = 0
         for window in run.read(data.validation):
             total += pipeline.evaluate(list(window.micro_batches))
             targets += window.num_targets
@@ -180,7 +183,8 @@ def main(config: Config) -> None:
         print_main(f"prepared {data.about}")
         return
     model = build_model(config, data.tokenizer)
-    flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
+    flops = flops_per_token(model, config.seq_length)
+    (_, parameters) = count_parameters(model)
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
     rate = defaults.pretraining_rate(parameters, trained=trained)

@@ -108,7 +108,8 @@ def load_model(config: Config, data: LabelledData) -> tuple[Any, tuple[str, ...]
 
 def prepare_model(run: Run, model: Any, data: LabelledData, sample: Batch) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for a text such as the `sample`)."""
-    config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
+    config = run.config
+    sharded = run.accelerator.distributed_type == DistributedType.FSDP
     require_tokens_fit(model, data.train.tokenizer, config.data.seq_length)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.lora_r:
@@ -127,7 +128,8 @@ def prepare_model(run: Run, model: Any, data: LabelledData, sample: Batch) -> tu
 
 def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
     """(training and validation micro-batches of texts of similar lengths, a batch of one usual text)."""
-    batch, tokenizer = run.config.batch, data.train.tokenizer
+    batch = run.config.batch
+    tokenizer = data.train.tokenizer
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(f"{len(data.train)} training texts are fewer than one --global_batch_size: choose a smaller one")
     weights = run.config.data.mix_weights
@@ -136,7 +138,8 @@ def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
     eval_size = batch.per_device_eval_batch_size
     eval_order = Order(len(data.validation), eval_size * share.world_size, 0, shuffle=False)
     collate = partial(labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=run.config.data.seq_length)
-    rows, workers = batch.micro_batch()[0], batch.dataloader_num_workers
+    rows = batch.micro_batch()[0]
+    workers = batch.dataloader_num_workers
     return (
         Loader(data.train, collate, order, share, per_device=rows, num_workers=workers),
         Loader(data.validation, collate, eval_order, share, per_device=eval_size),
@@ -184,7 +187,8 @@ def evaluate(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> 
 
 def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evaluation) -> None:
     """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found. Every rank calls this."""
-    config, tokenizer = run.config, data.train.tokenizer
+    config = run.config
+    tokenizer = data.train.tokenizer
     weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
     if not run.is_main:
         return
@@ -218,7 +222,8 @@ def main(config: Config) -> None:
         raise ConfigError("--label_smoothing and --class_weights are for classes, not for numbers")
     fitting = defaults.batch_and_epochs(config.batch, len(data.train), len(data.train), most=16, least=8)
     config = run.choose(f"{len(data.train):,} texts", **fitting)
-    width, what = defaults.width(model), "LoRA" if config.lora_r else "all weights"
+    width = defaults.width(model)
+    what = "LoRA" if config.lora_r else "all weights"
     rate = defaults.text_classification_rate(width, lora=config.lora_r > 0)
     config = run.choose(f"classifier of texts, {what}, width {width}", learning_rate=rate)
     train, validation, sample = build_loaders(run, data)

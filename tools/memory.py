@@ -154,7 +154,8 @@ def count(job: Job) -> Counts:
     from transformers.pytorch_utils import Conv1D
 
     model = _on_meta(job)
-    blocks, head = repeated_blocks(model), model.get_output_embeddings()
+    blocks = repeated_blocks(model)
+    head = model.get_output_embeddings()
     wrapped = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(blocks)
     shapes = [(type(b), t, *(p.shape for p in b.parameters())) for b, t in zip(blocks, types, strict=True)]
@@ -169,7 +170,8 @@ def count(job: Job) -> Counts:
         ]
         return sum(m.weight.numel() for m in linear)
 
-    everything, trained = number([model]), number([model], trained=True)
+    everything = number([model])
+    trained = number([model], trained=True)
     return Counts(
         all=everything,
         trained=trained,
@@ -205,7 +207,8 @@ class _LiveBytes(TorchDispatchMode):
 
     def cut(self) -> float:
         """The peak so far; another begins."""
-        peak, self.peak = self.peak, self.now
+        peak = self.peak
+        self.peak = self.now
         return peak
 
     def _add(self, count: int) -> None:
@@ -252,17 +255,21 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
         gathered: for weights as FSDP2 gathers them.
         around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
     """
-    kinds, chosen = count(job).kinds, count(job).last
+    kinds = count(job).kinds
+    chosen = count(job).last
     # The moments are those of `_measure`. At each, the blocks up to one keep what they need in their backward.
     ends = [len(kinds) - 1, *chosen[::-1]]
     measured = np.array([[block <= end for end in ends] for block in chosen])  # [kinds, moments]
     real = np.array([[kinds[: end + 1].count(kinds[block]) for end in ends] for block in chosen])
-    starts, lines, after = {}, {}, {}
+    starts = {}
+    lines = {}
+    after = {}
     for setting in ("none", "full"):
         one = np.array(_measure(job, chosen, setting, gathered))
         more = np.array([_measure(job, (block, *chosen), setting, gathered)[: len(ends)] for block in chosen])
         each = more - one[: len(ends)]
-        starts[setting], lines[setting] = one[: len(ends)] - (measured * each).sum(0), (real * each).sum(0)
+        starts[setting] = one[: len(ends)] - (measured * each).sum(0)
+        lines[setting] = (real * each).sum(0)
         after[setting] = one[len(ends) :]
     peaks = {setting: starts[setting] + lines[setting] for setting in starts}
     peaks["2"] = np.maximum(starts["none"], starts["full"]) + (lines["none"] + lines["full"]) / 2
@@ -281,12 +288,14 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     """
     numbers = count(job)
     cast = 2 if job.mixed else 4
-    frozen, trained = numbers.all - numbers.trained, numbers.trained
+    frozen = numbers.all - numbers.trained
+    trained = numbers.trained
     in_4bits = numbers.matrices if job.four_bits else 0
     stored = cast if job.lora_r else 4
     master = 2 if job.bf16_weights else 4
     weights = (frozen - in_4bits) * stored + in_4bits * NF4_BYTES + trained * master
-    gradients, optimizer = trained * master, trained * 2 * (1 if job.eight_bits else master)
+    gradients = trained * master
+    optimizer = trained * 2 * (1 if job.eight_bits else master)
     whole = activations(job, gathered=job.bf16_weights)  # no 16-bit copies beside them
     if job.four_bits:
         whole = {k: v + numbers.block_matrices * cast for k, v in whole.items()}  # dequantised where they are used
@@ -309,11 +318,13 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
         cut = copy.deepcopy(job.config)
         narrow = cut.get_text_config()
         narrow.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        narrow.num_attention_heads, narrow.num_key_value_heads = text.num_attention_heads // devices, heads // devices
+        narrow.num_attention_heads = text.num_attention_heads // devices
+        narrow.num_key_value_heads = heads // devices
         for width in {"intermediate_size", "moe_intermediate_size"} & set(vars(text)):
             setattr(narrow, width, getattr(text, width) // devices)
         piece = replace(job, config=cut)
-        local, here = count(piece), activations(piece, gathered=job.bf16_weights)
+        local = count(piece)
+        here = activations(piece, gathered=job.bf16_weights)
         mine = (local.all - local.trained) * stored + local.trained * master
         yield "tensor_parallel", devices, Peak(mine, local.trained * master, local.trained * 2 * master, here)
     yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)

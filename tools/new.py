@@ -60,7 +60,8 @@ def imports(path: Path) -> Iterator[str]:
 
 def closure(start: Iterable[Path]) -> tuple[set[Path], set[str]]:
     """(these files and the files of `shared` that they import, directly or not; names of the packages that they import)."""
-    found, packages = set(start), set[str]()
+    found = set(start)
+    packages = set[str]()
     queue = list(found)
     while queue:
         for name in imports(queue.pop()):
@@ -249,7 +250,8 @@ def main() -> None:
     parser.add_argument("templates", nargs="+", help=f"one or more of {', '.join(templates())}")
     parser.add_argument("folder", type=Path, help="folder of the new project, empty or not there yet")
     options = parser.parse_args()
-    folder, names = options.folder, tuple(dict.fromkeys(options.templates))
+    folder = options.folder
+    names = tuple(dict.fromkeys(options.templates))
     called = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
     files = build(names, called)
     create(folder, names, files, called)

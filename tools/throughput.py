@@ -85,7 +85,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.operators: list[Operator] = []
         self.matrices = {p.shape for p in model.parameters() if p.ndim == 2}
-        self.numbers, self.next = WeakIdKeyDictionary(), count()
+        self.numbers = WeakIdKeyDictionary()
+        self.next = count()
 
     def _sizes(self, tree: Any) -> dict[int, float]:
         found: dict[int, float] = {}
@@ -114,7 +115,8 @@ class Recorder(TorchDispatchMode):
         if name in ("embedding", "gather", "scatter_add_", "nll_loss_forward"):  # touch no more than the second largest
             limit = sorted((reads | writes).values())[-2]
             reads, writes = ({k: min(v, limit) for k, v in sizes.items()} for sizes in (reads, writes))
-        flops, kind = 0.0, "other"
+        flops = 0.0
+        kind = "other"
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             flops = formula(*args, **kwargs, out_val=result) / (2 if given.get("is_causal") else 1)
             kind = "attention" if "attention" in name else "product"

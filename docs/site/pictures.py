@@ -179,7 +179,8 @@ def confusion(folder: Path) -> tuple[np.ndarray, list[str]]:
     names = list(report["classes"])
     counts = np.diag([report["classes"][name]["support"] for name in names])
     for mistake in report["mistakes"]:
-        true, predicted = names.index(mistake["label"]), names.index(mistake["predicted"])
+        true = names.index(mistake["label"])
+        predicted = names.index(mistake["predicted"])
         counts[true, true] -= 1
         counts[true, predicted] += 1
     return counts, names

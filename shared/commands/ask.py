@@ -38,7 +38,9 @@ def main() -> None:
     from shared.run import launch
 
     launch.quieten_libraries()
-    tokenizer, adapter, name = from_hub(AutoTokenizer, folder), folder / "adapter_config.json", str(folder)
+    tokenizer = from_hub(AutoTokenizer, folder)
+    adapter = folder / "adapter_config.json"
+    name = str(folder)
     if adapter.exists():
         name = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
     model = from_hub(AutoModelForCausalLM, name, dtype="auto", device_map="auto", use_safetensors=True)

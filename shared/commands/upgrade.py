@@ -56,7 +56,9 @@ def read_record(folder: Path) -> dict:
     """
     try:
         record = json.loads(inside(folder, RECORD).read_text(encoding="utf-8"))
-        name, templates, commit = Path(record["name"]).name, map(str, record["templates"]), str(record["commit"])
+        name = Path(record["name"]).name
+        templates = map(str, record["templates"])
+        commit = str(record["commit"])
     except (OSError, ValueError, LookupError, TypeError):
         raise ConfigError(f"{folder / RECORD}: missing or damaged: was this project made by `new`?") from None
     return {"name": name or "new", "templates": list(templates), "commit": commit}
@@ -83,7 +85,8 @@ def files_at(source: Path, commit: str, record: dict) -> dict[str, bytes]:
         ConfigError: there are no templates, or `new` fails there.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        tree, project = Path(temporary) / "templates", Path(temporary) / "new" / record["name"]
+        tree = Path(temporary) / "templates"
+        project = Path(temporary) / "new" / record["name"]
         git(source, "archive", "--format=tar", f"--output={temporary}/templates.tar", commit)
         shutil.unpack_archive(f"{temporary}/templates.tar", tree)
         command = [sys.executable, "-m", "shared", "new", "--", *record["templates"], str(project)]
@@ -142,7 +145,8 @@ def main() -> None:
     # Asked for, not recorded: a project got from others does not choose whose code runs.
     parser.add_argument("--source", type=Path, required=True, help="git checkout of the templates")
     options = parser.parse_args()
-    folder, source = Path.cwd(), options.source.resolve()
+    folder = Path.cwd()
+    source = options.source.resolve()
     record = read_record(folder)
     if not shutil.which("git"):
         raise ConfigError("upgrade merges with git, which is not installed")

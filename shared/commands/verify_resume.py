@@ -145,12 +145,14 @@ def _rows(run_dir: Path, wanted: Callable[[str], bool]) -> dict[int, dict[str, A
 
 def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     for step in sorted(one.keys() | other.keys()):
-        mine, theirs = one.get(step), other.get(step)
+        mine = one.get(step)
+        theirs = other.get(step)
         if mine == theirs:
             continue
         if isinstance(mine, dict) and isinstance(theirs, dict):
             name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
-            mine, theirs = f"{name} {mine.get(name)}", theirs.get(name)
+            mine = f"{name} {mine.get(name)}"
+            theirs = theirs.get(name)
         return f"first at step {step}: {str(mine)[:60]}, resumed {str(theirs)[:60]}"
     return "" if one else "nothing was recorded"
 
@@ -164,7 +166,8 @@ def verify(
         ConfigError: the command fails by itself.
         Differs: the second run starts from scratch instead of resuming.
     """
-    straight, killed = folder / "straight", folder / "killed"
+    straight = folder / "straight"
+    killed = folder / "killed"
     half = max(1, steps * 7 // 12)
     command = without_ours(command, folder)
     for text, run_dir, kill_after in (

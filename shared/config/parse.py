@@ -92,7 +92,8 @@ def free_fields(config_class: type) -> frozenset[str]:
 def measured_by(config: Any) -> str:
     """A digest of the settings of template, model and data, not its files: what an evaluation measures depends on them."""
     apart = {"batch", "optim", "speed", "evaluation", "checkpoint", "log"}
-    free, values = free_fields(type(config)) - {"eval_samples"}, flatten(config)
+    free = free_fields(type(config)) - {"eval_samples"}
+    values = flatten(config)
     names = {name for name, _, group in fields(type(config)) if group not in apart} - free - MODELS  # base is checked
     return hashlib.sha256(repr(sorted((name, values[name]) for name in names)).encode()).hexdigest()[:16]
 
@@ -221,7 +222,8 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
         key = flag[2:].replace("-", "_")
         texts = [text] if equals else []
         if key.startswith("no_") and _is_switch(kinds.get(key[3:])):
-            key, texts = key[3:], ["false", *texts]
+            key = key[3:]
+            texts = ["false", *texts]
         if key not in kinds and key != "config":
             unknown.append(f"{flag}{_suggest(key, kinds, '--')}")
         elif key in given and (key == "config" or get_origin(kinds[key]) is tuple):
@@ -260,7 +262,8 @@ def _read_yaml(path: Path, kinds: dict[str, Any], only_known: bool) -> tuple[dic
     where: dict[str, str] = {}
     unknown: list[str] = []
     for name, node in root.value if root else ():
-        key, place = str(name.value).replace("-", "_"), f"{path}:{name.start_mark.line + 1}"
+        key = str(name.value).replace("-", "_")
+        place = f"{path}:{name.start_mark.line + 1}"
         if key not in kinds:
             unknown.append(f"{place}: unknown key {key!r}{_suggest(key, kinds)}")
             continue

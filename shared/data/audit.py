@@ -116,7 +116,9 @@ def _check_sources(findings: Findings, sources: dict[str, int], steps: list[list
     """Whether all samples of each source of a mixture were used before one of them came again."""
     start = 0
     for name, size in sources.items():
-        times, twice, own = Counter[int](), set[int](), range(start, start + size)
+        times = Counter[int]()
+        twice = set[int]()
+        own = range(start, start + size)
         for samples in steps:
             times.update(mine := [sample for sample in samples if sample in own])
             most = math.ceil(times.total() / size)

@@ -92,7 +92,8 @@ def check_url(url: str, *, flag: str) -> None:
     Raises:
         ConfigError: another scheme, a folder, a glob or an archive.
     """
-    scheme, path = url.partition("://")[0], urlsplit(url).path
+    scheme = url.partition("://")[0]
+    path = urlsplit(url).path
     if scheme not in SCHEMES:
         raise ConfigError(f"--{flag} {url}: no such file; of URLs, {', '.join(SCHEMES)} are read")
     if re.search(r"[*\[]|/$|^$", path):
@@ -145,7 +146,8 @@ def find_files(
 
 def _is_packed(path: PurePath) -> bool:
     """Whether readers cannot take it: an archive, or compressed twice."""
-    suffix, inner = path.suffix.lower(), name_inside(path).suffix.lower()
+    suffix = path.suffix.lower()
+    inner = name_inside(path).suffix.lower()
     return suffix in ARCHIVES and (suffix == inner or inner in (*ARCHIVES, ".parquet"))
 
 

@@ -40,7 +40,8 @@ class MicroBatches:
     """
 
     def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches, self.is_taken = batches, False
+        self.batches = batches
+        self.is_taken = False
 
     def __iter__(self) -> Iterator[Batch]:
         if self.is_taken:
@@ -87,7 +88,10 @@ class _Rows:
     def __init__(
         self, samples: Samples, collate: Callable[[list[Row]], Batch], transform: Callable[[Row], Row] | None, seed: int
     ) -> None:
-        self.samples, self.collate, self.transform, self.seed = samples, collate, transform, seed
+        self.samples = samples
+        self.collate = collate
+        self.transform = transform
+        self.seed = seed
 
     def row(self, index: int, epoch: int) -> Row:
         row = self.samples[max(index, 0)]
@@ -295,8 +299,10 @@ class Loader:
             indices = self.order.indices(step)
             split = micro_batches(indices, self.share.rank, self.share.world_size, self.per_device)
             rows = MicroBatches(self._to_device(islice(batches, len(split))))
-            targets, epoch = self.samples.num_targets(indices), self.order.position(step)[0]
-            sources, place = self.order.used(step + 1), self.order.place(step + 1)
+            targets = self.samples.num_targets(indices)
+            epoch = self.order.position(step)[0]
+            sources = self.order.used(step + 1)
+            place = self.order.place(step + 1)
             yield Window(rows, targets, len(indices), epoch, self.order.samples_per_epoch, split, sources, place)
             rows.skip()
 

@@ -58,7 +58,8 @@ class DataConfig:
 
     def _check_mixture(self) -> None:
         flag = next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
-        named, weights = getattr(self, flag), self.mix_weights
+        named = getattr(self, flag)
+        weights = self.mix_weights
         if len(named) > 1 and flag != "train_file" and not weights:
             raise ConfigError(f"--{flag} has {len(named)} values: give a share for each of them with --mix_weights")
         if weights and len(weights) != len(named):

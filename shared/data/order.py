@@ -48,7 +48,8 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     round_keys = np.random.SeedSequence(key).generate_state(8, np.uint64)
 
     def encrypt(x: np.ndarray) -> np.ndarray:
-        left, right = x >> np.uint64(half), x & mask
+        left = x >> np.uint64(half)
+        right = x & mask
         for round_key in round_keys:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         return (left << np.uint64(half)) | right
@@ -75,7 +76,8 @@ def is_validation(numbers: np.ndarray, percent: float, part: float = 1.0) -> np.
     """
     with np.errstate(over="ignore"):
         hashed = _mix(np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    share, rest = hashed % np.uint64(10_000), hashed // np.uint64(10_000)
+    share = hashed % np.uint64(10_000)
+    rest = hashed // np.uint64(10_000)
     return (share < np.uint64(round(percent * 100))) & (rest <= np.uint64(part * (2**64 // 10_000)))
 
 

@@ -23,7 +23,8 @@ from shared.process.printing import print_main
 from shared.process.ranks import cores, is_main_rank, rank
 
 ABANDONED_AFTER = 24 * 3600  # seconds without a write, where locks do not tell whether a process lives
-CHECKSUMS, PIECE = "checksums.json", 2**26  # of each PIECE bytes of each file of a folder
+CHECKSUMS = "checksums.json"
+PIECE = 2**26  # of each PIECE bytes of each file of a folder
 VERIFIED = ".verified"  # when a folder's checksums were compared with its files
 
 
@@ -155,7 +156,8 @@ def usable(folder: Path) -> bool:
             return True
         if (size := sum(path.stat().st_size for path in _files(folder).values())) > 2**32:
             print_main(f"comparing {size / 1e9:.0f} GB of prepared data with their checksums, once a day")
-        known, found = json.loads((folder / CHECKSUMS).read_text()), _checksums(folder)
+        known = json.loads((folder / CHECKSUMS).read_text())
+        found = _checksums(folder)
         if known == found:
             with contextlib.suppress(OSError), open_regular(mark) as file:  # it may be a cache that only others write
                 file.write(_state(folder))

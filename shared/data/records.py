@@ -178,7 +178,9 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
         if index < cursor.file:
             continue
         if index > cursor.file:
-            cursor.file, cursor.number, cursor.offset = index, 0, 0
+            cursor.file = index
+            cursor.number = 0
+            cursor.offset = 0
         suffix = name_inside(path).suffix.lower()
         try:
             if suffix == ".parquet":
@@ -316,7 +318,8 @@ def _read_parquet(path: Path, cursor: Cursor) -> Records:
             skip = min(max(0, first - number), len(batch))
             number += skip
             for record in batch.slice(skip).to_pylist():
-                cursor.number, number = number, number + 1
+                cursor.number = number
+                number = number + 1
                 where = f"{path}: row {number}"
                 yield where, _as_json_lines(record, types, parse_json, where)
     except pa.ArrowException as error:
@@ -429,7 +432,8 @@ def load_hub(
                 where = f"{name}:{split}: row {number}"
                 yield where, _as_json_lines(record, types, None, where)
             if streaming and (number + 1) % STATES == 0:
-                cursor.file, cursor.state = number + 1, dataset.state_dict()
+                cursor.file = number + 1
+                cursor.state = dataset.state_dict()
     except Exception as error:  # datasets raises many types for a mistyped name
         kind_of = NotNow if is_of_the_network(error) else ConfigError
         raise kind_of(f"--dataset_name {name} (split {split}): {first_line(error)}") from None

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 BATCH = 2**18  # characters that a process encodes at a time
 SAVE_EVERY = 5.0  # seconds of work that a killed preparation loses, at most
-STATE, LINES = "state.json", "lines.jsonl"
+STATE = "state.json"
+LINES = "lines.jsonl"
 
 
 @dataclass
@@ -104,7 +105,8 @@ def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         characters += size(item)
         if characters >= BATCH:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -142,7 +144,8 @@ def _first_of(source: Source, limit: int) -> Iterator[Any]:
 def _fill(folder: Path, source: Source, encode: Encode, processes: int | None) -> None:
     from tqdm import tqdm
 
-    notes, writer = Notes(), _Writer(folder)
+    notes = Notes()
+    writer = _Writer(folder)
     items = islice(encode.items(source, notes), writer.items, None)
     found = parallel_map(partial(_encode_batch, encode), batches(items, encode.size), processes)
     with tqdm(desc=f"tokenising {source.name}", initial=writer.items, leave=False, disable=None) as bar:

@@ -38,7 +38,8 @@ class Form:
 
         A comma may end a line of a text, so that two lines with commas say nothing.
         """
-        delimiters, least = len(cells) - 1, 2 if self.delimiter == "\t" else 3
+        delimiters = len(cells) - 1
+        least = 2 if self.delimiter == "\t" else 3
         lines = re.split("\r\n|\r|\n", self.delimiter.join(cells))
         return len(lines) >= least and delimiters > 0 and all(line.count(self.delimiter) == delimiters for line in lines)
 
@@ -58,7 +59,8 @@ def read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ConfigError(f"{path}:1: the columns are separated by semicolons: save it as CSV with commas")
             if len(set(columns)) < len(columns):  # csv would keep the last one without a word
                 raise ConfigError(f"{path}:1: a column is there twice ({', '.join(columns)})")
-            file.record, file.line = 0, reader.line_num + 1
+            file.record = 0
+            file.line = reader.line_num + 1
             for cells in filter(None, reader):
                 if len(cells) != len(columns):
                     raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
@@ -69,7 +71,8 @@ def read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         'looks like a record: write "" for a quote in quotes, or save it as JSON lines'
                     )
                 yield f"{path}:{first}", dict(zip(columns, cells, strict=True))
-                file.record, file.line = 0, reader.line_num + 1
+                file.record = 0
+                file.line = reader.line_num + 1
         except csv.Error as error:
             raise ConfigError(f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})") from None
 
@@ -107,7 +110,9 @@ def _head(lines: io.TextIOWrapper) -> Iterator[str]:
 
 def _reach(path: Path, form: Form) -> tuple[float, bool]:
     """(the first line that is no record, or infinity; whether cells have line ends) of the beginning of a file."""
-    columns, begins, has_line_ends = 0, 1, False
+    columns = 0
+    begins = 1
+    has_line_ends = False
     reach = taken_in = float("inf")
     with DataFile(path) as file, file.text(newline="") as lines:
         reader = form.reader(_head(lines))
@@ -122,7 +127,8 @@ def _reach(path: Path, form: Form) -> tuple[float, bool]:
                 elif reader.line_num > begins:
                     has_line_ends = True
                 begins = reader.line_num + 1
-                file.record, file.line = 0, begins
+                file.record = 0
+                file.line = begins
         except csv.Error as error:
             is_cut = "unexpected end" in str(error) and lines.read(1)  # the window ends in a cell, not the file
             reach = reach if is_cut else begins

@@ -93,13 +93,15 @@ class Evaluation:
         content = table.getvalue()
         (folder / "predictions.csv").write_text(content, "utf-8", "backslashreplace", newline="")
 
-        confusion, worst = folder / "confusion_matrix.png", folder / "mistakes.png"
+        confusion = folder / "confusion_matrix.png"
+        worst = folder / "mistakes.png"
         for path in (confusion, worst):
             path.unlink(missing_ok=True)  # of an earlier evaluation
         try:
             shown = picture_names(self.classes)
             if "eval_accuracy" in self.summary:  # one label a sample
-                title, names = self.headline, list(shown.values())
+                title = self.headline
+                names = list(shown.values())
                 draw_confusion_matrix(confusion, title, names, self.labels, self.predicted)
             tiles = []
             for sample, mistake in self.mistakes[:SHOWN]:

@@ -17,7 +17,8 @@ def of_one_label(rows: np.ndarray, classes: tuple[str, ...], noun: str) -> Evalu
     from sklearn.metrics import f1_score, matthews_corrcoef
 
     labels, predicted, above = rows[:, [0, 1, 4]].astype(np.int64).T
-    confidence, losses = rows[:, 2], rows[:, 3]
+    confidence = rows[:, 2]
+    losses = rows[:, 3]
     by_class = figures_by_class(labels, predicted, len(classes))
     accuracy = (labels == predicted).mean()
     summary = {"eval_loss": losses.mean(), "eval_accuracy": accuracy}
@@ -64,7 +65,8 @@ def of_several_labels(
     from sklearn.metrics import average_precision_score
 
     targets, logits = torch.from_numpy(rows).chunk(2, dim=1)
-    labels, scores = targets.numpy() > 0, logits.sigmoid().numpy()
+    labels = targets.numpy() > 0
+    scores = logits.sigmoid().numpy()
     losses = binary_cross_entropy(logits.float(), targets.float()).sum(1)
     if thresholds is None:
         best = [best_threshold(*pair) for pair in zip(labels.T, scores.T, strict=True)]

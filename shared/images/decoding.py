@@ -18,9 +18,12 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP
 # How their files end. The installed Pillow knows .jfif, .jpe, .apng, ...
 SUFFIXES = tuple(sorted(end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")))
 
-JPEG, PNG, RIFF = b"\xff\xd8", b"\x89P", b"RI"  # how their files begin
+JPEG = b"\xff\xd8"
+PNG = b"\x89P"
+RIFF = b"RI"  # how their files begin
 ENDS = {JPEG: b"\xff\xd9", PNG: b"IEND\xaeB`\x82"}
-HEAD, TAIL = 2**16, 64  # bytes that `check` reads
+HEAD = 2**16
+TAIL = 64  # bytes that `check` reads
 
 
 class BadImage(ValueError):

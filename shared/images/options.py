@@ -98,7 +98,8 @@ class RecipeConfig:
     def describe(self, processor: Any, order: str) -> str:
         """A line of the summary: size, order and scale of the pixels, and what is on."""
         on = {name: value for name, value in vars(self).items() if value not in (None, 0, "none")}
-        size, values = processor.crop_size["height"], (processor.image_mean, processor.image_std)
+        size = processor.crop_size["height"]
+        values = (processor.image_mean, processor.image_std)
         mean, deviation = (" ".join(f"{value:.3g}" for value in some) for some in values)
         pixels = [f"{size} x {size} pixels", order, f"mean {mean}", f"deviation {deviation}"]
         return ", ".join([*pixels, *(f"{name} {value}" for name, value in on.items())])

@@ -44,15 +44,23 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
                 raise
             note(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     patch = own.patch_size if hasattr(own, "max_num_patches") else 0
-    mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
-    size, share, unusual = 224, 0.875, []
+    mean = list(IMAGENET_DEFAULT_MEAN)
+    std = list(IMAGENET_DEFAULT_STD)
+    resample = Image.Resampling.BICUBIC
+    size = 224
+    share = 0.875
+    unusual = []
     if hasattr(own, "data_config"):  # timm
         timm = own.data_config
-        mean, std, size, share = list(timm["mean"]), list(timm["std"]), timm["input_size"][-1], timm["crop_pct"]
+        mean = list(timm["mean"])
+        std = list(timm["std"])
+        size = timm["input_size"][-1]
+        share = timm["crop_pct"]
         resample = Image.Resampling[timm["interpolation"].upper()]
         unusual = [f"crop_mode: {timm['crop_mode']}"] if timm.get("crop_mode", "center") != "center" else []
     elif own is not None:
-        mean, std = own.image_mean or mean, own.image_std or std
+        mean = own.image_mean or mean
+        std = own.image_std or std
         resample = own.resample if own.resample is not None else resample
         edges, crop = (
             {edge: pixels for edge, pixels in dict(given or {}).items() if pixels}
@@ -61,7 +69,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         size = resized = edges.get("shortest_edge") or edges.get("height") or size
         own_pct = getattr(own, "crop_pct", None)
         if patch:
-            size, share = patch * math.isqrt(own.max_num_patches), 1.0
+            size = patch * math.isqrt(own.max_num_patches)
+            share = 1.0
         if getattr(own, "do_center_crop", None):
             size = crop.get("height") or resized
             share = size / int(resized / (own_pct or 1))
@@ -77,7 +86,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             share = 1.0
     if unusual:
         note(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
-    size, share = image_size or size, crop_pct or share
+    size = image_size or size
+    share = crop_pct or share
     if patch and size % patch:
         raise ConfigError(f"--image_size {size}: {name} takes whole patches of {patch} pixels")
     processor: Any = (_SquareNaFlex if patch else BitImageProcessor)(
@@ -97,7 +107,8 @@ def timm_settings(processor: Any, config: Any) -> dict[str, Any]:
     """What final/config.json needs for the images that the model was trained on: timm's models read no other file."""
     if not getattr(config, "pretrained_cfg", None):
         return {}
-    size, resized = processor.crop_size["height"], processor.size["shortest_edge"]
+    size = processor.crop_size["height"]
+    resized = processor.size["shortest_edge"]
     images = {
         "input_size": [3, size, size],
         "crop_pct": size / (resized + 0.25),  # timm rounds the other way

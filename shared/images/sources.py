@@ -181,7 +181,9 @@ def _look(paths: list[bytes]) -> np.ndarray:
 
 def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path | None]:
     """The folder with the class folders to train on, and that to validate on."""
-    train, validation, inside = root, config.validation_dir, {path.name for path in _folders(root)}
+    train = root
+    validation = config.validation_dir
+    inside = {path.name for path in _folders(root)}
     others = inside - {"train", "test", *VALIDATION}
     if others and "train" in inside and inside & set(VALIDATION):
         raise ConfigError(

@@ -38,7 +38,8 @@ def load_base(
     # These adapters begin with numbers that whole weights give.
     whole = whole or adapter.use_dora or adapter.init_lora_weights != "default" or bool(adapter.adapter_name_or_path)
     if adapter.load_in_4bit or adapter.load_in_8bit:
-        whole, sharded = True, accelerator.distributed_type == DistributedType.FSDP
+        whole = True
+        sharded = accelerator.distributed_type == DistributedType.FSDP
         if adapter.load_in_8bit and sharded:
             raise ConfigError("--load_in_8bit cannot be sharded: use --load_in_4bit, or accelerate_configs/ddp.yaml")
         options["device_map"] = {"": device}
@@ -97,7 +98,8 @@ def _given_adapters(base: Any, name: str) -> Any:
     lora = model.peft_config["default"]
     if (before := lora.base_model_name_or_path) and before != base.name_or_path:
         note(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")
-        lora.base_model_name_or_path, lora.revision = base.name_or_path, None
+        lora.base_model_name_or_path = base.name_or_path
+        lora.revision = None
     return model
 
 
@@ -163,7 +165,8 @@ def save_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor], ini
     if initial:
         weights = pissa_to_lora(weights, initial)
         lora = model.peft_config["default"]
-        lora.r, lora.init_lora_weights = 2 * lora.r, True
+        lora.r = 2 * lora.r
+        lora.init_lora_weights = True
         lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # the scale stays: alpha / r, with rsLoRA alpha / sqrt(r)
     model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
 

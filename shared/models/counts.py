@@ -104,7 +104,8 @@ def _attention_layers(model: nn.Module, outer: tuple[str, ...]) -> Iterator[nn.M
 
 def _attention_size(attention: Any, text: Any, seq_length: float) -> float:
     """Width times tokens that a token sees, of one layer."""
-    types, index = getattr(text, "layer_types", None), getattr(attention, "layer_idx", None)
+    types = getattr(text, "layer_types", None)
+    index = getattr(attention, "layer_idx", None)
     kind = types[index] if types and index is not None else "sliding"  # without types, a window is that of all layers
     window = getattr(text, "sliding_window", None) if "sliding" in kind else None
     window = getattr(text, "attention_chunk_size", None) if "chunked" in kind else window
@@ -137,7 +138,8 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     outer = tuple(f"{name}." for name in outer_parts(model))
     total = 0.0
     for name, parameter in model.named_parameters():
-        share, names = 1.0, name.split(".")
+        share = 1.0
+        names = name.split(".")
         routed = "experts" in names or (experts and parameter.ndim == 3 and parameter.shape[0] == experts)
         if routed and not any("shared" in part for part in names):
             if not isinstance(experts, int) or not isinstance(active, int):

@@ -77,14 +77,16 @@ def continuations(
     A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs `generate`, with its
     cache, on the prepared model under every strategy. Every rank calls this with the same prompts.
     """
-    training, whole = model.training, without_adapters(extract_model_from_parallel(model))
+    training = model.training
+    whole = without_adapters(extract_model_from_parallel(model))
     model.eval()
     device = PartialState().device  # offloaded weights are elsewhere
     context = context_of(whole) or sys.maxsize
     ends = [token for token in (tokenizer.eos_token_id, end) if token is not None]
     given: Any = {"max_new_tokens": min(max_new_tokens, context - 1), "do_sample": sample, "eos_token_id": ends or None}
     settings = GenerationConfig(**given, pad_token_id=0, top_k=0)
-    before, texts = whole.generation_config, []
+    before = whole.generation_config
+    texts = []
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with forked, torch.compiler.set_stance("force_eager"), _through(model, whole):
@@ -121,7 +123,8 @@ def answers(
     outputs = continuations(model, tokenizer, [ids for ids, _ in prompts], max_new_tokens=max_new_tokens, end=end)
     rows = []
     for (ids, expected), output in zip(prompts, outputs, strict=True):
-        prompt, reference = tokenizer.decode(ids), tokenizer.decode(expected, skip_special_tokens=True).strip()
+        prompt = tokenizer.decode(ids)
+        reference = tokenizer.decode(expected, skip_special_tokens=True).strip()
         rows.append([str(step), prompt, reference, output])
         parts = {"prompt": prompt, "reference": reference, f"model at step {step}": first_lines(output)}
         print_main(*(line for title, text in parts.items() for line in (f"--- {title}", *indented(text))), "---")

@@ -38,7 +38,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         NotNow: the Hub does not answer.
     """
     _refuse_flex_on_cpu(options)
-    is_folder, of_weights = os.path.isdir(name), bool(options.get("use_safetensors"))
+    is_folder = os.path.isdir(name)
+    of_weights = bool(options.get("use_safetensors"))
     is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
     if first is None and not is_of_text and os.path.isfile(os.path.join(name, "adapter_config.json")):
         raise ConfigError(_AN_ADAPTER.format(name=name))

@@ -104,7 +104,8 @@ def load_pretrained(
 
 def _to_patches(model: Any, args: tuple[()], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Before the forward of a NaFlex model: its pixel_values [rows, 3, height, width] become [rows, patches, pixels]."""
-    images, size = options["pixel_values"], model.config.vision_config.patch_size
+    images = options["pixel_values"]
+    size = model.config.vision_config.patch_size
     rows, _, height, width = images.shape
     patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
     shapes = torch.tensor([[height // size, width // size]]).expand(rows, 2)  # on the CPU, where the model reads them

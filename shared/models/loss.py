@@ -87,10 +87,13 @@ def log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor], groups: 
     Returns:
         [count], fp32; 0 for a group without targets.
     """
-    labels, targets, groups = batch["labels"].flatten(), batch.get("targets"), groups.flatten()
+    labels = batch["labels"].flatten()
+    targets = batch.get("targets")
+    groups = groups.flatten()
     found = _forward_with_labels(model, batch, by_target=True).logits
     if targets is not None:
-        labels, groups = labels[targets], groups[targets]
+        labels = labels[targets]
+        groups = groups[targets]
     if found.ndim > 1:  # logits
         found = found.flatten(0, 1) if targets is None else found.flatten(0, 1).index_select(0, targets)
         found = _log_probabilities(found, labels, lambda logits: logits, MIN_TOKENS)
@@ -126,7 +129,8 @@ def balancing_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor
     for logits in router_logits:
         probabilities = logits.float().reshape(*labels.shape, -1).softmax(-1)
         sent = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
-        share, probability = (sent * weights).sum(1), (probabilities * weights).sum(1)  # [batch, experts]
+        share = (sent * weights).sum(1)
+        probability = (probabilities * weights).sum(1)  # [batch, experts]
         by_row = by_row + logits.shape[-1] * (share * probability).sum(1)
     return (by_row * is_target.sum(1)).sum() / len(router_logits)
 
@@ -156,8 +160,10 @@ class _InOnePass(torch.autograd.Function):
         sums: list[torch.Tensor] = []
         result = torch.empty(len(labels), device=states.device)
         for start in range(0, max(1, len(states)), size):  # once even without tokens: DDP waits for each gradient
-            chunk, label = slice(start, start + size), labels[start : start + size]
-            target, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
+            chunk = slice(start, start + size)
+            label = labels[start : start + size]
+            target = label.clamp(min=0)[:, None]
+            left_out = label[:, None] == IGNORED
             part = states[chunk].masked_fill(left_out, 0.0).requires_grad_(to_states)  # cheaper than masking the logits
             with torch.enable_grad():
                 logits = logits_of(part)
@@ -169,7 +175,8 @@ class _InOnePass(torch.autograd.Function):
                 result[chunk], gradient = _compiled()(logits, target, left_out)
                 del logits
             else:
-                dtype, gradient = logits.dtype, F.log_softmax(logits, -1, dtype=torch.float32)
+                dtype = logits.dtype
+                gradient = F.log_softmax(logits, -1, dtype=torch.float32)
                 del logits
                 result[chunk] = gradient.gather(-1, target).masked_fill_(left_out, 0.0).squeeze(-1)
                 gradient.exp_().scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
@@ -239,7 +246,8 @@ class FusedHead:
     """
 
     def __init__(self, model: Any, function: Any, compiled: bool = False) -> None:
-        self.function, self.compiled = function, compiled
+        self.function = function
+        self.compiled = compiled
         # Labels, targets, and whether each target's log-probability is asked for
         self.asked: tuple[torch.Tensor, torch.Tensor | None, bool] | None = None
         self.result: torch.Tensor | None = None
@@ -258,9 +266,11 @@ class FusedHead:
         """The head's logits, or the loss or log-probabilities while they are asked for."""
         if self.asked is None:
             return type(head).forward(head, hidden)
-        (labels, targets, by_target), states = self.asked, hidden.flatten(0, -2)
+        (labels, targets, by_target) = self.asked
+        states = hidden.flatten(0, -2)
         if targets is not None:
-            labels, states = labels[targets], states.index_select(0, targets)
+            labels = labels[targets]
+            states = states.index_select(0, targets)
         device = hidden.device.type
         mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if mixed else hidden.dtype
@@ -315,7 +325,8 @@ def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) 
     with whole.get_output_embeddings().register_forward_hook(give_known), no_sync:
         logits = forward_rows(model, batch).logits
     small, one, large = logits.flatten()[:3].tolist()
-    is_capped, is_fp32 = abs(large) < 1e20, logits.dtype == torch.float32
+    is_capped = abs(large) < 1e20
+    is_fp32 = logits.dtype == torch.float32
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = x.float() if is_fp32 else x
@@ -358,7 +369,8 @@ def fuse_head(accelerator: Accelerator, model: Any, vocab_size: int, *, compiled
         except Exception as error:  # a model may raise anything if it gets a loss in place of logits
             if is_out_of_memory(error):
                 raise
-            summary, model.fused_head = f"not fused: {first_line(error)}", None
+            summary = f"not fused: {first_line(error)}"
+            model.fused_head = None
         finally:
             end_step(model)
             model.train(training)

@@ -42,7 +42,9 @@ class _Stage(nn.Module):
             decoder.embed_tokens = _Through()
         if not last:
             decoder.norm = _Through()
-        self.decoder, self.first, self.autocast = decoder, first, autocast
+        self.decoder = decoder
+        self.first = first
+        self.autocast = autocast
         self.head = model.get_output_embeddings() if last else None  # type: ignore[operator]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +65,9 @@ def require_same(model: Any, cuts: list[int]) -> None:
     Raises:
         ConfigError: this model cannot be cut.
     """
-    name, training, attention = type(model).__name__, model.training, model.config._attn_implementation
+    name = type(model).__name__
+    training = model.training
+    attention = model.config._attn_implementation
     x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
     enlarge = model.get_output_embeddings().register_forward_hook(lambda head, args, logits: 100 * logits)
     is_flash = str(attention).startswith("flash")  # for a GPU alone, and the model is not there yet
@@ -109,14 +113,18 @@ class Pipeline:
     def __init__(
         self, accelerator: Accelerator, model: Any, *, ranks: int, stages_per_rank: int, micro_batches: int
     ) -> None:
-        kind, sizes = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
+        kind = accelerator.distributed_type
+        sizes = getattr(accelerator, "parallelism_config", None)
         plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (sizes is None or sizes.total_size == 1)
         if not plain:
             raise ConfigError("a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: it spreads the model itself")
         if accelerator.mixed_precision in ("fp16", "fp8"):
             raise ConfigError(f"a pipeline does not work with {accelerator.mixed_precision}: use bf16")
-        decoder, text, name = model.get_decoder(), model.config.get_text_config(), type(model).__name__
-        parts_of_llama, found = {"embed_tokens", "layers", "norm"}, {child for child, _ in decoder.named_children()}
+        decoder = model.get_decoder()
+        text = model.config.get_text_config()
+        name = type(model).__name__
+        parts_of_llama = {"embed_tokens", "layers", "norm"}
+        found = {child for child, _ in decoder.named_children()}
         if not parts_of_llama <= found <= parts_of_llama | {"rotary_emb"} or text is not model.config:
             raise ConfigError(f"{name} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
         if can_balance(text) and text.output_router_logits:
@@ -126,7 +134,8 @@ class Pipeline:
             )
         if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
             raise ConfigError("the first and the last stage cannot share embeddings: the model has tie_word_embeddings")
-        stages, blocks = ranks * stages_per_rank, len(decoder.layers)
+        stages = ranks * stages_per_rank
+        blocks = len(decoder.layers)
         if blocks < stages:
             raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
         if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
@@ -137,21 +146,26 @@ class Pipeline:
         mesh = init_device_mesh(
             accelerator.device.type, (accelerator.num_processes // ranks, ranks), mesh_dim_names=("data", "pipeline")
         )
-        self.data_group, self.group = mesh["data"].get_group(), mesh["pipeline"].get_group()
+        self.data_group = mesh["data"].get_group()
+        self.group = mesh["pipeline"].get_group()
         self.readers = accelerator.num_processes // ranks
-        self.device, self.micro_batches, self.scale = accelerator.device, micro_batches, 1.0
+        self.device = accelerator.device
+        self.micro_batches = micro_batches
+        self.scale = 1.0
         rank = dist.get_rank(self.group)
         cuts = [blocks * i // stages for i in range(stages + 1)]
         require_same(model, cuts)
         mine = [rank + ranks * i for i in range(stages_per_rank)]
-        self.has_first, self.has_last = 0 in mine, stages - 1 in mine
+        self.has_first = 0 in mine
+        self.has_last = stages - 1 in mine
         parts: list[Any] = []
         for number in mine:
             ends = {"first": number == 0, "last": number == stages - 1}
             part = _Stage(model, range(cuts[number], cuts[number + 1]), **ends, autocast=accelerator.autocast)
             part.to(accelerator.device)
             parts.append(PipelineStage(part, number, stages, accelerator.device, group=self.group))
-        self.stages, self.parts = parts, [part.submod for part in parts]
+        self.stages = parts
+        self.parts = [part.submod for part in parts]
         owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
         decoder.layers = nn.ModuleList(block if i in owned else _Through() for i, block in enumerate(decoder.layers))
         if not self.has_first:

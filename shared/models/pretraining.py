@@ -53,7 +53,8 @@ def build_causal_lm(
             architecture = from_hub(AutoConfig, config.config_name)
         text = architecture.get_text_config()  # of a multimodal model: its own part of the config
         text.vocab_size = vocabulary_size(tokenizer)
-        text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        text.bos_token_id = tokenizer.bos_token_id
+        text.eos_token_id = tokenizer.eos_token_id
         text.pad_token_id = None  # transformers would begin with zeros as this token's embedding
         if can_balance(text):  # before the overrides, which may turn it off
             text.output_router_logits = True

@@ -45,7 +45,8 @@ def _resampled(model: Any, size: int, problem: ConfigError) -> Any:
     if not isinstance(getattr(config, "image_size", None), int):
         raise problem
     config.image_size = size
-    made, weights = type(model)(config), model.state_dict()
+    made = type(model)(config)
+    weights = model.state_dict()
     for name, wanted in made.state_dict().items():
         if weights[name].shape != wanted.shape:
             if "position_embedding" not in name or wanted.ndim != 3:
@@ -67,7 +68,8 @@ def resample(embeddings: torch.Tensor, length: int, patches: int) -> torch.Tenso
     """
     others = embeddings[:, : length - patches]
     square = embeddings[:, length - patches :]
-    before, after = math.isqrt(square.shape[1]), math.isqrt(patches)
+    before = math.isqrt(square.shape[1])
+    after = math.isqrt(patches)
     picture = square.reshape(1, before, before, -1).permute(0, 3, 1, 2)
     picture = F.interpolate(picture, size=(after, after), mode="bicubic", antialias=True)
     return torch.cat([others, picture.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)

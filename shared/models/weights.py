@@ -107,7 +107,8 @@ class WeightCopy:
     @torch.no_grad()
     def swap(self) -> None:
         for name, value in self.live.items():
-            mine, theirs = local_part(self.tensors[name]), local_part(value)
+            mine = local_part(self.tensors[name])
+            theirs = local_part(value)
             kept = theirs.clone()
             theirs.copy_(mine)
             mine.copy_(kept)

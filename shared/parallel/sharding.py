@@ -94,7 +94,8 @@ def prepare(
         tensor_parallel(model, mesh)
         make_whole(model)  # what is not cut: embeddings, norms
         _give_parameters(optimizers, groups_of, model)
-    sharded, layout = accelerator.distributed_type == DistributedType.FSDP, accelerator.parallelism_config
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    layout = accelerator.parallelism_config
     if (mesh is not None or replicas) and not sharded:
         # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has no sharded weights.
         # It leaves models with DTensors where they are: the embeddings and norms, which are whole, are still on the CPU.
@@ -171,7 +172,8 @@ def sharding_shares(accelerator: Accelerator, model: nn.Module, optimizers: Iter
         mine = everything = 0
         for p in parameters:
             local = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
-            mine, everything = mine + local.numel(), everything + getattr(p, "ds_numel", p.numel())
+            mine = mine + local.numel()
+            everything = everything + getattr(p, "ds_numel", p.numel())
         return mine / everything
 
     reshard(model)  # a forward has left weights of the root gathered

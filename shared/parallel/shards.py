@@ -55,7 +55,8 @@ def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 @contextlib.contextmanager
 def _freed_at_once() -> Iterator[None]:
     """Let glibc return what is freed to the system. It would keep blocks of a model's size, up to 32 MiB each."""
-    mmap_threshold, trim_threshold = -3, -1  # of malloc.h
+    mmap_threshold = -3
+    trim_threshold = -1  # of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
     mallopt(mmap_threshold, 2**20)
     try:

@@ -37,7 +37,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         ConfigError: there is no plan, or it has a kind of cut that is not supported.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    name_of_model, kinds = type(whole).__name__, {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    name_of_model = type(whole).__name__
+    kinds = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     decoder, config, plan = _plan_of(whole)
     if not plan or not set(plan.values()) <= set(kinds):
         foreign = ", ".join(sorted(set(plan.values()) - set(kinds))) or "none"

@@ -41,7 +41,8 @@ def wait_for_main() -> None:
     """
     if not dist.is_initialized():
         return
-    store, here = dist.distributed_c10d._get_default_store(), "the main rank is done"
+    store = dist.distributed_c10d._get_default_store()
+    here = "the main rank is done"
     if ranks.is_main_rank():
         store.set(here, "")
     try:

@@ -56,7 +56,8 @@ def note(*lines: str) -> None:
 def release_notes() -> None:
     """Print the notes that were kept, and each further one at once."""
     global _kept
-    lines, _kept = _kept, None
+    lines = _kept
+    _kept = None
     if lines:
         print_main(*lines)
 

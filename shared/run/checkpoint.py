@@ -90,8 +90,12 @@ class Checkpointer:
     ) -> None:
         self.replicas = replicas
         self.own = f"replica{replicas.index}." if replicas else ""  # begins the names of what replicas do not share
-        self.ema, self.extra = ema, dict(extra or {})
-        self.accelerator, self.run_dir, self.data, self.base = accelerator, run_dir, data, base
+        self.ema = ema
+        self.extra = dict(extra or {})
+        self.accelerator = accelerator
+        self.run_dir = run_dir
+        self.data = data
+        self.base = base
         self.options: CheckpointConfig = config.checkpoint
         self.settings = redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
@@ -99,7 +103,8 @@ class Checkpointer:
         self.trainable: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         for name, model in models.items():
-            prefix, whole = "" if name == "model" else f"{name}/", accelerator.unwrap_model(model)
+            prefix = "" if name == "model" else f"{name}/"
+            whole = accelerator.unwrap_model(model)
             reshard(whole)  # gathered weights are other Parameter objects
             # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
             self.trainable |= {prefix + n: p for n, p in whole.named_parameters() if p.requires_grad}
@@ -227,7 +232,8 @@ class Checkpointer:
             CheckpointError: it failed.
         """
         if self.pending is not None:
-            pending, self.pending = self.pending, None
+            pending = self.pending
+            self.pending = None
             pending.result()
 
     def _write(self, folder: Path, tensors: dict[str, Any], content: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -319,13 +325,16 @@ class Checkpointer:
         faults.point("resume.verified")
         try:
             content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            scalars, scaler = content.pop("scalars"), content.pop("scaler", None)
+            scalars = content.pop("scalars")
+            scaler = content.pop("scaler", None)
             state = TrainState(**content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
         self._load(folder, scalars, state.step)
         if begins:  # the checkpoint of another run: drop its tracker id and scores
-            state.tracker_run_id, state.started_from, state.interval = "", "", []
+            state.tracker_run_id = ""
+            state.started_from = ""
+            state.interval = []
             state.forget_scores()
             on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         elif named is not None and folder == named.resolve():
@@ -340,7 +349,8 @@ class Checkpointer:
 
     def _verify(self, folder: Path) -> dict[str, Any]:
         """`verify`, with the files shared among the ranks; all of them raise alike. Every rank calls this."""
-        problem, manifest = None, {}
+        problem = None
+        manifest = {}
         try:
             manifest = verify(folder, self.accelerator.process_index, self.accelerator.num_processes)
         except CheckpointError as error:
@@ -397,7 +407,8 @@ class Checkpointer:
     def _require_compatible(self, folder: Path, manifest: dict[str, Any]) -> None:
         own = {"data": self.data, "base": self.base, "settings": self.settings, "strategy": strategy(self.accelerator)}
         own |= {"replicas": self.replicas.count if self.replicas else 0}
-        saved, sharded_by_zero = TensorReader(folder).pieces, zero.is_used(self.accelerator)
+        saved = TensorReader(folder).pieces
+        sharded_by_zero = zero.is_used(self.accelerator)
         fits = sharded_by_zero or all(
             f"model.{name}" in saved and saved[f"model.{name}"][0][1].shape == tuple(p.shape)
             for name, p in self.trainable.items()

@@ -166,7 +166,8 @@ def require_compatible(
         )
     if manifest.get("strategy") != own["strategy"]:
         lines["strategy"] = f"ran on {manifest.get('strategy')}, now on {own['strategy']}"
-    old, new = manifest.get("versions", {}), versions()
+    old = manifest.get("versions", {})
+    new = versions()
     lines |= {name: f"{name} {old[name]}, now {new[name]}" for name in old.keys() & new if old[name] != new[name]}
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:

@@ -156,7 +156,8 @@ def is_of_a_lost_rank(error: BaseException) -> bool:
 
 def _silent_ranks() -> str:
     """Which ranks do not answer within some seconds, asked through the launcher's store."""
-    world_size, mine = ranks.world_size(), ranks.rank()
+    world_size = ranks.world_size()
+    mine = ranks.rank()
     silent = [r for r in range(world_size) if r != mine]
     with contextlib.suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
@@ -194,7 +195,8 @@ def _report(error: BaseException | None) -> None:
     code = error.exit_code if isinstance(error, CleanExit) else int(error is not None)
     cause = "finished" if error is None else redact(first_line(error))
     content = {"exit_code": code, "cause": cause, "step": _step, "rank": ranks.rank(), "time": time.time()}
-    path, temporary = _folder / "exit.json", _folder / f".tmp-exit-{ranks.rank()}"
+    path = _folder / "exit.json"
+    temporary = _folder / f".tmp-exit-{ranks.rank()}"
     with contextlib.suppress(OSError):
         with open_regular(temporary) as file:
             file.write(json.dumps(content) + "\n")

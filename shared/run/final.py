@@ -22,7 +22,8 @@ def save_whole(
         about: a line about the data.
         end: the token that ends a turn, if there is one.
     """
-    name, whole = run.config.model_name_or_path, run.unwrap(model)
+    name = run.config.model_name_or_path
+    whole = run.unwrap(model)
     weights = gather_weights(run.accelerator, model, dtype=dtype)
     if not run.is_main:
         return

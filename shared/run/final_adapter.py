@@ -25,7 +25,8 @@ def save_adapter(
         about: a line about the data.
         end: the token that ends a turn, if there is one.
     """
-    config, name = run.config, run.config.model_name_or_path
+    config = run.config
+    name = run.config.model_name_or_path
     weights = gather_weights(run.accelerator, model, trainable_only=True)
     if not run.is_main:
         return

@@ -99,7 +99,8 @@ def run_id(folder: Path) -> str:
     Raises:
         ConfigError: the folder holds what the run would overwrite, and what it is not known to have written.
     """
-    lock, found = folder / ".lock", None
+    lock = folder / ".lock"
+    found = None
     if folder in _locks:  # to open it once more, and to close it, would let go of the lock
         _locks[folder].seek(0)
         found = OWN.match(_locks[folder].read(21))

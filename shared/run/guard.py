@@ -75,8 +75,12 @@ class Guard:
         max_skipped: int,
         replicas: Replicas | None = None,
     ) -> None:
-        self.accelerator, self.models, self.state, self.max_skipped = accelerator, models, state, max_skipped
-        self.replicas, self.own_skips = replicas, 0
+        self.accelerator = accelerator
+        self.models = models
+        self.state = state
+        self.max_skipped = max_skipped
+        self.replicas = replicas
+        self.own_skips = 0
         self.asked = 0  # the signal that a rank of this replica has received
         self.last_step: int | None = None  # after which all replicas stop
         self.received = self.agreed = self.slow = 0
@@ -101,7 +105,8 @@ class Guard:
         apart = apart and self.replicas is not None
         group = self.replicas.inner if apart and self.replicas else None
         if self.accelerator.num_processes == 1 or (apart and group is None):
-            alone, self.slow = _OnItsWay(good), int(slow)
+            alone = _OnItsWay(good)
+            self.slow = int(slow)
             return good, lambda: bool(alone.read())
         verdict = torch.full((2,), -(2 * self.received + slow), dtype=torch.int32, device=good.device)
         verdict[0] = good
@@ -135,7 +140,8 @@ class Guard:
         self.settle()
         scaler = self.accelerator.scaler
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
-        before, self.began = self.began, time.perf_counter()
+        before = self.began
+        self.began = time.perf_counter()
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
         everywhere, fetch = self._agree(finite, slow=self.began - before > 1, apart=True)
         step = self.state.step
@@ -153,7 +159,8 @@ class Guard:
         Raises:
             NonFiniteError: on all ranks: the limit is reached, or what a skipped update leaves is already spoiled.
         """
-        act, self.unread = self.unread, None
+        act = self.unread
+        self.unread = None
         if act is not None:
             act()
 
@@ -239,7 +246,8 @@ class Guard:
     def _count_all_skips(self) -> None:
         assert self.replicas is not None
         self.settle()
-        own, self.own_skips = self.own_skips, 0
+        own = self.own_skips
+        self.own_skips = 0
         skips = torch.tensor(float(own if self.replicas.leads else 0), device=self.accelerator.device)
         self.state.skipped += int(self.accelerator.reduce(skips, "sum").item()) - own
         if self.state.skipped > self.max_skipped:

@@ -129,7 +129,8 @@ def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int
     for what, every, flag in (("evaluated", eval_steps, "eval_steps"), ("saved", save_steps, "save_steps")):
         often = f"every {every:,} steps and " if every < total_steps else ""
         parts.append(f"{what} {often}at the end" + f" alone (--{flag})" * (not often))
-    metric, decay = config.evaluation.metric_for_best_model, config.evaluation.ema_decay
+    metric = config.evaluation.metric_for_best_model
+    decay = config.evaluation.ema_decay
     parts += [f"the best by {metric} is saved, too"] * (metric != "none")
     parts += [f"weights are averaged (--ema_decay {decay:g})"] * bool(decay)
     return "; ".join(parts)
@@ -137,12 +138,14 @@ def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
-    (at_once, accumulation), readers = batch.micro_batch(), ranks.data_parallel_size()
+    (at_once, accumulation) = batch.micro_batch()
+    readers = ranks.data_parallel_size()
     processes = f"{readers} process(es)"
     if accelerator.num_processes > readers:
         processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
     line = f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x {accumulation} accumulated"
-    share, most = at_once * accumulation, batch.per_device_train_batch_size
+    share = at_once * accumulation
+    most = batch.per_device_train_batch_size
     if at_once < min(most, share):
         better = -(-share // most) * most * readers
         line += f" (its share of {share} does not divide by {most}; that of --global_batch_size {better} would)"
@@ -151,7 +154,8 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
 
 def strategy(accelerator: Accelerator) -> str:
     """How this run is spread, for people: `1 process on cpu, fp32`, `FSDP2 x 8 on cuda: NVIDIA H200 (9.0), bf16`."""
-    kind, count = accelerator.distributed_type, accelerator.num_processes
+    kind = accelerator.distributed_type
+    count = accelerator.num_processes
     sizes = getattr(accelerator, "parallelism_config", None)
     if kind == DistributedType.NO:
         spread = "1 process"

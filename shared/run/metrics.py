@@ -83,9 +83,15 @@ class Logger:
         unit: str = "tokens",
         flops: float | None = None,
     ) -> None:
-        self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
+        self.accelerator = accelerator
+        self.config = config
+        self.run_dir = run_dir
+        self.state = state
         self.passed = "tokens" if unit == "pairs" else unit
-        self.unit, self.flops, self.first, self.total_steps = unit, flops, state.step, total_steps
+        self.unit = unit
+        self.flops = flops
+        self.first = state.step
+        self.total_steps = total_steps
         self.tracker = tracker_name(config.report_to)
         self.best_metric = settings.get("metric_for_best_model", "loss")
         self.main = accelerator.is_main_process
@@ -242,7 +248,8 @@ class Logger:
         flags = torch.stack([finite for _, finite, _ in self.unread])
         more = left.new_zeros(1) if norm is None else norm[None]
         *read, last = torch.cat([left, flags.to(left.dtype), more.to(left.dtype)]).tolist()
-        values, good = iter(read), [flag == 1 for flag in read[len(left) :]]
+        values = iter(read)
+        good = [flag == 1 for flag in read[len(left) :]]
         for (sums, _, targets), is_finite in zip(self.unread, good, strict=True):
             for name, each in sums.items():
                 summed = sum(islice(values, len(each)))
@@ -335,7 +342,8 @@ class Logger:
             self.drawing = self.drawn - start
 
     def _start_tracker(self, template: str, settings: dict[str, Any]) -> None:
-        project, settings = redact(self.config.project_name or template), redact(settings)
+        project = redact(self.config.project_name or template)
+        settings = redact(settings)
         if self.tracker != "wandb":
             self.accelerator.project_configuration.logging_dir = str(self.run_dir)
             plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}

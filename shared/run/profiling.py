@@ -7,7 +7,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from shared.process.printing import print_main
 
-AFTER, STEPS = 6, 3  # steps that warm up (the last of them under the profiler), and that are looked at
+AFTER = 6
+STEPS = 3  # steps that warm up (the last of them under the profiler), and that are looked at
 TRACE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
 
 
@@ -18,7 +19,8 @@ class Profiler:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.steps = run_dir, 0
+        self.run_dir = run_dir
+        self.steps = 0
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         schedule = torch.profiler.schedule(wait=AFTER - 1, warmup=1, active=STEPS, repeat=1)
         self.profile: profile | None = profile(activities=activities, schedule=schedule, on_trace_ready=self._ready)
@@ -35,7 +37,8 @@ class Profiler:
     def close(self) -> None:
         """End a trace that is still being made; nothing is written if training ends before the first of its steps."""
         if self.profile is not None:
-            ended, self.profile = self.profile, None
+            ended = self.profile
+            self.profile = None
             ended.stop()
             if self.steps < AFTER + STEPS:
                 print_main(

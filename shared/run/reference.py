@@ -55,13 +55,15 @@ def add_reference(
     """
     how = [prepared.source_of("models"), accelerator.mixed_precision]
     key = prepared.fingerprint(pairs=pairs.samples.fingerprint, start=start, how=how)
-    folder, name = cache_dir() / "reference" / key, "log_probabilities.npy"
+    folder = cache_dir() / "reference" / key
+    name = "log_probabilities.npy"
     if on_main(lambda: prepared.usable(folder)):
         pairs.reference = np.load(folder / name)
         return "read"
     found = torch.zeros(len(pairs), 2, device=accelerator.device)
     loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))
-    training, steps = model.training, loader.steps_per_epoch or 0
+    training = model.training
+    steps = loader.steps_per_epoch or 0
     model.eval()
     with uncompiled(model):
         for window in tqdm(loader.windows(0, steps), "reference", steps, leave=False, disable=None):

@@ -128,7 +128,8 @@ class Rehearsal:
 
     def _fits(self, rows: int) -> bool:
         """Whether the longest micro-batch of so many rows fits, on all ranks."""
-        batch, enough = self.loader.longest(rows), True
+        batch = self.loader.longest(rows)
+        enough = True
         try:
             for _ in range(2):  # the second beside the gradients of the first
                 with reduced(self.accelerator, self.models, last=False):

@@ -66,18 +66,25 @@ class Run:
     """
 
     def __init__(self, config: Any, name: str, *, unit: str = "tokens") -> None:
-        self.config, self.name, self.unit = config, name, unit
-        tracker, speed = metrics.tracker_name(config.log.report_to), config.speed
+        self.config = config
+        self.name = name
+        self.unit = unit
+        tracker = metrics.tracker_name(config.log.report_to)
+        speed = config.speed
         self.accelerator = launch.start(
             config.batch.seed, log_with=tracker, timeout=speed.ddp_timeout, deterministic=speed.deterministic
         )
-        self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
+        self.device = self.accelerator.device
+        self.is_main = self.accelerator.is_main_process
         self.dir = Path()
         if not getattr(config.data, "preprocess_only", False):  # preprocessing makes no run folder, and compiles nothing
             if speed.torch_compile:
                 launch.require_compiler(self.device)
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
-        self.state, self.total_steps, self.eval_steps, self.save_steps = TrainState(), 0, 1, 1
+        self.state = TrainState()
+        self.total_steps = 0
+        self.eval_steps = 1
+        self.save_steps = 1
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
@@ -166,8 +173,10 @@ class Run:
             ConfigError: the checkpoint's run has other settings that change what the model learns.
             CheckpointError: none of the run's checkpoints is whole.
         """
-        config, given = self.config, configs.flatten(self.config)
-        self.train, model = train, self.models["model"]
+        config = self.config
+        given = configs.flatten(self.config)
+        self.train = train
+        model = self.models["model"]
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
@@ -251,7 +260,8 @@ class Run:
             unit=self.unit,
             flops=flops,
         )
-        models, allowed = list(self.models.values()), config.optim.max_skipped_steps
+        models = list(self.models.values())
+        allowed = config.optim.max_skipped_steps
         self.guard = Guard(self.accelerator, models, self.state, max_skipped=allowed, replicas=self.replicas)
 
     # Training ------------------------------------------------------------------------------------------------------
@@ -266,7 +276,8 @@ class Run:
             NonFiniteError: on all ranks: too many updates were not finite.
         """
         # No `with` or `try` around the yield: after a break, Python closes this generator at another time on each rank.
-        config, models = self.config, list(self.models.values())
+        config = self.config
+        models = list(self.models.values())
         until = self.state.step if self.is_last else self.total_steps
         group = self.replicas.inner if self.replicas else None
         for window in self.logger.waiting(self.train.windows(self.state.step, until)):
@@ -301,7 +312,8 @@ class Run:
 
     def _complete_step(self) -> None:
         """Update the moving average and log the present step. Once a step: before an evaluation, or at the step's end."""
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         if step is None:
             return
         if step.finite is None:
@@ -379,7 +391,8 @@ class Run:
         Args:
             loss: micro-batch -> scalar, summed over its targets.
         """
-        total, targets = torch.zeros((), device=self.device), 0
+        total = torch.zeros((), device=self.device)
+        targets = 0
         for window in self.read(loader):
             for batch in window.micro_batches:
                 total += loss(batch)
@@ -391,7 +404,8 @@ class Run:
         options = self.config.evaluation
         self.logger.log_evaluation(values)
         self.state.score(values, options.metric_for_best_model)
-        patience, waited = options.early_stopping_patience * self.eval_steps, self.state.step - self.state.best_step
+        patience = options.early_stopping_patience * self.eval_steps
+        waited = self.state.step - self.state.best_step
         if 0 < patience <= waited and self.state.step < self.total_steps:
             self.state.stopped_early = [self.total_steps, options.early_stopping_patience]
             print_main(f"stopped early: no better {options.metric_for_best_model} since step {self.state.best_step}")
@@ -401,10 +415,12 @@ class Run:
 
     def load_best_weights(self) -> None:
         """Load the weights for final/: the best by --metric_for_best_model, or the last; the average, with --ema_decay."""
-        best, metric = self.state.best_step, self.config.evaluation.metric_for_best_model
+        best = self.state.best_step
+        metric = self.config.evaluation.metric_for_best_model
         if best:
             if best != self.state.step and not self.saver.load_best(best):  # it is damaged
-                self.state.best_step, self.state.results = self.state.step, self.state.latest
+                self.state.best_step = self.state.step
+                self.state.results = self.state.latest
             print_main(f"best by {metric}: step {self.state.best_step}, {self.state.results[f'eval_{metric}']:.4f}")
         for other in (self.replicas and self.replicas.agreed, self.ema):
             if other:

@@ -41,7 +41,9 @@ class TrainState:
 
     def forget_scores(self) -> None:
         """Let the next evaluation be the best."""
-        self.best_step, self.best_score, self.results = 0, [], {}
+        self.best_step = 0
+        self.best_score = []
+        self.results = {}
 
     def begin_scoring(self, *by: str) -> None:
         """Forget scores of another metric, other data or settings; the present step is then to be evaluated again.
@@ -58,7 +60,8 @@ class TrainState:
 
     def score(self, values: dict[str, float], metric: str) -> None:
         """Note an evaluation's `eval_*` values, and whether it is the best. One before training is never the best."""
-        self.evaluated, self.latest = self.step, values
+        self.evaluated = self.step
+        self.latest = values
         if self.step == 0:
             self.before = values
         if metric != "none" and f"eval_{metric}" not in values:
@@ -71,4 +74,6 @@ class TrainState:
         score = [loss if metric == "loss" else values[f"eval_{metric}"], loss]
         score = [-math.inf if math.isnan(value) else float(value) for value in score]
         if not self.best_score or score > self.best_score:
-            self.best_score, self.best_step, self.results = score, self.step, values
+            self.best_score = score
+            self.best_step = self.step
+            self.results = values

@@ -61,12 +61,14 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
     found = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        offset, sizes = (0,) * len(shape), shape
+        offset = (0,) * len(shape)
+        sizes = shape
         if isinstance(tensor, DTensor):
             if tensor.device_mesh.get_coordinate() is None:
                 continue
             (chunk,) = tensor.__create_chunk_list__()
-            offset, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            offset = tuple(chunk.offsets)
+            sizes = tuple(chunk.sizes)
         found[name] = Piece(_CODES[tensor.dtype], shape, offset, sizes)
     return found
 
@@ -109,7 +111,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, 
     header: dict[str, Any] = {}
     end = 0
     for name, piece in pieces.items():
-        begin, end = end, end + piece.bytes
+        begin = end
+        end = end + piece.bytes
         header[name] = {"dtype": piece.dtype, "shape": piece.sizes, "data_offsets": [begin, end]}
     places = {name: {"saved_offsets": piece.offset} for name, piece in pieces.items()}
     shapes = {name: piece.shape for name, piece in pieces.items()}
@@ -150,7 +153,8 @@ class TensorReader:
                 with (folder / file).open("rb") as opened:
                     header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
                 told = header.pop("__metadata__")
-                places, shapes = json.loads(told["DCP_SHARDING_INFO"]), json.loads(told["shapes"])
+                places = json.loads(told["DCP_SHARDING_INFO"])
+                shapes = json.loads(told["shapes"])
                 for name, entry in header.items():
                     box = (shapes[name], places[name]["saved_offsets"], entry["shape"])
                     self.pieces.setdefault(name, []).append((file, Piece(entry["dtype"], *map(tuple, box))))
@@ -168,11 +172,13 @@ class TensorReader:
             saved = self.pieces.get(name)
             if saved is None:
                 raise ValueError(f"it has no {name}")
-            missing, local = math.prod(mine.sizes), local_part(tensors[name]).detach()
+            missing = math.prod(mine.sizes)
+            local = local_part(tensors[name]).detach()
             for file, piece in saved:
                 if piece.shape != mine.shape:
                     raise ValueError(f"{name} has the shape {list(piece.shape)} there, and {list(mine.shape)} here")
-                begin, end = tuple(map(max, piece.offset, mine.offset)), tuple(map(min, piece.end, mine.end))
+                begin = tuple(map(max, piece.offset, mine.offset))
+                end = tuple(map(min, piece.end, mine.end))
                 if all(map(operator.lt, begin, end)):
                     target = local[_box(begin, end, mine)]
                     parts.setdefault(file, []).append((name, _box(begin, end, piece), target))

@@ -70,7 +70,8 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
         percent: per cent held out.
     """
     record = np.cumsum(is_first) - 1
-    count, samples = int(record[-1]) + 1, len(record)
+    count = int(record[-1]) + 1
+    samples = len(record)
 
     def share(of: int) -> int:
         return max(1, min(round(of * percent / 100), of - 1))
@@ -126,7 +127,8 @@ class ToSamples:
         return len(str(item))
 
     def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
-        tokens, marks = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+        tokens = [np.zeros(0, np.int32)]
+        marks = [np.zeros(0, bool)]
         first: list[bool] = []
         for form, where, record in items:
             samples = self.samples(record, form, where, notes)
@@ -319,7 +321,9 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
     """A line about the data to train on: form, counts, lengths, share of tokens that the loss counts."""
     parts = []
     for place, (store, validated) in enumerate(zip(samples.stores, samples.validated, strict=True)):
-        counts, forms, template = store.notes.counts, store.notes.named("form "), ""
+        counts = store.notes.counts
+        forms = store.notes.named("form ")
+        template = ""
         of_source = slice(samples.starts[place], samples.starts[place + 1])
         lengths = samples.lengths[of_source]
         if forms.keys() - {"prompt and completion", "plain text"}:

@@ -224,7 +224,8 @@ class Tokenise:
 
         self.tokenizer = Tokenizer.from_str(serialise(tokenizer))
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        self.bos, self.eos = leading_bos(tokenizer), [tokenizer.eos_token_id]
+        self.bos = leading_bos(tokenizer)
+        self.eos = [tokenizer.eos_token_id]
         self.special = Special(tokenizer)
         self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()
@@ -322,12 +323,14 @@ class Tokens:
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(first and last + 1 token in the source, tokens before it) of what lies in [start, stop)."""
-        number, done = int(np.searchsorted(self._starts, start, side="right")) - 1, 0
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        done = 0
         while start + done < stop:
             first = int(self.spans[number, 0] + start + done - self._starts[number])
             last = min(int(self.spans[number, 1]), first + stop - start - done)
             yield first, last, done
-            done, number = done + last - first, number + 1
+            done = done + last - first
+            number = number + 1
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         tokens = self.store["tokens"]
@@ -401,7 +404,8 @@ def open_splits(
     Raises:
         ConfigError: too little text for one sequence in each split.
     """
-    total, documents = len(store["tokens"]), len(store)
+    total = len(store["tokens"])
+    documents = len(store)
     others = np.array([[0, total]])
     if given is not None:
         spans = np.array([[0, len(given["tokens"])]])
@@ -415,7 +419,8 @@ def open_splits(
         size = int(np.diff(spans).sum())
         about = f"{len(spans):,} of {documents:,} documents"
         if size <= seq_length or not near_share(size, wanted):
-            spans, num_bytes = np.array([[math.ceil(total - wanted), total]]), None
+            spans = np.array([[math.ceil(total - wanted), total]])
+            num_bytes = None
             about = f"the last {100 * wanted / total:.2g} % of the text (whole documents would be too much or too little)"
         others = np.stack([np.append(0, spans[:, 1]), np.append(spans[:, 0], total)], axis=1)
         others = others[others[:, 0] < others[:, 1]]

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TODAY = datetime(2024, 7, 26)  # the date that Llama 3's chat templates write without a clock
-HERE, NEXT = "\ufdd0", "\ufdd1"  # around the number of a turn, a placeholder: no text has these characters
+HERE = "\ufdd0"
+NEXT = "\ufdd1"  # around the number of a turn, a placeholder: no text has these characters
 MARK = re.compile(f"{HERE}(\\d*){NEXT}")
 SAYS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # keys of what an assistant says
 Span = tuple[int, int]  # first and last + 1 character in the rendered text
@@ -47,7 +48,8 @@ class Encoder:
             raise ConfigError("the tokenizer is a slow one, which cannot tell where its tokens stand in the text")
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-text token")
-        self.tokenizer, self.loss_on = tokenizer, loss_on
+        self.tokenizer = tokenizer
+        self.loss_on = loss_on
         self.bos = leading_bos(tokenizer)
         self.came_with_template = bool(tokenizer.chat_template)
         if not self.came_with_template:
@@ -55,7 +57,8 @@ class Encoder:
         self.has_own_template = not str(tokenizer.chat_template).endswith(DEFAULT_TEMPLATE)
         self.marks_turns = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
         special = Special(tokenizer)
-        self.special, self._pattern = special.ids, special.pattern
+        self.special = special.ids
+        self._pattern = special.pattern
         self.takes_parts = False  # whether the template writes content that is a list of parts, and not text
         self.ends = {tokenizer.eos_token_id}  # and what the chat template writes after an answer
         turns = [{"role": "user", "content": NEXT}, {"role": "assistant", "content": HERE}]
@@ -88,7 +91,8 @@ class Encoder:
             text = example.prompt + example.completion
             ids, learned, _ = self._tokens(text, [(len(example.prompt), len(text))])
             if ids[: len(self.bos)] != self.bos:  # text that is rendered already may begin with it
-                ids, learned = self.bos + ids, np.concatenate([np.zeros(len(self.bos), bool), learned])
+                ids = self.bos + ids
+                learned = np.concatenate([np.zeros(len(self.bos), bool), learned])
         else:
             ids, learned = self._chat(example, where, notes)
         if self.loss_on == "all":
@@ -101,7 +105,8 @@ class Encoder:
         last = int(np.flatnonzero(learned)[-1]) if learned.any() else -1
         found = self.end_of(ids, last + 1)
         if last >= 0 and not example.continues and found not in (self.ends if example.messages is None else self.special):
-            ids, learned = [*ids[: last + 1], self.tokenizer.eos_token_id], np.append(learned[: last + 1], True)
+            ids = [*ids[: last + 1], self.tokenizer.eos_token_id]
+            learned = np.append(learned[: last + 1], True)
         return ids, learned
 
     def _note_special(self, example: Example, where: str, notes: Notes) -> None:
@@ -134,7 +139,8 @@ class Encoder:
         return None
 
     def _chat(self, example: Example, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
-        messages, tools = example.messages or [], example.tools
+        messages = example.messages or []
+        tools = example.tools
         if tools and "tools" not in str(self.tokenizer.chat_template):
             raise ConfigError(f"{where}: has tools, but the chat template does not write them")
         if not self.has_own_template and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
@@ -156,7 +162,8 @@ class Encoder:
 
                 options |= {"return_assistant_tokens_mask": True, **self.tokenizer.special_tokens_map}
                 marked: Any = render_jinja_template([_in_parts(messages) if self.takes_parts else messages], **options)
-                text, runs = marked[0][0], marked[1][0]
+                text = marked[0][0]
+                runs = marked[1][0]
             else:
                 text = render(messages)
             if wanted and self.loss_on != "all":
@@ -167,7 +174,8 @@ class Encoder:
         spans = [(answer.first, answer.last) for answer in answers]
         parts = [text[first:last] for first, last in spans]
         if self.loss_on == "all":
-            spans, parts = [(0, len(text))], [text] * len(wanted)
+            spans = [(0, len(text))]
+            parts = [text] * len(wanted)
         elif runs:
             within = [[run for run in runs if run[0] < last and first < run[1]] for first, last in spans]
             whole = "".join(text[first:last] for first, last in runs)
@@ -396,9 +404,12 @@ def _find_answers(render: Callable[..., str], text: str, messages: Messages, wan
         for calls, stop in last_with.items()
     }
     prompts: dict[str, tuple[str, str]] = {}  # by the role of the last message, what follows its text, and the last thought
-    pieces, facts, begin = [], [], 0
+    pieces = []
+    facts = []
+    begin = 0
     for number, (first, last) in zip(wanted, marks.values(), strict=True):
-        role, before = messages[number - 1]["role"] if number else "", ""
+        role = messages[number - 1]["role"] if number else ""
+        before = ""
         if role not in prompts:
             after = written[:first]
             if number:  # templates refuse an empty list
@@ -416,9 +427,11 @@ def _find_answers(render: Callable[..., str], text: str, messages: Messages, wan
         begin = last + end if number in calling else last  # the end of arguments depends on what they are
         facts.append((number, thought, place >= 0 and written.startswith(before), last + end - begin))
     pieces.append(MARK.sub("", written[begin:]))
-    places, answers = _in_order(text, pieces), []
+    places = _in_order(text, pieces)
+    answers = []
     for (number, thought, follows, end), piece, place, last in zip(facts, pieces, places, places[1:], strict=False):
-        first, last = place + len(piece), last + end
+        first = place + len(piece)
+        last = last + end
         opened = text.startswith(thought, first)
         while text[last - 1 : last].isspace():
             last -= 1

@@ -120,7 +120,8 @@ def _taker(found: set[str], form: str) -> str:
 
 def unused(record: dict[str, Any], form: str, example: Example, template: str) -> list[str]:
     """Columns of a record, and keys of its messages, that neither this module nor the chat template reads."""
-    (columns, others), messages = FORMS[form], example.messages or ()
+    (columns, others) = FORMS[form]
+    messages = example.messages or ()
     keys = {key for message in messages for key in message if key not in _MESSAGE_KEYS}
     unread = [f"{key} (of messages)" for key in keys if not re.search(rf"[.'\"]{re.escape(key)}\b", template)]
     options = example.template_options
@@ -218,7 +219,8 @@ def _checked(messages: Messages, where: str) -> Messages:
         message = {key: value for key, value in given.items() if value is not None}  # null is as absent
         if call := message.pop("function_call", None):  # OpenAI's older form
             message["tool_calls"] = [call]
-        parts, calls = message.get("content"), message.get("tool_calls")
+        parts = message.get("content")
+        calls = message.get("tool_calls")
         if isinstance(parts, list) and None not in (texts := [_text_of(part) for part in parts]):
             message["content"] = "".join(map(str, texts))
         if message.get("role") == "developer":

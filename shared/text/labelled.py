@@ -254,7 +254,9 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> str:
-    labels, lengths, notes = train.labels, train.lengths, Notes()
+    labels = train.labels
+    lengths = train.lengths
+    notes = Notes()
     for store in validation.stores:
         notes.update(store.notes)
     counts = labels.counts()

@@ -35,7 +35,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         length = int(lengths[index])
         place = bisect_left(rooms, length)
         if place == len(rooms):
-            number, room = len(bins), capacity
+            number = len(bins)
+            room = capacity
             bins.append([])
         else:
             room = rooms[place]
@@ -59,7 +60,8 @@ class Packed:
     """
 
     def __init__(self, samples: Any, capacity: int) -> None:
-        self.samples, self.capacity = samples, capacity
+        self.samples = samples
+        self.capacity = capacity
         sizes = getattr(samples, "sources", {"": len(samples.lengths)})
         lengths = hashlib.sha256(np.ascontiguousarray(samples.lengths, np.int64).tobytes()).hexdigest()
         how = {"code": prepared.source_of("text"), "sizes": [*sizes.values()], "capacity": capacity}

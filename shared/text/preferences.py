@@ -213,7 +213,8 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
     if options.is_demo and options.max_train_samples is None:
         options = replace(options, max_train_samples=demo_samples)
     trained, validated = chat.open_samples(options, tokenizer, ToPairs)
-    train, held_out = Pairs(trained), Pairs(validated)
+    train = Pairs(trained)
+    held_out = Pairs(validated)
     for number, name in enumerate(("chosen", "rejected")):
         note(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
         note(*indented(chat.marked(train.samples, tokenizer, number)))
@@ -222,8 +223,10 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
 
 def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     """One line about the data: form, counts, lengths."""
-    lengths, (store,) = train.samples.lengths, train.samples.stores
-    counts, forms = store.notes.counts, ", ".join(store.notes.named("form "))
+    lengths = train.samples.lengths
+    (store,) = train.samples.stores
+    counts = store.notes.counts
+    forms = ", ".join(store.notes.named("form "))
     own_template = train.samples.own_template
     template = "" if own_template else ", the default chat template for messages (### User / ### Assistant)"
     return (
@@ -261,7 +264,8 @@ def build_loaders(
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
     order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
     loader = Loader(train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers)
-    chosen, size = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
+    chosen = EvenSubset(held_out, options.eval_samples)
+    size = batch.per_device_eval_batch_size
     validation = one_pass(chosen, None, options.seq_length, size, share)
     about = describe(train, held_out, options)
     return PairData(loader, validation, held_out, about, f"{train.samples.fingerprint}, {held_out.samples.fingerprint}")

@@ -103,7 +103,8 @@ class Stream:
             mark: where to begin to read, before that sequence.
             marks: later marks are added to it, when their tokens are read.
         """
-        held, place = np.zeros(0, np.int64), mark.tokens
+        held = np.zeros(0, np.int64)
+        place = mark.tokens
         skip = first * self.seq_length - place
         for begins, (tokens, lengths, _, documents, _) in self._tokenised(mark):
             if marks is not None and begins is not None:
@@ -148,7 +149,8 @@ class Stream:
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
         """Batches of pieces from a mark on, and a mark if a record begins a document there."""
-        source, cursor = self.source, Cursor(mark.file, mark.number, mark.offset, mark.state)
+        source = self.source
+        cursor = Cursor(mark.file, mark.number, mark.offset, mark.state)
         if (read_from := source.read_from) is not None:
             source = replace(source, read=lambda: read_from(cursor))
         begins: list[Mark | None] = []
@@ -186,7 +188,8 @@ class Stream:
         Raises:
             ConfigError: there is not one sequence.
         """
-        self.held_out_before, wanted = None, count * self.seq_length + 1
+        self.held_out_before = None
+        wanted = count * self.seq_length + 1
         tokens = np.zeros(0, np.int64)
         for _, (some, lengths, _, documents, _) in self._tokenised(BEGIN):
             chosen = self._is_held_out(documents)
@@ -217,12 +220,19 @@ class Stream:
         """
         from tqdm import tqdm
 
-        step, epoch, first, mark = 0, 0, 0, BEGIN  # `first`: of the epoch's sequences, the next batch's first
-        stream, samples = [self.identity(), self.shuffle_window], start * self.global_batch_size
+        step = 0
+        epoch = 0
+        first = 0
+        mark = BEGIN  # `first`: of the epoch's sequences, the next batch's first
+        stream = [self.identity(), self.shuffle_window]
+        samples = start * self.global_batch_size
         if start and self.place:
             samples = self.place["samples"]
             if self.place["stream"] == stream:
-                step, epoch, first, mark = start, self.place["epoch"], self.place["first"], Mark(*self.place["mark"])
+                step = start
+                epoch = self.place["epoch"]
+                first = self.place["first"]
+                mark = Mark(*self.place["mark"])
         if start:
             where = f"document {mark.document:,}" if mark.document else "its start"
             print_main(f"{self.source.name}: read from {where} on to step {start:,}, where the run continues")
@@ -232,14 +242,16 @@ class Stream:
         )
         while step < stop:
             begins_epoch = first == 0
-            marks, window = [mark], first - first % self.shuffle_window
+            marks = [mark]
+            window = first - first % self.shuffle_window
             sequences = self.sequences(validation=False, first=window, mark=mark, marks=marks)
             batch: list[tuple[int, np.ndarray]] = []
             for sequence in islice(self._shuffled(sequences, epoch, window), first - window, None):
                 batch.append(sequence)
                 if len(batch) < self.global_batch_size:
                     continue
-                step, first = step + 1, first + self.global_batch_size
+                step = step + 1
+                first = first + self.global_batch_size
                 if step > start:
                     forward.close()
                     window = first - first % self.shuffle_window
@@ -255,7 +267,9 @@ class Stream:
                     return
             if begins_epoch and first == 0:
                 raise ConfigError(f"{self.source.name}: less than one global batch of {self.global_batch_size} sequences")
-            epoch, first, mark = epoch + 1, 0, BEGIN
+            epoch = epoch + 1
+            first = 0
+            mark = BEGIN
 
     def _window(self, sequences: list[tuple[int, np.ndarray]], epoch: int, place: dict[str, Any] | None) -> Window:
         split = micro_batches(np.arange(len(sequences)), self.share.rank, self.share.world_size, self.per_device)

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shared.parallel.gradients import local_part
 
-MIN_BLOCK, MAX_BLOCK = 64, 256  # values that share a scale
+MIN_BLOCK = 64
+MAX_BLOCK = 256  # values that share a scale
 MIN_VALUES = 4096  # of a matrix whose moments are quantised, as in bitsandbytes
 
 
@@ -44,10 +45,13 @@ class StochasticAdamW(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
             state["step"] += 1
-            step, (beta1, beta2) = int(state["step"]), group["betas"]
-            weight, gradient = local_part(parameter), local_part(parameter.grad).float()
+            step = int(state["step"])
+            (beta1, beta2) = group["betas"]
+            weight = local_part(parameter)
+            gradient = local_part(parameter.grad).float()
             mean = local_part(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
             square = local_part(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])

@@ -21,7 +21,8 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         bad = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            rate, momentum = group["lr"], group["momentum"]
+            rate = group["lr"]
+            momentum = group["momentum"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue

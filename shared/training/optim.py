@@ -107,7 +107,8 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     }
 
     def block_of(name: str) -> str | None:
-        parts, found = name.split("."), []
+        parts = name.split(".")
+        found = []
         for i, part in enumerate(parts):
             if part.isdecimal() and lists.get(".".join(parts[:i])):
                 found.append(".".join(parts[: i + 1]))
@@ -173,7 +174,8 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     head = _head_parameters(model)
     orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
     if config.optim == "muon" and orthogonal:
-        decay, momentum = config.weight_decay, config.muon_momentum
+        decay = config.weight_decay
+        momentum = config.muon_momentum
         muon = Muon(groups(orthogonal), lr=config.peak, weight_decay=decay, momentum=momentum)
         rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]

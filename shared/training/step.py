@@ -48,9 +48,16 @@ class Step:
         verdict: Callable[[list[torch.Tensor], torch.Tensor, Any], torch.Tensor],
         group: Any = None,
     ) -> None:
-        self.accelerator, self.models, self.window, self._verdict = accelerator, models, window, verdict
-        self.number, self.learning_rate, self.group = number, rate, group
-        self.num_targets, self.positions, self.waited = window.num_targets, 0, 0.0
+        self.accelerator = accelerator
+        self.models = models
+        self.window = window
+        self._verdict = verdict
+        self.number = number
+        self.learning_rate = rate
+        self.group = group
+        self.num_targets = window.num_targets
+        self.positions = 0
+        self.waited = 0.0
         self._batches: list[Batch] | None = None
         self.scale = loss_scale(window.num_targets)
         self.sums: dict[str, list[torch.Tensor]] = {}  # logged values by name, a scalar for each micro-batch
@@ -105,7 +112,8 @@ class Step:
             model: the model to clip; None: all prepared models together.
         """
         models = self.models if model is None else [model]
-        self.grad_norm, self._is_clipped = clip_gradients(self.accelerator, models, max_norm, self.group), True
+        self.grad_norm = clip_gradients(self.accelerator, models, max_norm, self.group)
+        self._is_clipped = True
         return self.grad_norm
 
     def update(self, optimizers: list[Any]) -> None:

@@ -50,10 +50,13 @@ class Replicas:
 
     @torch.no_grad()
     def __init__(self, accelerator: Accelerator, model: nn.Module, options: SyncConfig, total_steps: int) -> None:
-        self.accelerator, self.options, self.total_steps = accelerator, options, total_steps
+        self.accelerator = accelerator
+        self.options = options
+        self.total_steps = total_steps
         sizes = accelerator.parallelism_config
         size = sizes.dp_shard_size if accelerator.distributed_type == DistributedType.FSDP else 1
-        self.count, self.index = accelerator.num_processes // size, accelerator.process_index // size
+        self.count = accelerator.num_processes // size
+        self.index = accelerator.process_index // size
         self.inner: Any = None
         self.across: Any = None  # the ranks that hold the same shards, one of each replica
         for place in range(size if self.count > 1 else 0):  # every rank makes all groups
@@ -73,7 +76,8 @@ class Replicas:
     def _cut(self, fragments: int) -> Iterator[list[str]]:
         """Neighbouring weights, in parts of about the same size."""
         numbers = [self.agreed.live[name].numel() for name in self.names]
-        done, parts = 0, [[] for _ in range(fragments)]  # type: ignore[var-annotated]
+        done = 0
+        parts = [[] for _ in range(fragments)]  # type: ignore[var-annotated]
         for name, number in zip(self.names, numbers, strict=True):
             parts[min(fragments - 1, (done + number // 2) * fragments // sum(numbers))].append(name)
             done += number
@@ -96,7 +100,8 @@ class Replicas:
 
     def _sends(self, step: int) -> list[int]:
         """The fragments that are sent after a step: each every `sync_every` steps, and evenly spread."""
-        every, parts = self.options.sync_every, self.options.sync_fragments
+        every = self.options.sync_every
+        parts = self.options.sync_fragments
         if not 0 < step < self.total_steps:
             return []
         return [part for part in range(parts) if (step + part * every // parts) % every == 0]
@@ -159,7 +164,8 @@ class Replicas:
     @torch.no_grad()
     def after(self, step: int) -> None:
         """Send and apply what is due after an optimizer step."""
-        delay, last = self.options.sync_delay, step == self.total_steps
+        delay = self.options.sync_delay
+        last = step == self.total_steps
         self.waited = bool(self._sends(step - delay)) or last
         if self.waited and self.leads:
             self.store_set("waits", f"{step} {step if self.meets(step) else step - delay}")
@@ -195,7 +201,9 @@ class Replicas:
         if part not in self.flights:  # sent before the run was prolonged: it was all applied at the former end
             return
         total = self.flights.pop(part).land().float() / self.count
-        pairs, rate, decay = self._pairs(part), self.options.outer_learning_rate, self.options.outer_momentum
+        pairs = self._pairs(part)
+        rate = self.options.outer_learning_rate
+        decay = self.options.outer_momentum
         pieces = total.split([own.numel() for own, _, _ in pairs]) if pairs else []
         for (own, agreed, momentum), piece in zip(pairs, pieces, strict=True):
             gradient = piece.view_as(own)
