@@ -13,10 +13,14 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from shared.process.errors import first_line
 
-# What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript runs the file itself.
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # JPEG with MPO, PPM with PGM and PBM
+# What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript
+# runs the file itself.
+# JPEG with MPO, PPM with PGM and PBM
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # How their files end. The installed Pillow knows .jfif, .jpe, .apng, ...
-SUFFIXES = tuple(sorted(end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")))
+SUFFIXES = tuple(
+    sorted(end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO"))
+)
 
 JPEG = b"\xff\xd8"
 PNG = b"\x89P"
@@ -54,9 +58,11 @@ def read(source: Source, first: int = 0, last: int | None = None) -> bytes:
 
 
 def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
-    """Look at the header and the end of a JPEG, PNG or WebP, which takes a tenth of the time to decode it.
+    """Look at the header and the end of a JPEG, PNG or WebP, which takes a tenth of the time to
+    decode it.
 
-    What looks whole there can still be damaged in its middle. What does not is decoded, and so are other formats.
+    What looks whole there can still be damaged in its middle. What does not is decoded, and so are
+    other formats.
 
     Args:
         in_full: decode all.
@@ -70,7 +76,8 @@ def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
             return
     decode(source, at_least=1, white_level=white_level)  # the cheapest way to read the whole file
     content = read(source)
-    if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):  # the last scan never ends
+    # the last scan never ends
+    if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):
         raise BadImage("the end of the file is missing")
 
 
@@ -86,7 +93,8 @@ def _looks_whole(source: Source) -> bool:
 
 
 def largest_of_16_bits(source: Source) -> tuple[str, int]:
-    """("greys" or "colours", the largest value) of an image of 16 bits; ("", 0) of other images, and of damaged ones.
+    """("greys" or "colours", the largest value) of an image of 16 bits; ("", 0) of other images,
+    and of damaged ones.
 
     Pillow keeps the upper 8 bits of colours, so their largest value is that or a little less.
     """
@@ -107,15 +115,16 @@ def _has_16_bit_colours(image: Image.Image) -> bool:
 def decode(source: Source, at_least: int | None = None, white_level: int = 0) -> Image.Image:
     """An image in RGB and upright, whatever it was stored as.
 
-    EXIF rotation is applied; palettes, greys and CMYK are converted; greys of more than 8 bits are scaled to 8;
-    transparency is dropped; of an animation the first frame is taken. `transformers` pipelines do the same, but clip
-    16-bit greys.
+    EXIF rotation is applied; palettes, greys and CMYK are converted; greys of more than 8 bits are
+    scaled to 8; transparency is dropped; of an animation the first frame is taken. `transformers`
+    pipelines do the same, but clip 16-bit greys.
 
     Args:
         source: a file, a part of one, or its bytes.
-        at_least: height and width in pixels below which a JPEG is not to be shrunk while it is decoded, which is much
-            faster for photographs; None decodes in full.
-        white_level: value that becomes 255 in greys of more than 8 bits. What is above it does, too. 0: that of 16 bits.
+        at_least: height and width in pixels below which a JPEG is not to be shrunk while it is
+            decoded, which is much faster for photographs; None decodes in full.
+        white_level: value that becomes 255 in greys of more than 8 bits. What is above it does,
+            too. 0: that of 16 bits.
 
     Raises:
         BadImage: it is empty, cut off, too large, or no image.
@@ -125,7 +134,9 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
         if at_least is not None and min(image.size) >= 2 * at_least:
             image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
         if white_level and _has_16_bit_colours(image):
-            raise BadImage("colours of 16 bits, which --white_level cannot scale: convert them to 8 bits")
+            raise BadImage(
+                "colours of 16 bits, which --white_level cannot scale: convert them to 8 bits"
+            )
         image.load()
         image = ImageOps.exif_transpose(image)
         if white_level and image.mode.startswith(("I", "F")):
@@ -133,7 +144,11 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
             image = Image.fromarray(scaled.clip(0, 255).round().astype(np.uint8))
         if image.mode.startswith("I"):
             grey = np.asarray(image)
-            if grey.min() < 0 or grey.max() > 0xFFFF or (image.mode == "I" and 0 < grey.max() <= 0xFF):
+            if (
+                grey.min() < 0
+                or grey.max() > 0xFFFF
+                or (image.mode == "I" and 0 < grey.max() <= 0xFF)
+            ):
                 raise BadImage("32-bit grey values, whose range is not known: give --white_level")
             image = Image.fromarray((grey >> 8).astype(np.uint8))
         if image.mode == "F":
@@ -157,11 +172,16 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
 
 
 def _open(source: Source) -> Image.Image:
-    return Image.open(source if isinstance(source, Path) else io.BytesIO(read(source)), formats=FORMATS)
+    return Image.open(
+        source if isinstance(source, Path) else io.BytesIO(read(source)), formats=FORMATS
+    )
 
 
-def decode_tensor(source: Source, at_least: int | None = None, white_level: int = 0) -> torch.Tensor:
-    """The pixels of `decode` as uint8 [3, height, width]. torchvision reads upright JPEGs: the same bits, but faster.
+def decode_tensor(
+    source: Source, at_least: int | None = None, white_level: int = 0
+) -> torch.Tensor:
+    """The pixels of `decode` as uint8 [3, height, width]. torchvision reads upright JPEGs: the same
+    bits, but faster.
 
     torchvision prints its own line on stderr for damage that both decoders tolerate.
 
@@ -172,7 +192,11 @@ def decode_tensor(source: Source, at_least: int | None = None, white_level: int 
         source = read(source) if isinstance(source, Part) else source
         with _open(source) as image:  # reads the header only
             shrinks = at_least is not None and min(image.size) >= 2 * at_least
-            upright = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            upright = (
+                image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            )
         if upright and not shrinks:
-            return decode_jpeg(torch.frombuffer(bytearray(read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB)
+            return decode_jpeg(
+                torch.frombuffer(bytearray(read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB
+            )
     return pil_to_tensor(decode(source, at_least, white_level))

@@ -48,7 +48,9 @@ class Images(Dataset):
         at_least: its other argument.
     """
 
-    def __init__(self, files: Sequence[Files], index: np.ndarray, labels: Labels, white_level: int = 0) -> None:
+    def __init__(
+        self, files: Sequence[Files], index: np.ndarray, labels: Labels, white_level: int = 0
+    ) -> None:
         self.files = files
         self.index = index
         self.labels = labels
@@ -110,8 +112,8 @@ def prepare(config: ImageConfig) -> LabelledData:
     The classes of several sources are the same where their names are.
 
     Raises:
-        ConfigError: no images, an image that `check` finds bad (without --skip_bad_images), a class without images.
-            The error names the path.
+        ConfigError: no images, an image that `check` finds bad (without --skip_bad_images), a class
+            without images. The error names the path.
         NotNow: the Hub does not answer.
     """
     configs = config.sources()
@@ -161,7 +163,9 @@ def _prepare(config: ImageConfig) -> LabelledData:
     splits, rows = sources.open_table(config) if config.dataset_name else ({}, None)
     root = config.train_dir[0] if config.train_dir else None
     if config.is_demo:
-        root = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", sources.write_digits)
+        root = prepared.build_once(
+            cache_dir() / "images" / "sklearn-digits-1", sources.write_digits
+        )
     listings: list[Callable[[], Listed]] = []  # one, on the main rank
 
     def find() -> str:
@@ -169,14 +173,18 @@ def _prepare(config: ImageConfig) -> LabelledData:
             listings.append(partial(shards.list_images, *tars, config))  # takes minutes, so not now
             facts: Any = tars
         else:
-            listed = sources.list_rows(config, splits) if splits else sources.list_images(config, root)
+            listed = (
+                sources.list_rows(config, splits) if splits else sources.list_images(config, root)
+            )
             listings.append(lambda: listed)
             facts = listed.digest()
         return prepared.fingerprint(
             facts=facts,
             columns=[config.image_column, config.label_column, config.problem_type],
             check=[config.skip_bad_images, config.white_level, PIL.__version__],
-            code=prepared.source_of("images", "data/labels.py", "data/records.py", "data/tables.py"),
+            code=prepared.source_of(
+                "images", "data/labels.py", "data/records.py", "data/tables.py"
+            ),
         )
 
     key = on_main(find)
@@ -213,9 +221,11 @@ def _prepare(config: ImageConfig) -> LabelledData:
 
 
 def _check_range(files: Files, name: str, white_level: int) -> None:
-    """Refuse images of 16 bits that use little of their range, by a sample: scaled by the whole range, they were black.
+    """Refuse images of 16 bits that use little of their range, by a sample: scaled by the whole
+    range, they were black.
 
-    Cameras and microscopes write 10, 12 or 14 bits into 16: github.com/python-pillow/Pillow/issues/3011 (2018).
+    Cameras and microscopes write 10, 12 or 14 bits into 16:
+    github.com/python-pillow/Pillow/issues/3011 (2018).
 
     Raises:
         ConfigError: names the largest value, and --white_level with the value that it may have.
@@ -228,15 +238,22 @@ def _check_range(files: Files, name: str, white_level: int) -> None:
     greys = largest.get("greys", 0)
     colours = largest.get("colours", 0xFFFF)
     if colours <= 0xFFFF // 4 or ("colours" in largest and white_level):
-        why = f"their largest value is about {colours:,} of 65,535, but they" if not white_level else "they"
+        why = (
+            f"their largest value is about {colours:,} of 65,535, but they"
+            if not white_level
+            else "they"
+        )
         raise ConfigError(
-            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by --white_level: convert them to 8 bits"
+            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by --white_level: convert "
+            "them to 8 bits"
         )
     if 0 < greys <= 0xFFFF // 4 and not white_level:
         fits = 2 ** max(8, greys.bit_length()) - 1
         raise ConfigError(
-            f"{label(name)}: greys of 16 bits whose largest value is {greys:,} of 65,535, so they would be nearly black: "
-            f"give the value that is white, such as --white_level {fits}, or 65535 if they are as dark as that"
+            f"{label(name)}: greys of 16 bits whose largest value is {greys:,} of 65,535, so they "
+            "would be nearly black: "
+            f"give the value that is white, such as --white_level {fits}, or 65535 if they are as "
+            "dark as that"
         )
 
 
@@ -253,7 +270,9 @@ def _find_bad(files: Files, *, in_full: bool, white_level: int) -> list[tuple[in
     return [*chain.from_iterable(bar)]
 
 
-def _bad_of(numbers: range, files: Files, *, in_full: bool, white_level: int) -> list[tuple[int, str]]:
+def _bad_of(
+    numbers: range, files: Files, *, in_full: bool, white_level: int
+) -> list[tuple[int, str]]:
     bad = []
     for number in numbers:
         try:
@@ -263,7 +282,9 @@ def _bad_of(numbers: range, files: Files, *, in_full: bool, white_level: int) ->
     return bad
 
 
-def _split(config: ImageConfig, files: Files, labels: Labels, facts: dict[str, Any]) -> LabelledData:
+def _split(
+    config: ImageConfig, files: Files, labels: Labels, facts: dict[str, Any]
+) -> LabelledData:
     name = label(sources.name_of(config))
     bad = facts["bad"]
     numbers = np.arange(len(files))
@@ -294,7 +315,10 @@ def _split(config: ImageConfig, files: Files, labels: Labels, facts: dict[str, A
     if facts["left_out"]:
         about += f"; left out: {facts['left_out']}"
     if config.white_level:
-        about += f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do the same before inference)"
+        about += (
+            f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do the same before "
+            "inference)"
+        )
     if labels.problem_type == "multi_label":
         about += f"; {labels.values[good].sum() / max(1, good.sum()):.2f} labels an image"
 
@@ -308,7 +332,9 @@ def _split(config: ImageConfig, files: Files, labels: Labels, facts: dict[str, A
 
 
 def _warn_of_overlap(paths: np.ndarray, train: np.ndarray, validation: np.ndarray) -> None:
-    """Warn of images that are in both training and validation, by path. A link to an image counts as another image."""
+    """Warn of images that are in both training and validation, by path. A link to an image counts
+    as another image.
+    """
     whole = cache(os.path.realpath)  # called for folders only: there are fewer folders than images
 
     def places(numbers: np.ndarray) -> Iterator[tuple[bytes, bytes]]:

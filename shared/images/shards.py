@@ -48,7 +48,10 @@ def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
     tars = [file for file in files if file.suffix.lower() == ".tar"]
     if tars and len(tars) < len(files):
         other = next(file for file in files if file not in tars)
-        print_main(f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read, not {other}")
+        print_main(
+            f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read, not "
+            f"{other}"
+        )
     return tars
 
 
@@ -81,15 +84,17 @@ def list_images(train: list[Path], validation: list[Path], config: ImageConfig) 
     return listed
 
 
-# One file -------------------------------------------------------------------------------------------------------------
+# One file -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sample:
     """The members that have the same name up to its first dot."""
 
-    images: dict[str, tuple[int, int]] = field(default_factory=dict)  # (first byte, bytes), by the rest of the name
-    record: dict[str, Any] = field(default_factory=dict)  # what members beside them say, the label for one
+    # (first byte, bytes), by the rest of the name
+    images: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # what members beside them say, the label for one
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 def _list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]:
@@ -107,9 +112,13 @@ def _list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]
         if sample.record or config.label_column:
             label = sample.record[column_of(sample.record, config, "label", where)]
             if not config.image_column:  # without masks beside the image, such as 1.seg.png
-                images = {rest: part for rest, part in images.items() if f".{rest}".lower() in SUFFIXES}
+                images = {
+                    rest: part for rest, part in images.items() if f".{rest}".lower() in SUFFIXES
+                }
             if len(images) > 1:
-                raise ConfigError(f"{where}: several images ({', '.join(images)}): name one with --image_column")
+                raise ConfigError(
+                    f"{where}: several images ({', '.join(images)}): name one with --image_column"
+                )
             if not images:
                 left_out["labels without an image"] += 1
         elif "/" in name:
@@ -123,7 +132,10 @@ def _list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]
         held = f"; it holds {by_ending(left_out)}" * bool(left_out)
         raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)}){held}")
     if "train" in above and (validation := above.intersection(VALIDATION)):
-        raise ConfigError(f"{file}: holds train/ and {min(validation)}/; pack them apart, and add --validation_file")
+        raise ConfigError(
+            f"{file}: holds train/ and {min(validation)}/; pack them apart, and add "
+            "--validation_file"
+        )
     return listed, left_out
 
 
@@ -174,7 +186,8 @@ def _members(file: Path, left_out: Counter[str]) -> Iterator[tuple[str, int, int
                 else:
                     left_out["links or devices"] += 1
             content.seek(tar.offset)
-            if any(content.read(tarfile.BLOCKSIZE) or b"-"):  # tarfile takes any damage between two members for the end
+            # tarfile takes any damage between two members for the end
+            if any(content.read(tarfile.BLOCKSIZE) or b"-"):
                 raise ValueError(f"at byte {tar.offset:,}")
     except (tarfile.TarError, OSError, ValueError) as error:
         raise ConfigError(f"{file}: no tar file, or damaged ({first_line(error)})") from None

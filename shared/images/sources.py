@@ -1,4 +1,6 @@
-"""Where labelled images come from: class folders, lists, tar files, data sets of the Hub. No image is opened here."""
+"""Where labelled images come from: class folders, lists, tar files, data sets of the Hub. No image
+is opened here.
+"""
 
 import hashlib
 import os
@@ -24,10 +26,37 @@ from shared.process.files import NOT_REGULAR
 from shared.process.printing import note
 
 # What usually lies beside images.
-SIDE_FILES = (".cls", ".csv", ".db", ".html", ".ini", ".json", ".jsonl", ".md", ".tsv", ".txt", ".xml", ".yaml", ".yml")
-VALIDATION = ("val", "validation", "valid")  # names of a validation folder or split; the first one present is used
+SIDE_FILES = (
+    ".cls",
+    ".csv",
+    ".db",
+    ".html",
+    ".ini",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".tsv",
+    ".txt",
+    ".xml",
+    ".yaml",
+    ".yml",
+)
+# names of a validation folder or split; the first one present is used
+VALIDATION = ("val", "validation", "valid")
 COLUMNS = {
-    "image": ("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png", "webp"),
+    "image": (
+        "image",
+        "img",
+        "image_path",
+        "path",
+        "file_name",
+        "filename",
+        "file",
+        "jpg",
+        "jpeg",
+        "png",
+        "webp",
+    ),
     "label": ("label", "labels", "class", "fine_label", "target", "cls"),
 }
 
@@ -97,7 +126,9 @@ class Listed:
         return digest.hexdigest()
 
     def identity(self, labels: Labels) -> str:
-        """Changes when what the model learns from does, wherever it is. Sizes stand for contents."""
+        """Changes when what the model learns from does, wherever it is. Sizes stand for
+        contents.
+        """
         text = f"{self.trained} {self.sizes} {labels.classes}"
         digest = hashlib.sha256(text.encode(errors="surrogateescape"))
         digest.update(labels.values.tobytes())
@@ -142,9 +173,13 @@ def list_images(config: ImageConfig, root: Path | None) -> Listed:
 
 
 def count_others(names: Iterable[str]) -> Counter[str]:
-    """Count the files that are neither images nor what usually lies beside images, by their endings."""
+    """Count the files that are neither images nor what usually lies beside images, by their
+    endings.
+    """
     return Counter(
-        os.path.splitext(name)[1].lower() for name in names if not name.lower().endswith((*SUFFIXES, *SIDE_FILES))
+        os.path.splitext(name)[1].lower()
+        for name in names
+        if not name.lower().endswith((*SUFFIXES, *SIDE_FILES))
     )
 
 
@@ -176,7 +211,7 @@ def _look(paths: list[bytes]) -> np.ndarray:
     return np.array(facts, np.int64)
 
 
-# Class folders ---------------------------------------------------------------------------------------------------------
+# Class folders ------------------------------------------------------------------------------------
 
 
 def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path | None]:
@@ -187,23 +222,33 @@ def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path |
     others = inside - {"train", "test", *VALIDATION}
     if others and "train" in inside and inside & set(VALIDATION):
         raise ConfigError(
-            f"{root}: holds train/ and a validation folder, but {min(others)}/ too; name those that count: --train_dir "
+            f"{root}: holds train/ and a validation folder, but {min(others)}/ too; name those "
+            "that count: --train_dir "
             f"{root / 'train'} --validation_dir {root / min(inside & set(VALIDATION))}"
         )
     if "train" in inside and not others:
         train = root / "train"
         if "test" in inside:
-            note(f"{root / 'test'} is not looked at: it is for `evaluate`, or give it as --validation_dir")
+            note(
+                f"{root / 'test'} is not looked at: it is for `evaluate`, or give it as "
+                "--validation_dir"
+            )
         if not config.validation_file:
-            validation = validation or next((root / name for name in VALIDATION if name in inside), None)
+            validation = validation or next(
+                (root / name for name in VALIDATION if name in inside), None
+            )
     if validation is not None and train.resolve() in validation.resolve().parents:
-        raise ConfigError(f"{validation}: lies within {train}, whose folders are all trained on: move it out")
+        raise ConfigError(
+            f"{validation}: lies within {train}, whose folders are all trained on: move it out"
+        )
     return train, validation
 
 
 def _folders(root: Path) -> list[Path]:
     try:
-        return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        return sorted(
+            path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
     except OSError as error:
         raise ConfigError(f"{root}: {error.strerror}") from None
 
@@ -218,17 +263,22 @@ def _add_class_folders(listed: Listed, root: Path, *, training: bool) -> None:
         images: list[bytes] = []
         others: Counter[str] = Counter()
         for place, files in walk(folder):
-            images += [os.fsencode(f"{place}/{name}") for name in files if name.lower().endswith(SUFFIXES)]
+            images += [
+                os.fsencode(f"{place}/{name}") for name in files if name.lower().endswith(SUFFIXES)
+            ]
             others += count_others(files)
         if not images and training:
             held = f"; it holds {by_ending(others)}" * bool(others)
-            raise ConfigError(f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}){held}: fill or remove it")
+            raise ConfigError(
+                f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}){held}: fill or "
+                "remove it"
+            )
         listed.left_out.update(others)
         listed.labels += [folder.name] * len(images)
         listed.paths += sorted(images)
 
 
-# Lists -----------------------------------------------------------------------------------------------------------------
+# Lists --------------------------------------------------------------------------------------------
 
 
 def _add_lists(listed: Listed, config: ImageConfig, flag: str) -> None:
@@ -238,8 +288,12 @@ def _add_lists(listed: Listed, config: ImageConfig, flag: str) -> None:
             image = record[column_of(record, config, "image", where)]
             label = record[column_of(record, config, "label", where)]
             if not isinstance(image, str) or not image:
-                instead = "; images in its rows: give its folder as --dataset_name" * isinstance(image, bytes | dict)
-                raise ConfigError(f"{where}: the image is {records.kind(image)}, expected a path{instead}")
+                instead = "; images in its rows: give its folder as --dataset_name" * isinstance(
+                    image, bytes | dict
+                )
+                raise ConfigError(
+                    f"{where}: the image is {records.kind(image)}, expected a path{instead}"
+                )
             listed.paths.append(os.fsencode(os.path.join(file.parent, image)))
             listed.labels.append(label)
             listed.places.append(where)
@@ -251,11 +305,13 @@ def column_of(record: Any, config: ImageConfig, kind: str, where: str) -> str:
     column = named or next((name for name in COLUMNS[kind] if name in record), "")
     if column not in record:
         wanted = repr(named) if named else f"{', '.join(COLUMNS[kind][:-1])} or {COLUMNS[kind][-1]}"
-        raise ConfigError(f"{where}: no column {wanted} (has: {', '.join(record)}); name it with --{kind}_column")
+        raise ConfigError(
+            f"{where}: no column {wanted} (has: {', '.join(record)}); name it with --{kind}_column"
+        )
     return column
 
 
-# Data sets -------------------------------------------------------------------------------------------------------------
+# Data sets ----------------------------------------------------------------------------------------
 
 
 def open_table(config: ImageConfig) -> tuple[dict[str, Any], Any]:
@@ -265,11 +321,15 @@ def open_table(config: ImageConfig) -> tuple[dict[str, Any], Any]:
     (name,) = config.dataset_name
     first = config.train_split_name
     splits = records.load_dataset(name, config.dataset_config_name)
-    held_out = config.validation_split_name or next((split for split in VALIDATION if split in splits), None)
+    held_out = config.validation_split_name or next(
+        (split for split in VALIDATION if split in splits), None
+    )
     chosen = [first] if held_out is None else [first, held_out]
     for split in chosen:
         if split not in splits:
-            raise ConfigError(f"--dataset_name {name}: no split {split!r} (has: {', '.join(splits)})")
+            raise ConfigError(
+                f"--dataset_name {name}: no split {split!r} (has: {', '.join(splits)})"
+            )
     column = column_of(splits[first].features, config, "image", name)
     holds = splits[first].features[column]
     content = holds.get("bytes") if isinstance(holds, dict) else holds  # as pandas writes images
@@ -278,7 +338,9 @@ def open_table(config: ImageConfig) -> tuple[dict[str, Any], Any]:
         raise ConfigError(f"--dataset_name {name}: the column {column!r} holds no images")
     undecoded = datasets.Image(decode=False)
     named = {split: splits[split] for split in chosen}
-    images = [rows.select_columns([column]).cast_column(column, undecoded) for rows in named.values()]
+    images = [
+        rows.select_columns([column]).cast_column(column, undecoded) for rows in named.values()
+    ]
     return named, datasets.concatenate_datasets(images)
 
 
@@ -291,26 +353,32 @@ def list_rows(config: ImageConfig, splits: dict[str, Any]) -> Listed:
             listed.begin_validation(f"split {split}")
         column = column_of(rows.features, config, "label", name)
         feature = rows.features[column]
-        names = getattr(getattr(feature, "feature", feature), "names", None)  # of a class, or of a list of classes
+        # of a class, or of a list of classes
+        names = getattr(getattr(feature, "feature", feature), "names", None)
         for row, value in enumerate(rows[column]):
             where = f"{name}:{split}: row {row}"
-            if value is None or -1 in (value if isinstance(value, list) else [value]):  # -1: test sets without labels
+            # -1: test sets without labels
+            if value is None or -1 in (value if isinstance(value, list) else [value]):
                 raise ConfigError(f"{where}: the label is {value}, expected a class")
             if names:
-                value = [names[number] for number in value] if isinstance(value, list) else names[value]
+                value = (
+                    [names[number] for number in value] if isinstance(value, list) else names[value]
+                )
             listed.paths.append(where.encode())
             listed.labels.append(value)
         listed.changed += rows._fingerprint
     return listed
 
 
-# The embedded default -------------------------------------------------------------------------------------------------
+# The embedded default -----------------------------------------------------------------------------
 
 
 def write_digits(folder: Path) -> None:
-    """Write scikit-learn's 1,797 handwritten digits as `folder/<digit>/<number>.png`, 8 x 8 pixels, 16 shades of grey.
+    """Write scikit-learn's 1,797 handwritten digits as `folder/<digit>/<number>.png`, 8 x 8 pixels,
+    16 shades of grey.
 
-    E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+    E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+    Repository, 1998.
     """
     from sklearn.datasets import load_digits
 

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    sdpa_mask,
+)
 from transformers.modeling_utils import AttentionInterface
 
 from shared.models.cudnn import avoid_cudnn
@@ -19,7 +23,14 @@ from shared.models.loading import without_adapters
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
 # A window that is shorter than the row gets a mask instead: see `_is_causal_alone`.
-HARMLESS = {"scaling", "is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
+HARMLESS = {
+    "scaling",
+    "is_causal",
+    "sliding_window",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+}
 HARMLESS |= {"max_length_q", "max_length_k", "output_attentions", "output_hidden_states"}
 HARMLESS |= {"use_cache", "cache_position", "return_dict"}
 # Names of attention dropout in model configs
@@ -46,7 +57,9 @@ class RowMask(torch.Tensor):
     rows: Rows
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         mask, *others = arguments
         if function in (torch.all, torch.Tensor.all) and not others and not named:
             return torch.tensor(not mask.rows.are_padded)
@@ -65,7 +78,9 @@ def with_rows(mask: torch.Tensor, rows: Rows) -> RowMask:
 
 
 def row_mask(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> RowMask:
     """A mask of ones, for rows without padding: [batch, seq, ...]."""
     ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
@@ -114,7 +129,11 @@ def describe(model: Any) -> str:
     """The attention that a model computes, for the summary."""
     model = without_adapters(model)
     used = model.config.get_text_config()._attn_implementation
-    return f"{used}: {type(model).__name__} has no sdpa" if used == "eager" and not model._supports_sdpa else used
+    return (
+        f"{used}: {type(model).__name__} has no sdpa"
+        if used == "eager" and not model._supports_sdpa
+        else used
+    )
 
 
 def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
@@ -134,7 +153,9 @@ def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
     return allows
 
 
-def _mask_of_rows(make_mask: Any, *, attention_mask: torch.Tensor | None = None, **named: Any) -> Any:
+def _mask_of_rows(
+    make_mask: Any, *, attention_mask: torch.Tensor | None = None, **named: Any
+) -> Any:
     """What transformers' `make_mask` returns, without a read from the device if it gets a `RowMask`."""
     if not isinstance(attention_mask, RowMask):
         return make_mask(attention_mask=attention_mask, **named)
@@ -158,7 +179,9 @@ def _sdpa_mask_of_rows(
     dtype = computed_in(torch.device(named["device"]), dtype)
     rows = attention_mask.rows if isinstance(attention_mask, RowMask) else Rows()
     if rows.cu_seqlens is not None and dtype.itemsize == 2 and _is_causal_alone(**named):
-        torch._dynamo.maybe_mark_dynamic(rows.cu_seqlens, 0)  # another number of documents must not recompile
+        torch._dynamo.maybe_mark_dynamic(
+            rows.cu_seqlens, 0
+        )  # another number of documents must not recompile
         return rows.cu_seqlens
     mask = _mask_of_rows(sdpa_mask, attention_mask=attention_mask, dtype=dtype, **named)
     if mask is None:
@@ -170,7 +193,12 @@ def _sdpa_mask_of_rows(
 
 
 def _is_causal_alone(
-    *, q_length: int, config: Any, local_size: int | None = None, use_vmap: bool = False, **named: Any
+    *,
+    q_length: int,
+    config: Any,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **named: Any,
 ) -> bool:
     """Whether a mask is only causal within documents, and the model has no attention dropout."""
     if use_vmap or "allow_is_bidirectional_skip" in named:  # the model's addition, or not causal
@@ -180,7 +208,9 @@ def _is_causal_alone(
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    return (
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    )
 
 
 def attend(
@@ -203,7 +233,9 @@ def attend(
             avoid_cudnn()
             if attention_mask.ndim == 1:
                 attention_mask = mask_of(attention_mask, rows, length)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     dtype = computed_in(query.device, value.dtype)
     states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
     # The row length is an upper bound of the longest document: the exact one would cost a device sync and recompiles.
@@ -218,7 +250,9 @@ def takes_kernel(mask: torch.Tensor | None, dropout: float = 0.0, **options: Any
     """
     if mask is None or mask.ndim != 1 or dropout:
         return False
-    return all(value is None or value is False or name in HARMLESS for name, value in options.items())
+    return all(
+        value is None or value is False or name in HARMLESS for name, value in options.items()
+    )
 
 
 def mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:

@@ -13,9 +13,17 @@ from shared.run.run import Run
 
 
 def save_whole(
-    run: Run, model: nn.Module, tokenizer: Any, *, title: str, about: str, end: int | None, dtype: torch.dtype
+    run: Run,
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    title: str,
+    about: str,
+    end: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    """Write final/: the whole model in `dtype`, the tokenizer with its chat template, a card. Every rank calls this.
+    """Write final/: the whole model in `dtype`, the tokenizer with its chat template, a card. Every
+    rank calls this.
 
     Args:
         title: of the card.
