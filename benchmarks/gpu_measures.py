@@ -346,8 +346,10 @@ def language_model(
 
     pretrain = template("pretrain")
     speed = SpeedConfig(
-        torch_compile=compiled, gradient_checkpointing=checkpointing, attn_implementation=attention
-    )  # type: ignore[arg-type]
+        torch_compile=compiled,
+        gradient_checkpointing=checkpointing,  # type: ignore[arg-type]
+        attn_implementation=attention,  # type: ignore[arg-type]
+    )
     model = ModelConfig("3M", config_overrides=TOY_SHAPE) if toy else ModelConfig(size)
     with device():
         return pretrain.build_model(

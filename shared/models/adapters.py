@@ -149,12 +149,9 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> An
     tied = (
         getattr(base, "get_output_embeddings", lambda: None)() if adapter.modules_to_save else None
     )
-    if tied is not None and tied.weight is base.get_input_embeddings().weight:  # type: ignore[operator]
-        pair = [
-            name
-            for name, module in base.named_modules()
-            if module in (tied, base.get_input_embeddings())
-        ]  # type: ignore[operator]
+    embeddings: Any = base.get_input_embeddings()  # type: ignore[operator]
+    if tied is not None and tied.weight is embeddings.weight:
+        pair = [name for name, module in base.named_modules() if module in (tied, embeddings)]
         copied = [name for name in pair if name.rpartition(".")[2] in adapter.modules_to_save]
         if len(copied) == 1:
             (other,) = {name.rpartition(".")[2] for name in pair if name not in copied}

@@ -210,8 +210,8 @@ def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
     left: dict[str, Any] = {}
     for path in _weight_files(name):
         with safe_open(path, "pt") as file:
-            found = [*file.keys()]  # a file that is no mapping
-            keys = [k for k in found if k not in places and any(p.search(k) for p in ignored)]
+            names = [*file.keys()]
+            keys = [k for k in names if k not in places and any(p.search(k) for p in ignored)]
             left |= {key: file.get_tensor(key) for key in keys}
     if left:
         file_name = "model-not-loaded.safetensors"

@@ -203,10 +203,11 @@ class Replicas:
         """(the replica's own, agreed, momentum) of each weight of a fragment: this rank's
         shards.
         """
-        sets = (self.agreed.live, self.agreed.tensors, self.momentum)
-        return [
-            tuple(local_part(tensors[name]) for tensors in sets) for name in self.fragments[part]
-        ]  # type: ignore[misc]
+        own, agreed, momentum = (
+            [local_part(tensors[name]) for name in self.fragments[part]]
+            for tensors in (self.agreed.live, self.agreed.tensors, self.momentum)
+        )
+        return [*zip(own, agreed, momentum, strict=True)]
 
     def _send(self, part: int) -> None:
         moved = [(agreed - own).flatten() for own, agreed, _ in self._pairs(part)]
