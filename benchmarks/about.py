@@ -27,16 +27,10 @@ def device_name() -> str:
 def about(packages: Iterable[str] = ("torch", "transformers", "accelerate")) -> dict[str, Any]:
     """Versions, device, cores and date, for a benchmark's JSON."""
     versions: dict[str, Any] = {package: version(package) for package in packages}
-    return versions | {
-        "device": device_name(),
-        "cores": cores(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+    return versions | {"device": device_name(), "cores": cores(), "date": datetime.now(UTC).date().isoformat()}
 
 
 def line(facts: dict[str, Any]) -> str:
     """The same as one line of a table's caption."""
-    versions = ", ".join(
-        f"{k} {v}" for k, v in facts.items() if k not in ("device", "cores", "date")
-    )
+    versions = ", ".join(f"{k} {v}" for k, v in facts.items() if k not in ("device", "cores", "date"))
     return f"{versions}; {facts['device']}, {facts['cores']} CPU cores; {facts['date']}."

@@ -32,9 +32,7 @@ from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
-COMMON = (
-    "--max_steps 12 --save_steps 2 --eval_steps 5 --logging_steps 1 --report_to none --audit_data"
-)
+COMMON = "--max_steps 12 --save_steps 2 --eval_steps 5 --logging_steps 1 --report_to none --audit_data"
 PRETRAIN = f"--seq_length 64 --global_batch_size 8 --eval_samples 8 --config_overrides {SHAPE},attention_dropout=0.1"
 TEMPLATES = {  # a name may say after a slash what is special
     "pretrain": PRETRAIN,
@@ -47,20 +45,14 @@ TEMPLATES = {  # a name may say after a slash what is special
     "text_classification": "--max_train_samples 200 --seq_length 64 --global_batch_size 8 --eval_samples 8 --lora_r 4",
     "image_classification": "--global_batch_size 32 --per_device_train_batch_size 8 --ema_decay 0.9 --mixup_alpha 0.2",
     "pretrain/periodic": PRETRAIN + " --sync_every 3",
-    "pretrain/asynchronous": PRETRAIN
-    + " --sync_every 4 --sync_delay 2 --sync_fragments 2 --sync_dtype bf16",
+    "pretrain/asynchronous": PRETRAIN + " --sync_every 4 --sync_delay 2 --sync_fragments 2 --sync_dtype bf16",
 }
 
 
 def command(template: str, folder: Path, processes: int) -> list[str]:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
     if processes > 1:
-        launch += [
-            "--config_file",
-            str(ROOT / "accelerate_configs/ddp.yaml"),
-            "--num_processes",
-            str(processes),
-        ]
+        launch += ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", str(processes)]
         launch += ["--main_process_port", "0"]
     flags = [*COMMON.split(), *TEMPLATES[template].split(), "--output_dir", str(folder)]
     return [*launch, str(ROOT / "templates" / f"{template.split('/')[0]}.py"), *flags]
@@ -78,29 +70,16 @@ def whole(folder: Path) -> int:
     return count
 
 
-def torment(
-    template: str, processes: int, kills: int, rng: random.Random, folder: Path, bar: tqdm
-) -> dict:
+def torment(template: str, processes: int, kills: int, rng: random.Random, folder: Path, bar: tqdm) -> dict:
     """Kill runs of one template `kills` times; what was seen."""
     log = (folder / "log").open("a")
-    quiet: dict[str, Any] = {
-        "stdout": log,
-        "stderr": subprocess.STDOUT,
-        "env": os.environ | {"ACCELERATE_USE_CPU": "true"},
-    }
+    quiet: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
     # Data are prepared by a run that is not timed, so that kills fall on all of a run's life and not on its first part.
-    subprocess.run(
-        [*command(template, folder / "first", processes), "--max_steps", "1"], check=True, **quiet
-    )
+    subprocess.run([*command(template, folder / "first", processes), "--max_steps", "1"], check=True, **quiet)
     start = time.monotonic()
     subprocess.run(command(template, folder / "straight", processes), check=True, **quiet)
     life = time.monotonic() - start
-    seen: dict[str, Any] = {
-        "template": template,
-        "processes": processes,
-        "kills": 0,
-        "runs compared": 0,
-    }
+    seen: dict[str, Any] = {"template": template, "processes": processes, "kills": 0, "runs compared": 0}
     differing: set[str] = set()
     while seen["kills"] < kills:
         run_dir = folder / f"killed-{seen['runs compared']}"
@@ -124,26 +103,17 @@ def torment(
             if code:
                 differing.add(f"exit code {code}: see {folder}/log")
             break
-        differing |= {
-            part for part, difference in compare(folder / "straight", run_dir).items() if difference
-        }
+        differing |= {part for part, difference in compare(folder / "straight", run_dir).items() if difference}
         differing |= set(audit.check(run_dir).problems)
         seen["runs compared"] += 1
     return seen | {"differ": ", ".join(sorted(differing)) or "nothing"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="over all")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument(
-        "--templates",
-        nargs="+",
-        default=[name for name in TEMPLATES if "/" not in name],
-        choices=TEMPLATES,
-    )
+    parser.add_argument("--templates", nargs="+", default=[name for name in TEMPLATES if "/" not in name], choices=TEMPLATES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()

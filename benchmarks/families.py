@@ -37,15 +37,7 @@ from shared.process.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "families.md"
 TEMPLATE = ROOT / "templates" / "lora_finetune.py"
-COLUMNS = (
-    "family",
-    "class",
-    "attention",
-    "rows",
-    "adapters on experts",
-    "tensor parallel",
-    "4 bits",
-)
+COLUMNS = ("family", "class", "attention", "rows", "adapters on experts", "tensor parallel", "4 bits")
 
 
 def fork(work: Any) -> tuple[int, str]:
@@ -75,34 +67,13 @@ def fork(work: Any) -> tuple[int, str]:
 def write_rows(path: Path) -> None:
     rng, words = random.Random(0), "the model reads a line of text and says what comes next".split()  # noqa: SIM905
     texts = [" ".join(rng.choices(words, k=rng.randint(5, 40))) for _ in range(24)]
-    path.write_text(
-        "".join(json.dumps({"instruction": text[:20], "output": text}) + "\n" for text in texts)
-    )
+    path.write_text("".join(json.dumps({"instruction": text[:20], "output": text}) + "\n" for text in texts))
 
 
 def fine_tune(base: Path, rows: Path, folder: Path, *more: str) -> tuple[int, str]:
     shutil.rmtree(folder, ignore_errors=True)
-    flags = [
-        "--model_name_or_path",
-        base,
-        "--train_file",
-        rows,
-        "--output_dir",
-        folder,
-        "--report_to",
-        "none",
-        *more,
-    ]
-    flags += [
-        "--seq_length",
-        "128",
-        "--max_steps",
-        "1",
-        "--global_batch_size",
-        "2",
-        "--num_generations",
-        "0",
-    ]
+    flags = ["--model_name_or_path", base, "--train_file", rows, "--output_dir", folder, "--report_to", "none", *more]
+    flags += ["--seq_length", "128", "--max_steps", "1", "--global_batch_size", "2", "--num_generations", "0"]
 
     def work() -> None:
         sys.argv = ["lora_finetune.py", *map(str, flags)]
@@ -136,9 +107,7 @@ def can_be_tensor_parallel(base: Path) -> str:
             tensor_parallel(model, SimpleNamespace(size=lambda: 2, device_type="meta"))  # type: ignore[arg-type]
         except ConfigError as refusal:
             reason = re.search(r"\((.+)\)", str(refusal))
-            return f"no: {reason[1] if reason else refusal}".replace(
-                "its plan: none", "no plan"
-            ).replace("its plan: ", "")
+            return f"no: {reason[1] if reason else refusal}".replace("its plan: none", "no plan").replace("its plan: ", "")
     return "yes"
 
 
@@ -161,28 +130,16 @@ def row_of(family: str, folder: Path, rows: Path) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="default: all")
     chosen = parser.parse_args().families
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)  # threads do not survive a fork
-    for name in (
-        "peft",
-        "bitsandbytes",
-        "datasets",
-        "matplotlib.pyplot",
-        "torch.distributed.checkpoint",
-    ):
+    for name in ("peft", "bitsandbytes", "datasets", "matplotlib.pyplot", "torch.distributed.checkpoint"):
         importlib.import_module(name)  # once, before the forks
     runpy.run_path(str(TEMPLATE), run_name="imported")
     start, _, old = PAGE.read_text().partition("\n| family |")
-    rows = (
-        {text.split()[1]: text for text in old.splitlines() if text.startswith("| ")}
-        if chosen
-        else {}
-    )
+    rows = {text.split()[1]: text for text in old.splitlines() if text.startswith("| ")} if chosen else {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TEMPLATES_CACHE"] = f"{folder}/cache"
         write_rows(Path(folder, "rows.jsonl"))
@@ -191,9 +148,7 @@ def main() -> None:
             rows[family] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
             print(rows[family], flush=True)
     head = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    made = (
-        f"Made by `python benchmarks/families.py`: {line(about(('torch', 'transformers', 'peft')))}"
-    )
+    made = f"Made by `python benchmarks/families.py`: {line(about(('torch', 'transformers', 'peft')))}"
     table = [*head, *(rows[family] for family in FAMILIES if family in rows), "", made, ""]
     PAGE.write_text("\n".join([start.rstrip(), "", *table]))
 

@@ -55,23 +55,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "torchvision", "torch
 SIDE_BY_SIDE = 8  # rows whose time is not taken
 PATIENCE = 30  # seconds that a row may take more than twice what is expected
 PRELOADED = (  # by each process before it is told its row
-    *(
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-    ),
-    *(
-        "accelerate",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.llama.modeling_llama",
-        "peft",
-    ),
-    *(
-        "transformers.models.resnet.modeling_resnet",
-        "transformers.models.vit.modeling_vit",
-        "torchvision.transforms.v2",
-    ),
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    *("accelerate", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft"),
+    *("transformers.models.resnet.modeling_resnet", "transformers.models.vit.modeling_vit", "torchvision.transforms.v2"),
     *("torch.utils.flop_counter", "tqdm", "matplotlib.pyplot", "sklearn.metrics"),
 )
 
@@ -95,70 +81,33 @@ class Row:
 SHARED = ("yaml", "accelerate", "transformers")  # what the package shared/ imports
 LAUNCHED = (*SHARED, "tyro", "psutil")  # what a template is launched with
 IMAGES = ("torchvision", "sklearn")
-FSDP2 = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-}
-FSDP2 |= {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-}
+FSDP2 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+FSDP2 |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 FSDP2 |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}
 SMALL_MODEL = "--model_preset 125M --vocab_size 32768 --seq_length 2048"
-AS_LAUNCHED = (
-    f"{SMALL_MODEL} --torch_compile --per_device_train_batch_size 16 --global_batch_size 16"
-)
-TOO_MANY_ROWS = (
-    f"{SMALL_MODEL} --find_batch_size --per_device_train_batch_size 192 --global_batch_size 192"
-)
+AS_LAUNCHED = f"{SMALL_MODEL} --torch_compile --per_device_train_batch_size 16 --global_batch_size 16"
+TOO_MANY_ROWS = f"{SMALL_MODEL} --find_batch_size --per_device_train_batch_size 192 --global_batch_size 192"
 LABEL = {"125M": "125M", "1B": "1.2B", "8B": "8B"}
 
 
 def _trains(template: str, *needs: str, flags: str = "") -> Row:
-    needs, rehearsed = (
-        (*LAUNCHED, *needs),
-        template == "image_classification",
-    )  # tests launch the others, too
+    needs, rehearsed = (*LAUNCHED, *needs), template == "image_classification"  # tests launch the others, too
     options, name = {"name": template, "flags": flags}, " ".join([template, *flags.split()])
-    return Row(
-        f"{name} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed
-    )
+    return Row(f"{name} trains", measures.trains, 90, options, needs, timed=False, rehearsed=rehearsed)
 
 
 def _resumes(template: str, deterministic: bool, *needs: str, flags: str = "") -> Row:
-    options, needs = (
-        {"name": template, "deterministic": deterministic, "flags": flags},
-        (*LAUNCHED, *needs),
-    )
-    name = " ".join(
-        [
-            template,
-            *flags.split(),
-            f"resumes {'bit for bit' if deterministic else 'without --deterministic'}",
-        ]
-    )
+    options, needs = {"name": template, "deterministic": deterministic, "flags": flags}, (*LAUNCHED, *needs)
+    name = " ".join([template, *flags.split(), f"resumes {'bit for bit' if deterministic else 'without --deterministic'}"])
     return Row(name, measures.resumes, 120, options, needs, timed=False, rehearsed=False)
 
 
-def _pretrain(
-    size: str, shape: str, more: str, expected: int, environment: dict | None = None, **options: Any
-) -> Row:
+def _pretrain(size: str, shape: str, more: str, expected: int, environment: dict | None = None, **options: Any) -> Row:
     rows, length = (int(n) for n in shape.split(" x "))
     needs = (*SHARED, *(["torchao"] if environment is FP8 else []))
     options |= {"size": size, "rows": rows, "length": length}
-    return Row(
-        f"{LABEL[size]}, {shape}{more}",
-        measures.pretraining,
-        expected,
-        options,
-        needs,
-        environment or {},
-    )
+    return Row(f"{LABEL[size]}, {shape}{more}", measures.pretraining, expected, options, needs, environment or {})
 
 
 def _lora(size: str, rows: int, more: str, expected: int, **options: Any) -> Row:
@@ -170,30 +119,17 @@ def _lora(size: str, rows: int, more: str, expected: int, **options: Any) -> Row
 
 def _images(kind: str, rows: int, more: str, expected: int, **options: Any) -> Row:
     options |= {"kind": kind, "batch_size": rows}
-    return Row(
-        f"{kind}, {rows} images{more}", measures.image_step, expected, options, (*SHARED, *IMAGES)
-    )
+    return Row(f"{kind}, {rows} images{more}", measures.image_step, expected, options, (*SHARED, *IMAGES))
 
 
-def _losses(
-    more: str, tolerance: float | None, environment: dict | None = None, **options: Any
-) -> Row:
+def _losses(more: str, tolerance: float | None, environment: dict | None = None, **options: Any) -> Row:
     needs = (*SHARED, *(["torchao"] if environment is FP8 else []))
     options |= {"tolerance": tolerance}
-    return Row(
-        f"losses, {more}", measures.losses, 60, options, needs, environment or {}, timed=False
-    )
+    return Row(f"losses, {more}", measures.losses, 60, options, needs, environment or {}, timed=False)
 
 
 def _waiting(of: str, *needs: str) -> Row:
-    return Row(
-        f"no step waits for the GPU, {of}",
-        measures.waiting,
-        60,
-        {"of": of},
-        (*SHARED, *needs),
-        timed=False,
-    )
+    return Row(f"no step waits for the GPU, {of}", measures.waiting, 60, {"of": of}, (*SHARED, *needs), timed=False)
 
 
 ROWS = [  # the most telling first: the first call answers whether all trains and resumes, and how fast
@@ -221,13 +157,7 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
         rehearsed=False,
     ),
     _pretrain("125M", "16 x 2048", ", compiled", 15, compiled=True),
-    Row(
-        "125M, 16 x 2048, compiled, as launched",
-        measures.launched,
-        90,
-        {"flags": AS_LAUNCHED},
-        LAUNCHED,
-    ),
+    Row("125M, 16 x 2048, compiled, as launched", measures.launched, 90, {"flags": AS_LAUNCHED}, LAUNCHED),
     _pretrain("125M", "16 x 2048", "", 10),
     _pretrain("1B", "4 x 2048", ", compiled", 18, compiled=True),
     _pretrain("1B", "4 x 2048", "", 10),
@@ -256,21 +186,8 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     _pretrain("125M", "4 x 8192", ", packed", 10, documents=True),
     _pretrain("125M", "4 x 8192", ", packed by a mask", 10, documents=True, masked=True),
     _pretrain("125M", "4 x 8192", ", packed, compiled", 15, documents=True, compiled=True),
-    _pretrain(
-        "125M",
-        "4 x 8192",
-        ", packed, flex attention",
-        25,
-        documents=True,
-        attention="flex_attention",
-    ),
-    Row(
-        "checkpoint of 1.2B, in the background",
-        measures.save_stall,
-        60,
-        {"in_background": True},
-        SHARED,
-    ),
+    _pretrain("125M", "4 x 8192", ", packed, flex attention", 25, documents=True, attention="flex_attention"),
+    Row("checkpoint of 1.2B, in the background", measures.save_stall, 60, {"in_background": True}, SHARED),
     Row("checkpoint of 1.2B", measures.save_stall, 45, {"in_background": False}, SHARED),
     _images("ResNet-50", 256, ", channels last, compiled", 60, channels_last=True, compiled=True),
     Row("image input", measures.image_input, 20, {}, (*SHARED, *IMAGES)),
@@ -280,22 +197,8 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     _lora("8B", 4, ", gradient checkpointing", 15, checkpointing="full", quantised=True),
     _lora("8B", 1, ", gradient checkpointing", 12, checkpointing="full", quantised=True),
     _lora("1B", 4, "", 10),
-    _pretrain(
-        "1B",
-        "4 x 2048",
-        ", checkpointing every 2nd block, compiled",
-        16,
-        compiled=True,
-        checkpointing="2",
-    ),
-    _pretrain(
-        "1B",
-        "4 x 2048",
-        ", checkpointing every block, compiled",
-        16,
-        compiled=True,
-        checkpointing="full",
-    ),
+    _pretrain("1B", "4 x 2048", ", checkpointing every 2nd block, compiled", 16, compiled=True, checkpointing="2"),
+    _pretrain("1B", "4 x 2048", ", checkpointing every block, compiled", 16, compiled=True, checkpointing="full"),
     _pretrain("1B", "1 x 8192", ", compiled", 18, compiled=True),
 ]
 
@@ -369,23 +272,14 @@ class Worker:
     def outcome(self, deadline: float) -> dict[str, Any]:
         """What the row gave, or why it gave nothing. At the deadline of the call a row may only have begun too late."""
         self.process.join(max(0.0, min(self.latest, deadline) - time.monotonic()))
-        now, file, log, code = (
-            time.monotonic(),
-            self.folder / "outcome.json",
-            self.folder / "log",
-            self.process.exitcode,
-        )
+        now, file, log, code = time.monotonic(), self.folder / "outcome.json", self.folder / "log", self.process.exitcode
         taken = now - self.started
         if file.exists():
             found = json.loads(file.read_text())
         elif code is None and now >= deadline:
             found = {"not measured": "out of time"}
         else:
-            found = {
-                "failed": f"took more than {taken:.0f} s"
-                if code is None
-                else f"ended with exit code {code}"
-            }
+            found = {"failed": f"took more than {taken:.0f} s" if code is None else f"ended with exit code {code}"}
         if "failed" in found and log.exists():
             found["log"] = log.read_text(errors="replace")[-4000:]
         self.end()
@@ -421,16 +315,12 @@ def run(rows: list[Row], deadline: float, record: Callable[[Row, dict[str, Any]]
     """Measure the rows in their order, and record each outcome as it comes; at the deadline what runs is ended."""
     waiting = []
     for row in rows:
-        if missing := [
-            package for package in row.needs if importlib.util.find_spec(package) is None
-        ]:
+        if missing := [package for package in row.needs if importlib.util.find_spec(package) is None]:
             record(row, {"skipped": f"needs {', '.join(missing)}"})
         else:
             waiting.append(row)
     on_gpu = torch.cuda.is_available()
-    context = multiprocessing.get_context(
-        "spawn" if on_gpu else "fork"
-    )  # CUDA does not survive a fork
+    context = multiprocessing.get_context("spawn" if on_gpu else "fork")  # CUDA does not survive a fork
     if not on_gpu:
         preload()  # once for all
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -438,9 +328,7 @@ def run(rows: list[Row], deadline: float, record: Callable[[Row, dict[str, Any]]
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
         os.environ.setdefault("TEMPLATES_CACHE", f"{folder}/prepared")
         os.environ["HF_HUB_OFFLINE"] = "1"
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        )
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         spares: list[Worker] = []
         running: dict[Any, tuple[Row, Worker]] = {}  # by what is ready when the process ends
         try:
@@ -458,14 +346,9 @@ def run(rows: list[Row], deadline: float, record: Callable[[Row, dict[str, Any]]
                 while len(spares) < 2:
                     spares.append(Worker(context, folder))
                 while running:
-                    ends = {
-                        sentinel: min(deadline, worker.latest)
-                        for sentinel, (_, worker) in running.items()
-                    }
+                    ends = {sentinel: min(deadline, worker.latest) for sentinel, (_, worker) in running.items()}
                     first = min(ends, key=lambda sentinel: ends[sentinel])
-                    ended = multiprocessing.connection.wait(
-                        list(ends), max(0.0, ends[first] - time.monotonic())
-                    )
+                    ended = multiprocessing.connection.wait(list(ends), max(0.0, ends[first] - time.monotonic()))
                     for sentinel in ended or [first]:
                         row, worker = running.pop(sentinel)
                         record(row, worker.outcome(deadline))
@@ -493,11 +376,7 @@ def cells(outcome: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[s
     """A row's cells after its name."""
     for word in ("failed", "skipped", "not measured"):
         if word in outcome:
-            return [""] * 6 + [
-                f"{word} ({outcome[word]})"
-                if word == "not measured"
-                else f"{word}: {outcome[word]}"
-            ]
+            return [""] * 6 + [f"{word} ({outcome[word]})" if word == "not measured" else f"{word}: {outcome[word]}"]
     figures = outcome["figures"]
     notes = []
     for key, form in {
@@ -514,44 +393,21 @@ def cells(outcome: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[s
     if "losses" in figures:
         notes.append(verdict(figures, results.get("losses, plain", {}).get("figures")))
     rate = results.get("matrix product, bf16", {}).get("figures", {}).get("measured_tflops")
-    shares = [
-        f"{figures['tflops'] / of:.1%}" if "tflops" in figures and of else ""
-        for of in (H100_TFLOPS, rate)
-    ]
+    shares = [f"{figures['tflops'] / of:.1%}" if "tflops" in figures and of else "" for of in (H100_TFLOPS, rate)]
     numbers = {"a_second": ",.0f", "step_ms": ",.1f", "peak_gb": ".1f"}
-    speed, step, peak = (
-        f"{figures[key]:{form}}" if key in figures else "" for key, form in numbers.items()
-    )
+    speed, step, peak = (f"{figures[key]:{form}}" if key in figures else "" for key, form in numbers.items())
     ratios = figures.get("ratios")
-    ratio = (
-        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        if ratios
-        else ""
-    )
+    ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
     return [speed, step, *shares, peak, ratio, "; ".join(notes)]
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The Markdown table of all rows, measured or not."""
-    head = [
-        "what",
-        "a second",
-        "step, ms",
-        "MFU",
-        "of measured",
-        "peak, GB",
-        "beside a bare loop",
-        "note",
-    ]
+    head = ["what", "a second", "step, ms", "MFU", "of measured", "peak, GB", "beside a bare loop", "note"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in ROWS:
         outcome = results.get(row.name, {"not measured": "not asked for yet"})
-        lines.append(
-            " | ".join(
-                [f"| {row.name}", *(cell.replace("|", "/") for cell in cells(outcome, results))]
-            )
-            + " |"
-        )
+        lines.append(" | ".join([f"| {row.name}", *(cell.replace("|", "/") for cell in cells(outcome, results))]) + " |")
     return "\n".join(lines)
 
 
@@ -562,40 +418,18 @@ def schedule(limit: float) -> str:
         total += expected(group)
         if total > limit:
             call, total = call + 1, expected(group)
-        lines += [
-            f"call {call}, {row.seconds:3} s, in all {total:3} s  {row.name}" for row in group
-        ]
+        lines += [f"call {call}, {row.seconds:3} s, in all {total:3} s  {row.name}" for row in group]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="regular expression, searched for in the rows' names")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=520,
-        help="seconds of this call; other rows are left to the next",
-    )
-    parser.add_argument(
-        "--toy", action="store_true", help="tiny models, to see that all works, also without a GPU"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_suffix(".json"),
-        help="all figures, as JSON",
-    )
-    parser.add_argument(
-        "--before", type=Path, help="figures of earlier calls; if not given, those in --output"
-    )
-    parser.add_argument(
-        "--list",
-        action="store_true",
-        help="print the rows, the seconds expected of each, and its call",
-    )
+    parser.add_argument("--limit", type=float, default=520, help="seconds of this call; other rows are left to the next")
+    parser.add_argument("--toy", action="store_true", help="tiny models, to see that all works, also without a GPU")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")
+    parser.add_argument("--before", type=Path, help="figures of earlier calls; if not given, those in --output")
+    parser.add_argument("--list", action="store_true", help="print the rows, the seconds expected of each, and its call")
     options = parser.parse_args()
     measures.toy = options.toy
     if options.list:
@@ -604,36 +438,23 @@ def main() -> None:
     if not options.toy and not torch.cuda.is_available():
         parser.error("there is no GPU here: --toy rehearses without one")
     installed = importlib.metadata.packages_distributions()
-    facts = about(package for package in PACKAGES if package in installed) | {
-        "CUDA": torch.version.cuda
-    }
+    facts = about(package for package in PACKAGES if package in installed) | {"CUDA": torch.version.cuda}
     content: dict[str, Any] = {"about": facts, "toy": options.toy, "rows": {}}
     before = options.before or options.output
     if before.exists():
         earlier = json.loads(before.read_text())
-        if earlier["toy"] == options.toy and (earlier["about"] | {"date": None}) == (
-            facts | {"date": None}
-        ):
+        if earlier["toy"] == options.toy and (earlier["about"] | {"date": None}) == (facts | {"date": None}):
             content["rows"] = earlier["rows"]
         else:
-            print(
-                f"{before} is of another machine or other versions: all is measured again",
-                file=sys.stderr,
-            )
+            print(f"{before} is of another machine or other versions: all is measured again", file=sys.stderr)
     if options.only:
         rows = [row for row in ROWS if re.search(options.only, row.name)]
         if not rows:
             parser.error(f"--only {options.only}: in no row's name; --list prints all")
     else:
         known = {row.name: content["rows"].get(row.name, {}) for row in ROWS}
-        rows = [
-            row
-            for row in ROWS
-            if "figures" not in known[row.name] and (row.rehearsed or not options.toy)
-        ]
-        rows.sort(
-            key=lambda row: "failed" in known[row.name]
-        )  # these again, after those that were not tried yet
+        rows = [row for row in ROWS if "figures" not in known[row.name] and (row.rehearsed or not options.toy)]
+        rows.sort(key=lambda row: "failed" in known[row.name])  # these again, after those that were not tried yet
 
     def record(row: Row, outcome: dict[str, Any]) -> None:
         content["rows"][row.name] = outcome
@@ -644,17 +465,10 @@ def main() -> None:
         print(f"{row.name}: {said} [{outcome.get('seconds', 0)} s]", file=sys.stderr, flush=True)
 
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that processes and their files are cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and their files are cleared away
     run(rows, START + options.limit, record)
-    print(
-        f"{table(content['rows'])}\n\nTokens or images a second: medians of 4 blocks; ratios with their ranges."
-    )
-    print(
-        f"Taken in {time.monotonic() - START:.0f} s."
-        + (" At toy size: no figure means anything." if options.toy else "")
-    )
+    print(f"{table(content['rows'])}\n\nTokens or images a second: medians of 4 blocks; ratios with their ranges.")
+    print(f"Taken in {time.monotonic() - START:.0f} s." + (" At toy size: no figure means anything." if options.toy else ""))
     print(line(facts))
 
 

@@ -63,13 +63,9 @@ def seconds(function: Callable[[], Any], times: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def pace(
-    step: Callable[[], Any], units: int, flops: float | None, other: Callable[[], Any] | None = None
-) -> dict[str, Any]:
+def pace(step: Callable[[], Any], units: int, flops: float | None, other: Callable[[], Any] | None = None) -> dict[str, Any]:
     """Figures of a step that computes `units` tokens or images with so many operations each, beside another step's."""
-    figures: dict[str, Any] = {
-        "first_step_seconds": seconds(step)
-    }  # compiles, where that is asked for
+    figures: dict[str, Any] = {"first_step_seconds": seconds(step)}  # compiles, where that is asked for
     seconds(step, 1 if toy else 2)
     if device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -88,11 +84,7 @@ def pace(
         if other is not None:
             others.append(seconds(other, times) / times)
     median = statistics.median(own)
-    figures |= {
-        "step_ms": 1000 * median,
-        "a_second": units / median,
-        "step_ms_each": [1000 * s for s in own],
-    }
+    figures |= {"step_ms": 1000 * median, "a_second": units / median, "step_ms_each": [1000 * s for s in own]}
     if flops:
         figures["tflops"] = flops * units / median / 1e12
     if others:
@@ -115,24 +107,9 @@ def matrix_product(*, fp8: bool) -> dict[str, Any]:
     a, b = (torch.randn(n, n, device=where, dtype=torch.bfloat16) for _ in range(2))
     product: Callable[[], Any] = partial(torch.mm, a, b)
     if fp8:  # one scale a tensor, and b column by column, as the kernel wants it
-        a8, b8, one = (
-            a.to(torch.float8_e4m3fn),
-            b.to(torch.float8_e4m3fn).t(),
-            torch.ones((), device=where),
-        )
-        product = partial(
-            torch._scaled_mm,
-            a8,
-            b8,
-            one,
-            one,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=where.type == "cuda",
-        )
-    return {
-        "measured_tflops": 2 * n**3 / best(product) / 1e12,
-        "note": f"{n} x {n} x {n}, random numbers",
-    }
+        a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=where)
+        product = partial(torch._scaled_mm, a8, b8, one, one, out_dtype=torch.bfloat16, use_fast_accum=where.type == "cuda")
+    return {"measured_tflops": 2 * n**3 / best(product) / 1e12, "note": f"{n} x {n} x {n}, random numbers"}
 
 
 def bandwidth() -> dict[str, Any]:
@@ -140,10 +117,7 @@ def bandwidth() -> dict[str, Any]:
     copy = torch.empty_like(source)
     size = source.numel() * source.element_size()
     rate = 2 * size / best(partial(copy.copy_, source)) / 1e12
-    return {
-        "tb_per_second": rate,
-        "note": f"a copy of {size / 1e9:.1f} GB, bytes read and bytes written",
-    }
+    return {"tb_per_second": rate, "note": f"a copy of {size / 1e9:.1f} GB, bytes read and bytes written"}
 
 
 # The templates' step ---------------------------------------------------------------------------------------------------
@@ -163,14 +137,7 @@ def start_accelerator(*, deterministic: bool = False) -> Any:
 class Loop:
     """The templates' optimizer step on batches that lie ready."""
 
-    def __init__(
-        self,
-        accelerator: Any,
-        model: nn.Module,
-        batches: list[dict],
-        loss: Callable,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, accelerator: Any, model: nn.Module, batches: list[dict], loss: Callable, **settings: Any) -> None:
         import numpy as np
 
         from shared.config.options import OptimConfig
@@ -182,16 +149,10 @@ class Loop:
 
         self.config = OptimConfig(**{"learning_rate": 3e-4} | settings)
         optimizers, norm = optim.build(model, self.config), self.config.max_grad_norm
-        self.model, self.optimizers = sharding.prepare(
-            accelerator, model, optimizers, max_grad_norm=norm
-        )
+        self.model, self.optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=norm)
         self.accelerator, self.loss, self.state = accelerator, loss, TrainState()
-        targets = [
-            (batch, int((batch["labels"] != -100).sum()), len(batch["labels"])) for batch in batches
-        ]
-        self.windows = [
-            Window([batch], n, rows, 0, None, np.arange(rows)[None]) for batch, n, rows in targets
-        ]
+        targets = [(batch, int((batch["labels"] != -100).sum()), len(batch["labels"])) for batch in batches]
+        self.windows = [Window([batch], n, rows, 0, None, np.arange(rows)[None]) for batch, n, rows in targets]
         self.guard = Guard(accelerator, [self.model], self.state, max_skipped=0)
 
     def step(self) -> torch.Tensor:
@@ -204,14 +165,7 @@ class Loop:
         launch.seed_step(0, self.state.step, 0)
         rate = optim.set_learning_rate(self.optimizers, self.config, self.state.step, 10_000)
         self.state.advance(window)
-        step = Step(
-            self.accelerator,
-            [self.model],
-            window,
-            number=self.state.step,
-            rate=rate,
-            verdict=finite,
-        )
+        step = Step(self.accelerator, [self.model], window, number=self.state.step, rate=rate, verdict=finite)
         for batch in step.micro_batches():
             loss = self.loss(self.model, batch)
             step.backward(loss)
@@ -240,32 +194,21 @@ def language_loop(
     loop = Loop(accelerator, model, batches, causal_lm_loss, **settings)
     tokens, notes = len(Tokenizer(size)), []
     if "cu_seqlens" in batches[0] and not masked:
-        notes.append(
-            isolate_documents(loop.model, accelerator.device, tokens, len(batches[0]["input_ids"]))[
-                1
-            ]
-        )
-    if fused and not (
-        word := fuse_head(accelerator, loop.model, tokens, compiled=compiled)
-    ).startswith("fused"):
+        notes.append(isolate_documents(loop.model, accelerator.device, tokens, len(batches[0]["input_ids"]))[1])
+    if fused and not (word := fuse_head(accelerator, loop.model, tokens, compiled=compiled)).startswith("fused"):
         notes.append(f"loss {word}")
     said = {"strategy": type(loop.model).__name__}
     return loop, said | ({"note": "; ".join(notes)} if notes else {})
 
 
-def bare_step(
-    model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any
-) -> Callable[[], None]:
+def bare_step(model: nn.Module, batch: dict[str, torch.Tensor], moments_of: Any) -> Callable[[], None]:
     """A training step without anything of this project or of Accelerate. Model and moments are the templates' step's own:
     two of each would not fit."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     optimizer.state = moments_of.state
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    labels, forward = (
-        batch["labels"],
-        type(model).forward,
-    )  # not the instance's, which Accelerate has wrapped
+    labels, forward = batch["labels"], type(model).forward  # not the instance's, which Accelerate has wrapped
 
     def step() -> None:
         with torch.autocast(labels.device.type, torch.bfloat16):
@@ -294,17 +237,11 @@ class Tokenizer:
         return {str(number): number for number in range(self.tokens)}
 
 
-def token_batch(
-    size: str, rows: int, length: int, *, documents: bool = False, seed: int = 0
-) -> dict:
+def token_batch(size: str, rows: int, length: int, *, documents: bool = False, seed: int = 0) -> dict:
     """Rows of counting tokens, which a model can learn; of documents one to four eighths of a row long, if asked."""
     from shared.data.loader import cu_seqlens_of
 
-    generator, lengths, vocabulary = (
-        torch.Generator().manual_seed(seed),
-        random.Random(seed),
-        len(Tokenizer(size)),
-    )
+    generator, lengths, vocabulary = torch.Generator().manual_seed(seed), random.Random(seed), len(Tokenizer(size))
     start = torch.randint(0, vocabulary, (rows, 1), generator=generator)
     stride = torch.randint(1, 9, (rows, 1), generator=generator)
     tokens = (start + stride * torch.arange(length + 1)) % vocabulary
@@ -332,39 +269,20 @@ def seen(batch: dict[str, torch.Tensor], length: int) -> float:
     return float((lengths**2).sum() / lengths.sum())
 
 
-def language_model(
-    size: str,
-    length: int,
-    *,
-    compiled: bool = False,
-    checkpointing: str = "none",
-    attention: str = "sdpa",
-):
+def language_model(size: str, length: int, *, compiled: bool = False, checkpointing: str = "none", attention: str = "sdpa"):
     """What templates/pretrain.py builds for these settings, made on the device."""
     from shared.config.options import SpeedConfig
     from shared.models.options import ModelConfig
 
     pretrain = template("pretrain")
-    speed = SpeedConfig(
-        torch_compile=compiled,
-        gradient_checkpointing=checkpointing,  # type: ignore[arg-type]
-        attn_implementation=attention,  # type: ignore[arg-type]
-    )
+    speed = SpeedConfig(torch_compile=compiled, gradient_checkpointing=checkpointing, attn_implementation=attention)  # type: ignore[arg-type]
     model = ModelConfig("3M", config_overrides=TOY_SHAPE) if toy else ModelConfig(size)
     with device():
-        return pretrain.build_model(
-            pretrain.Config(seq_length=length, speed=speed, model=model), Tokenizer(size)
-        )
+        return pretrain.build_model(pretrain.Config(seq_length=length, speed=speed, model=model), Tokenizer(size))
 
 
 def pretraining(
-    size: str,
-    length: int,
-    rows: int,
-    *,
-    documents: bool = False,
-    masked: bool = False,
-    **settings: Any,
+    size: str, length: int, rows: int, *, documents: bool = False, masked: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
     from shared.models.counts import flops_per_token
@@ -390,14 +308,7 @@ def quantise(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and name != "lm_head":
-                four = Linear4bit(
-                    child.in_features,
-                    child.out_features,
-                    False,
-                    torch.bfloat16,
-                    device="meta",
-                    **options,
-                )
+                four = Linear4bit(child.in_features, child.out_features, False, torch.bfloat16, device="meta", **options)
                 four.weight = Params4bit(child.weight.detach(), requires_grad=False, **options)
                 setattr(parent, name, four.to(device()))  # which quantises
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT asks for
@@ -457,9 +368,7 @@ def lora(
 # Images ----------------------------------------------------------------------------------------------------------------
 
 
-def image_step(
-    kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False
-) -> dict[str, Any]:
+def image_step(kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False) -> dict[str, Any]:
     """Images a second of the image template's step on uint8 images that lie on the device."""
     loop, flops = image_loop(kind, batch_size, compiled=compiled, channels_last=channels_last)
     return pace(loop.step, len(loop.windows[0].indices[0]), flops)
@@ -470,9 +379,7 @@ def waiting(*, of: str) -> dict[str, Any]:
     if of == "images":
         loop, _ = image_loop("ResNet-50", 8)
     else:
-        rows, length = (
-            (2, 64) if toy else (4, 1024)
-        )  # tokens enough for the kernels that training uses
+        rows, length = (2, 64) if toy else (4, 1024)  # tokens enough for the kernels that training uses
         batch = token_batch("125M", rows, length, documents=of == "packed tokens")
         accelerator = start_accelerator()
         loop, _ = language_loop(accelerator, language_model("125M", length), "125M", [batch])
@@ -491,9 +398,7 @@ def waiting(*, of: str) -> dict[str, Any]:
     return {"passed": True, "note": "three steps without a synchronisation"}
 
 
-def image_loop(
-    kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False
-) -> tuple[Loop, float]:
+def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False) -> tuple[Loop, float]:
     """(the image template's step on uint8 images that lie on the device, FLOPs of an image)."""
     from transformers import AutoModelForImageClassification, ResNetConfig, ViTConfig
 
@@ -504,47 +409,25 @@ def image_loop(
 
     size, rows, classes = (32, 4, 10) if toy else (224, batch_size, 1000)
     accelerator = start_accelerator()
-    small: dict[str, Any] = {
-        "hidden_size": 384,
-        "num_attention_heads": 6,
-        "intermediate_size": 1536,
-    }
-    tiny: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-    }
+    small: dict[str, Any] = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+    tiny: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     architecture: Any
     if kind == "ResNet-50":
-        architecture = (
-            ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1])
-            if toy
-            else ResNetConfig()
-        )
+        architecture = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1]) if toy else ResNetConfig()
     else:
-        architecture = ViTConfig(
-            **(tiny if toy else small if kind == "ViT-S/16" else {})
-        )  # whose default is ViT-B/16
+        architecture = ViTConfig(**(tiny if toy else small if kind == "ViT-S/16" else {}))  # whose default is ViT-B/16
     architecture.num_labels, architecture.image_size = classes, size
-    model: nn.Module = from_architecture(
-        AutoModelForImageClassification, architecture, dtype=torch.float32
-    )
+    model: nn.Module = from_architecture(AutoModelForImageClassification, architecture, dtype=torch.float32)
     processor = image_processor(None, size, None)
     to_model = ToModel(processor, accelerator.device, channels_last=channels_last)
     model.to(accelerator.device).to(memory_format=to_model.memory_format)  # type: ignore[call-overload]
     with accelerator.autocast():
-        flops = measure(
-            model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)}
-        )
+        flops = measure(model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)})
     if compiled:
         model.compile()
     image_classifier.training_mode(model)
     batch = {"pixel_values": torch.randint(0, 256, (rows, 3, size, size)).to(torch.uint8)}
-    batch = {
-        k: v.to(accelerator.device)
-        for k, v in (batch | {"labels": torch.arange(rows) % classes}).items()
-    }
+    batch = {k: v.to(accelerator.device) for k, v in (batch | {"labels": torch.arange(rows) % classes}).items()}
 
     def loss(prepared: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = prepared(pixel_values=to_model(batch["pixel_values"])).logits.float()
@@ -572,9 +455,7 @@ def image_input() -> dict[str, Any]:
     def make(number: int) -> None:
         rng = np.random.default_rng(number)
         coarse = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8))
-        pixels = np.asarray(
-            coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16
-        )
+        pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
         pixels = (pixels + rng.integers(-9, 10, pixels.shape, dtype=np.int16)).clip(0, 255)
         place = folder / "images" / f"class-{number % 2}"
         place.mkdir(parents=True, exist_ok=True)
@@ -584,21 +465,15 @@ def image_input() -> dict[str, Any]:
         list(pool.map(make, range(count)))
     config = classify.Config(
         data=ImageConfig(train_dir=(folder / "images",)),
-        batch=BatchConfig(
-            global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers
-        ),
+        batch=BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers),
         checkpoint=CheckpointConfig(output_dir=folder / "run"),
         log=LogConfig(report_to="none"),
     )
     run = Run(classify.with_defaults(config), "image_classification", unit="images")
     processor = image_processor(None, 32 if toy else 224, None)
     to_model = ToModel(processor, run.device)
-    loader, _ = classify.build_loaders(
-        run, images.prepare(run.config.data), processor, nn.Identity()
-    )
-    windows: Iterator[Any] = loader.windows(
-        0, 100_000
-    )  # more than are read: at the end workers have nothing to do
+    loader, _ = classify.build_loaders(run, images.prepare(run.config.data), processor, nn.Identity())
+    windows: Iterator[Any] = loader.windows(0, 100_000)  # more than are read: at the end workers have nothing to do
 
     def read() -> None:
         to_model(next(iter(next(windows).micro_batches))["pixel_values"])
@@ -624,28 +499,15 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     seconds(loop.step, 3)
     usual = statistics.median(seconds(loop.step) for _ in range(5))
     folder = Path(tempfile.mkdtemp())
-    config = template("pretrain").Config(
-        checkpoint=CheckpointConfig(async_save=in_background, save_total_limit=1)
-    )
-    saver = Checkpointer(
-        accelerator, {"model": loop.model}, loop.optimizers, folder, config, data="none"
-    )
+    config = template("pretrain").Config(checkpoint=CheckpointConfig(async_save=in_background, save_total_limit=1))
+    saver = Checkpointer(accelerator, {"model": loop.model}, loop.optimizers, folder, config, data="none")
     states = [values for optimizer in loop.optimizers for values in optimizer.state.values()]
-    tensors = [
-        *loop.model.parameters(),
-        *(tensor for values in states for tensor in values.values()),
-    ]
+    tensors = [*loop.model.parameters(), *(tensor for values in states for tensor in values.values())]
     size, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free
     if free < (1.5 if in_background else 1.2) * size:
-        raise Skipped(
-            f"a checkpoint has {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free in {folder.parent}"
-        )
+        raise Skipped(f"a checkpoint has {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free in {folder.parent}")
     call = seconds(partial(saver.save, loop.state))
-    figures: dict[str, Any] = {
-        "stands_still_seconds": call,
-        "gb": size / 1e9,
-        "usual_step_ms": 1000 * usual,
-    }
+    figures: dict[str, Any] = {"stands_still_seconds": call, "gb": size / 1e9, "usual_step_ms": 1000 * usual}
     note = f"{size / 1e9:.1f} GB; a step takes {1000 * usual:.0f} ms"
     if not in_background:
         shutil.rmtree(folder)
@@ -662,14 +524,8 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
         written = "written by then" if saver.pending.done() else "not all written by then"
         saver.wait()  # raises what went wrong
         loop.state.step += 1
-        again = seconds(
-            partial(saver.save, loop.state)
-        )  # the memory that it goes through is there already
-        figures |= {
-            "slower_seconds": slower,
-            "steps_meanwhile": taken,
-            "stands_still_again_seconds": again,
-        }
+        again = seconds(partial(saver.save, loop.state))  # the memory that it goes through is there already
+        figures |= {"slower_seconds": slower, "steps_meanwhile": taken, "stands_still_again_seconds": again}
         note += f"; the next {taken} steps took {slower:.1f} s longer than usual, {written}; a second save stands still "
         note += f"for {again:.2f} s"
     return figures | {"note": note}
@@ -679,28 +535,17 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
 
 
 def losses(
-    tolerance: float | None = None,
-    *,
-    fused: bool = True,
-    deterministic: bool = True,
-    **settings: Any,
+    tolerance: float | None = None, *, fused: bool = True, deterministic: bool = True, **settings: Any
 ) -> dict[str, Any]:
     """Losses of ten optimizer steps of the 125M model; without `deterministic` by the kernels that training uses."""
     accelerator = start_accelerator(deterministic=deterministic)
     length, rows = (32, 2) if toy else (1024, 4)
     model = language_model("125M", length, **settings)
     batches = [token_batch("125M", rows, length, seed=seed) for seed in range(10)]
-    constant: dict[str, Any] = {
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0.0,
-    }
+    constant: dict[str, Any] = {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "warmup_steps": 0.0}
     constant["compiled"] = settings.get("compiled", False)
     loop, said = language_loop(accelerator, model, "125M", batches, fused=fused, **constant)
-    return said | {
-        "losses": [loop.step().item() / (rows * length) for _ in batches],
-        "tolerance": tolerance,
-    }
+    return said | {"losses": [loop.step().item() / (rows * length) for _ in batches], "tolerance": tolerance}
 
 
 def positions() -> dict[str, Any]:
@@ -712,14 +557,8 @@ def positions() -> dict[str, Any]:
     with accelerator.autocast():
         cos, sin = rotary(torch.zeros(1, device=accelerator.device), numbers)
     exact = numbers[..., None].double() * torch.cat([rotary.inv_freq, rotary.inv_freq]).double()
-    apart = max(
-        float((given.double() - right).abs().max())
-        for given, right in ((cos, exact.cos()), (sin, exact.sin()))
-    )
-    return {
-        "passed": apart < 2e-3,
-        "note": f"at most {apart:.1e} apart from fp64, up to position {length - 1}",
-    }
+    apart = max(float((given.double() - right).abs().max()) for given, right in ((cos, exact.cos()), (sin, exact.sin())))
+    return {"passed": apart < 2e-3, "note": f"at most {apart:.1e} apart from fp64, up to position {length - 1}"}
 
 
 def packed_attention() -> dict[str, Any]:
@@ -736,10 +575,7 @@ def packed_attention() -> dict[str, Any]:
         error = error_of(kernel, (many, of_keys, size, size, torch.bfloat16), device())
         if not error <= MAX_ERROR:
             wrong.append(f"{many}, {of_keys}, {size}: off by {error:.2g}")
-    return {
-        "passed": not wrong,
-        "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}",
-    }
+    return {"passed": not wrong, "note": "; ".join(wrong) or f"heads, of keys, head_dim: {str(heads)[1:-1]}"}
 
 
 def launch_command(name: str) -> list[str]:
@@ -750,18 +586,8 @@ def launch_command(name: str) -> list[str]:
         if not on_cpu and torch.cuda.device_count() < 2:
             raise Skipped("a pipeline needs two GPUs")
         config = "ddp"
-    flags = [
-        "--config_file",
-        f"{ROOT}/accelerate_configs/{config}.yaml",
-        *(["--mixed_precision", "no"] if on_cpu else []),
-    ]
-    return [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        *flags,
-        f"{ROOT}/templates/{name}.py",
-    ]
+    flags = ["--config_file", f"{ROOT}/accelerate_configs/{config}.yaml", *(["--mixed_precision", "no"] if on_cpu else [])]
+    return [sys.executable, "-m", "accelerate.commands.launch", *flags, f"{ROOT}/templates/{name}.py"]
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
@@ -777,23 +603,9 @@ def logged_losses(run_dir: Path) -> dict[int, float]:
 def trains(*, name: str, flags: str) -> dict[str, Any]:
     """Whether a template, launched as users do, ends by itself with finite losses and writes final/."""
     folder, steps = Path(tempfile.mkdtemp()), 2 if toy else 20
-    common = [
-        "--max_steps",
-        str(steps),
-        "--logging_steps",
-        "1",
-        "--report_to",
-        "none",
-        "--output_dir",
-        str(folder),
-    ]
-    log, start = (
-        Path(tempfile.gettempdir(), "log"),
-        time.perf_counter(),
-    )  # where this process's output goes, too
-    code = subprocess.run(
-        [*launch_command(name), *common, *flags.split()], stderr=subprocess.STDOUT
-    ).returncode
+    common = ["--max_steps", str(steps), "--logging_steps", "1", "--report_to", "none", "--output_dir", str(folder)]
+    log, start = Path(tempfile.gettempdir(), "log"), time.perf_counter()  # where this process's output goes, too
+    code = subprocess.run([*launch_command(name), *common, *flags.split()], stderr=subprocess.STDOUT).returncode
     taken = time.perf_counter() - start
     if code:  # the launcher's traceback comes after the template's own last words, and ends with how the template ended
         said, _, launcher = log.read_text(errors="replace").rstrip().rpartition("Traceback (most")
@@ -801,54 +613,27 @@ def trains(*, name: str, flags: str) -> dict[str, Any]:
         last = " / ".join([*own[-2:], launcher.rpartition("]' ")[2]])
         raise RuntimeError(next((text for text in own if text.startswith("error: ")), last))
     losses = list(logged_losses(folder).values())
-    passed = (
-        len(losses) == steps
-        and all(map(math.isfinite, losses))
-        and any((folder / "final").iterdir())
-    )
+    passed = len(losses) == steps and all(map(math.isfinite, losses)) and any((folder / "final").iterdir())
     note = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps; {taken:.0f} s from start to end"
     if "--find_batch_size" in flags:
-        tried = re.findall(
-            r"out of memory with (\d+) at once; trying (\d+)", log.read_text(errors="replace")
-        )
+        tried = re.findall(r"out of memory with (\d+) at once; trying (\d+)", log.read_text(errors="replace"))
         passed &= bool(tried) or toy
-        note += "".join(
-            f"; out of memory with {rows} rows at once, so {fewer}" for rows, fewer in tried
-        )
+        note += "".join(f"; out of memory with {rows} rows at once, so {fewer}" for rows, fewer in tried)
     return {"passed": passed, "note": note}
 
 
 def launched(*, flags: str) -> dict[str, Any]:
     """What pretraining logs of its own speed, launched as users do: medians from step 60 on."""
     folder, steps, every, first = Path(tempfile.mkdtemp()), *((12, 1, 3) if toy else (240, 20, 60))
-    common = [
-        "--max_steps",
-        str(steps),
-        "--logging_steps",
-        str(every),
-        "--eval_samples",
-        "16",
-        "--report_to",
-        "none",
-    ]
-    command = [
-        *launch_command("pretrain"),
-        *common,
-        "--output_dir",
-        str(folder),
-        *([] if toy else flags.split()),
-    ]
+    common = ["--max_steps", str(steps), "--logging_steps", str(every), "--eval_samples", "16", "--report_to", "none"]
+    command = [*launch_command("pretrain"), *common, "--output_dir", str(folder), *([] if toy else flags.split())]
     subprocess.run(command, stderr=subprocess.STDOUT, check=True)
     rows = [row for row in logged(folder) if row["step"] >= first]
     middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     mfu = f"it logs an MFU of {middle['mfu']:.1%}, and " if "mfu" in middle else ""
     note = f"{mfu}waits for data for {middle['data_wait_share']:.1%} of the time; "
     note += f"loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f}"
-    return {
-        "a_second": middle["trained_tokens_per_second"],
-        "peak_gb": middle["peak_memory_gb"],
-        "note": note,
-    }
+    return {"a_second": middle["trained_tokens_per_second"], "peak_gb": middle["peak_memory_gb"], "note": note}
 
 
 def resumes(*, name: str, deterministic: bool, flags: str) -> dict[str, Any]:
@@ -861,11 +646,5 @@ def resumes(*, name: str, deterministic: bool, flags: str) -> dict[str, Any]:
     unlike = [f"{part} differ {how}" for part, how in found.items() if how]
     one, other = (logged_losses(folder / run) for run in ("straight", "killed"))
     apart = max(abs(one[step] - other.get(step, math.nan)) for step in one)
-    note = (
-        f"losses at most {apart:.1e} apart; {'; '.join(unlike)}"
-        if unlike
-        else "the same, bit for bit"
-    )
-    return {"note": f"killed and resumed: {note}"} | (
-        {"passed": not unlike} if deterministic else {}
-    )
+    note = f"losses at most {apart:.1e} apart; {'; '.join(unlike)}" if unlike else "the same, bit for bit"
+    return {"note": f"killed and resumed: {note}"} | ({"passed": not unlike} if deterministic else {})

@@ -106,16 +106,10 @@ def tokenise_by_datasets(options: argparse.Namespace) -> Callable[[], Any]:
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
 
     def ids(rows: Any) -> Any:
-        return {
-            "ids": [
-                [*each, tokenizer.eos_token_id] for each in tokenizer(rows["text"])["input_ids"]
-            ]
-        }
+        return {"ids": [[*each, tokenizer.eos_token_id] for each in tokenizer(rows["text"])["input_ids"]]}
 
     def work() -> Any:
-        data = datasets.load_dataset(
-            "json", data_files=str(file), cache_dir=options.folder, split="train"
-        )
+        data = datasets.load_dataset("json", data_files=str(file), cache_dir=options.folder, split="train")
         return data.map(ids, batched=True, num_proc=2, remove_columns=["text"])
 
     return work
@@ -129,8 +123,7 @@ def many_turns(options: argparse.Namespace) -> Callable[[], Any]:
 
     encode = Encoder(AutoTokenizer.from_pretrained(demo.MODEL), "assistant")
     turn = [
-        {"role": role, "content": "the model reads a line of text and says what comes"}
-        for role in ("user", "assistant")
+        {"role": role, "content": "the model reads a line of text and says what comes"} for role in ("user", "assistant")
     ]
     example = Example(turn * (options.size // 2))
     return lambda: encode(example, "here")
@@ -166,29 +159,18 @@ def open_chats(options: argparse.Namespace) -> Callable[[], Any]:
     from shared.text.chat import Conversations
 
     folder = Path(options.folder)
-    arrays: dict[str, list[Any]] = {
-        "ids": ["int32", []],
-        "learned": ["bool", []],
-        "ends": ["int64", []],
-    }
+    arrays: dict[str, list[Any]] = {"ids": ["int32", []], "learned": ["bool", []], "ends": ["int64", []]}
     arrays["targets"] = ["int32", []]
     state = {"source": "data", "counts": {}, "first": {}, "arrays": arrays}
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "checksums.json").write_text(json.dumps({f"{name}.bin": [] for name in arrays}))
-    for name, size in (
-        ("ids", 4 * 8),
-        ("learned", 8),
-    ):  # empty files, which take no room on most disks
+    for name, size in (("ids", 4 * 8), ("learned", 8)):  # empty files, which take no room on most disks
         with (folder / f"{name}.bin").open("wb") as file:
             file.truncate(size * options.size)
     (8 + 8 * np.arange(options.size)).tofile(folder / "ends.bin")
     np.full(options.size, 7, np.int32).tofile(folder / "targets.bin")
     chosen = [np.arange(options.size)]
-    return lambda: (
-        Conversations(
-            {"": Store(folder)}, chosen, end=None, own_template=True, validated=[""]
-        ).lengths
-    )
+    return lambda: Conversations({"": Store(folder)}, chosen, end=None, own_template=True, validated=[""]).lengths
 
 
 def start(options: argparse.Namespace, step: int = 0) -> Callable[[], Any]:
@@ -291,9 +273,7 @@ def trained(options: argparse.Namespace) -> tuple[Any, Any]:
 
     from shared.training.optim import fill_state
 
-    model = nn.ParameterDict(
-        {f"layer_{n}": nn.Parameter(torch.randn(1000)) for n in range(options.size // 4)}
-    )
+    model = nn.ParameterDict({f"layer_{n}": nn.Parameter(torch.randn(1000)) for n in range(options.size // 4)})
     optimizer = torch.optim.AdamW(model.parameters())
     fill_state(optimizer)
     return model, optimizer
@@ -309,9 +289,7 @@ def save(options: argparse.Namespace) -> Callable[[], Any]:
     run_dir = Path(options.folder, "run")
     run_dir.mkdir()
     model, optimizer = trained(options)
-    saver = Checkpointer(
-        Accelerator(cpu=True), {"model": model}, [optimizer], run_dir, config, data=""
-    )
+    saver = Checkpointer(Accelerator(cpu=True), {"model": model}, [optimizer], run_dir, config, data="")
     saver.save(TrainState(step=1))
     return lambda: saver.save(TrainState(step=2))
 
@@ -322,9 +300,7 @@ def save_plainly(options: argparse.Namespace) -> Callable[[], Any]:
     model, optimizer = trained(options)
 
     def write() -> None:
-        torch.save(
-            [model.state_dict(), optimizer.state_dict()], Path(options.folder, "checkpoint.pt")
-        )
+        torch.save([model.state_dict(), optimizer.state_dict()], Path(options.folder, "checkpoint.pt"))
 
     write()
     return write
@@ -341,9 +317,7 @@ def pictures(options: argparse.Namespace) -> Path:
     for label in range(100):
         (root / f"class-{label:02d}").mkdir(parents=True)
     for number in range(options.size):
-        (root / f"class-{number % 100:02d}" / f"{number:08d}.png").hardlink_to(
-            files[number % len(files)]
-        )
+        (root / f"class-{number % 100:02d}" / f"{number:08d}.png").hardlink_to(files[number % len(files)])
     return root
 
 
@@ -401,9 +375,7 @@ CLOCK = "accumulating"  # that sleeps
 
 def peak() -> int:
     """Most bytes that this process has held in memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def used() -> float:
@@ -439,9 +411,7 @@ def measured(options: argparse.Namespace) -> Row:
 
 def shape(rows: Sequence[Row]) -> str:
     """How the time grows from the smallest size to the largest, as the power of the size that explains it."""
-    (small, first), (large, last) = (
-        (row["size"], row["milliseconds"]) for row in (rows[0], rows[-1])
-    )
+    (small, first), (large, last) = ((row["size"], row["milliseconds"]) for row in (rows[0], rows[-1]))
     if large == small or first <= 0 or last <= 0:
         return "-"
     power = math.log(last / first) / math.log(large / small)
@@ -450,33 +420,19 @@ def shape(rows: Sequence[Row]) -> str:
 
 def lines_of(rows: Sequence[Row]) -> str:
     """A Markdown table with a line for each work: medians at all of its sizes."""
-    lines = [
-        "| what | samples | time, ms | memory, MB | disk, MB | time grows as |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| what | samples | time, ms | memory, MB | disk, MB | time grows as |", "|---|---|---|---|---|---|"]
     for work in dict.fromkeys(row["work"] for row in rows):
         cells: dict[int, list[Row]] = {}
         for row in (row for row in rows if row["work"] == work):
             cells.setdefault(row["size"], []).append(row)
         ran = {size: found for size, found in cells.items() if "absent" not in found[0]}
         middle = [
-            {
-                key: statistics.median(row[key] for row in found)
-                for key in ("size", "milliseconds", "megabytes", "disk")
-            }
+            {key: statistics.median(row[key] for row in found) for key in ("size", "milliseconds", "megabytes", "disk")}
             for found in ran.values()
         ]
         told = [found[0]["absent"] for size, found in cells.items() if size not in ran]
         figures = [
-            " / ".join(
-                [
-                    *(
-                        f"{row[key]:,.0f}" if row[key] >= 100 else f"{row[key]:.2g}"
-                        for row in middle
-                    ),
-                    *more,
-                ]
-            )
+            " / ".join([*(f"{row[key]:,.0f}" if row[key] >= 100 else f"{row[key]:.2g}" for row in middle), *more])
             for key, more in (("milliseconds", told), ("megabytes", []), ("disk", []))
         ]
         sizes = " / ".join(f"{size:,}" for size in cells)
@@ -485,14 +441,10 @@ def lines_of(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = rounds.parser(
-        __doc__, __file__, rounds=3, steps=200, least=1, counts="repetitions of what takes no time"
-    )
+    parser = rounds.parser(__doc__, __file__, rounds=3, steps=200, least=1, counts="repetitions of what takes no time")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of samples")
     parser.add_argument("--limit", type=float, default=120, help="seconds that a cell may take")
-    parser.add_argument(
-        "--works", nargs="+", choices=list(WORK), default=list(WORK), help="lines of the table"
-    )
+    parser.add_argument("--works", nargs="+", choices=list(WORK), default=list(WORK), help="lines of the table")
     options = rounds.parse(parser, dict.fromkeys(WORK, measured))
     seen: dict[tuple[str, int], Row] = {}
 
@@ -520,18 +472,12 @@ def main() -> None:
         with rounds.folder(options) as environment:
             found = rounds.worker(__file__, work, options, environment, size=size)
         seen.setdefault((work, size), found)
-        figures = {
-            "milliseconds": 1e3 * found["seconds"],
-            "megabytes": found["memory"] / 1e6,
-            "disk": found["disk"] / 1e6,
-        }
+        figures = {"milliseconds": 1e3 * found["seconds"], "megabytes": found["memory"] / 1e6, "disk": found["disk"] / 1e6}
         return {"work": work, "size": size, **figures}
 
     names = [f"{work} | {size:,}" for work in options.works for size in sizes(work)]
     rows = rounds.alternate(names, options.rounds, measure)
-    notes = [
-        f'Medians of {options.rounds} rounds. Time is the processor\'s, but for "{CLOCK}", which sleeps.'
-    ]
+    notes = [f'Medians of {options.rounds} rounds. Time is the processor\'s, but for "{CLOCK}", which sleeps.']
     rounds.report(options, rows, lines_of(rows), notes)
 
 

@@ -23,16 +23,7 @@ from typing import Any
 import rounds
 from rounds import Row
 
-HEADS = (
-    "plain",
-    "bias",
-    "cap",
-    "scale",
-    "modules_to_save",
-    "adapter",
-    "plain, fp16",
-    "plain, whole logits",
-)
+HEADS = ("plain", "bias", "cap", "scale", "modules_to_save", "adapter", "plain, fp16", "plain, whole logits")
 VOCAB, TOKENS = 152_064, 2048
 
 
@@ -43,35 +34,20 @@ def peak() -> float:
 def head(options: argparse.Namespace) -> Row:
     import torch
     from accelerate import Accelerator
-    from transformers import (
-        AutoModelForCausalLM,
-        CohereConfig,
-        Gemma2Config,
-        LlamaConfig,
-        PhiConfig,
-    )
+    from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig, PhiConfig
 
     from shared.models.loss import causal_lm_loss, fuse_head
 
     kind, _, how = options.kind.partition(", ")
     classes = {"bias": PhiConfig, "cap": Gemma2Config, "scale": CohereConfig}
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    config = classes.get(kind, LlamaConfig)(
-        **sizes, vocab_size=VOCAB, num_key_value_heads=4, tie_word_embeddings=False
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = classes.get(kind, LlamaConfig)(**sizes, vocab_size=VOCAB, num_key_value_heads=4, tie_word_embeddings=False)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     if kind in ("modules_to_save", "adapter"):
         from peft import LoraConfig, get_peft_model
 
         saved: Any = {"modules_to_save": ["lm_head"]} if kind == "modules_to_save" else {}
-        model = get_peft_model(
-            model, LoraConfig(r=8, target_modules=["q_proj"] if saved else ["lm_head"], **saved)
-        )
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"] if saved else ["lm_head"], **saved))
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = how if how == "fp16" else "no"
     said = "whole" if how == "whole logits" else fuse_head(accelerator, model, VOCAB)
@@ -91,21 +67,10 @@ def loading(options: argparse.Namespace) -> Row:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    flags = [
-        "--nproc_per_node",
-        str(options.size),
-        __file__,
-        "--rank",
-        options.folder,
-        options.kind,
-    ]
+    flags = ["--nproc_per_node", str(options.size), __file__, "--rank", options.folder, options.kind]
     environment = {**rounds.os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     if options.size > 1:
-        environment |= {
-            "ACCELERATE_USE_FSDP": "true",
-            "FSDP_VERSION": "2",
-            "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        }
+        environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
         environment |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     if options.kind == "checkpoint":
         torch.manual_seed(0)
@@ -115,12 +80,7 @@ def loading(options: argparse.Namespace) -> Row:
     return {"memory": max(figures)}
 
 
-SHAPE: Any = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-}
+SHAPE: Any = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16}
 SHAPE |= {"intermediate_size": 2816, "vocab_size": 46_000}  # 402M
 
 
@@ -138,9 +98,7 @@ def load_here(folder: str, kind: str) -> None:
 
     accelerator = launch.start(0)
     LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-        )
+        LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     )  # imports
     before = peak()
     if kind == "checkpoint":
@@ -148,25 +106,15 @@ def load_here(folder: str, kind: str) -> None:
     else:
         own = f"{folder}/config-{accelerator.process_index}"
         LlamaConfig(**SHAPE).save_pretrained(own)
-        tokenizer: Any = SimpleNamespace(
-            get_vocab=lambda: {str(i): i for i in range(SHAPE["vocab_size"])}
-        )
+        tokenizer: Any = SimpleNamespace(get_vocab=lambda: {str(i): i for i in range(SHAPE["vocab_size"])})
         tokenizer.bos_token_id = tokenizer.eos_token_id = tokenizer.pad_token_id = 0
         config = ModelConfig(config_name=own)
-        given: Any = {
-            "seq_length": 128,
-            "attn_implementation": "sdpa",
-            "tie_word_embeddings": False,
-        }
+        given: Any = {"seq_length": 128, "attn_implementation": "sdpa", "tie_word_embeddings": False}
         model = pretraining.build_causal_lm(config, tokenizer, **given)
     count = sum(p.numel() for p in model.parameters())
-    model, _ = sharding.prepare(
-        accelerator, model, optim.build(model, OptimConfig(learning_rate=3e-4)), max_grad_norm=1.0
-    )
+    model, _ = sharding.prepare(accelerator, model, optim.build(model, OptimConfig(learning_rate=3e-4)), max_grad_norm=1.0)
     Path(folder, f"rank-{accelerator.process_index}").write_text(str(peak() - before))
-    print(
-        f"{count / 1e6:.0f}M parameters: rank {accelerator.process_index}: {peak() - before:,.0f} MB above {before:,.0f}"
-    )
+    print(f"{count / 1e6:.0f}M parameters: rank {accelerator.process_index}: {peak() - before:,.0f} MB above {before:,.0f}")
 
 
 def samples(options: argparse.Namespace) -> Row:
@@ -176,22 +124,13 @@ def samples(options: argparse.Namespace) -> Row:
 
     from shared.models.generation import continuations
 
-    sizes: Any = {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "intermediate_size": 1408,
-    }
+    sizes: Any = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1408}
     Accelerator(cpu=True)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(**sizes, vocab_size=VOCAB if options.size > 1 else 32_768)
-    ).eval()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCAB if options.size > 1 else 32_768)).eval()
     model.generation_config.eos_token_id = None
     prompt = torch.randint(5, 1000, (1, 64))
-    tokenizer = SimpleNamespace(
-        eos_token_id=None, decode=lambda ids, **_: " ".join(str(int(i)) for i in ids)
-    )
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: " ".join(str(int(i)) for i in ids))
 
     def ours() -> Any:
         return continuations(model, tokenizer, prompt.tolist(), max_new_tokens=64)[0]
@@ -216,9 +155,7 @@ CELLS += [("sample text", kind, 1) for kind in ("continuations", "generate")]
 
 def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=1, steps=1, least=1)
-    parser.add_argument(
-        "--works", nargs="+", choices=list(WORK), default=list(WORK), help="parts of the table"
-    )
+    parser.add_argument("--works", nargs="+", choices=list(WORK), default=list(WORK), help="parts of the table")
     options = rounds.parse(parser, WORK)
 
     def measure(contender: str, number: int) -> Row:
@@ -226,10 +163,7 @@ def main() -> None:
         with rounds.folder(options) as environment:
             found = rounds.worker(__file__, work, options, environment, kind=kind, size=int(size))
         print(f"{contender}: {found}", file=sys.stderr)
-        return {
-            "megabytes": found["memory"],
-            "milliseconds": 1e3 * found.get("seconds", float("nan")),
-        }
+        return {"megabytes": found["memory"], "milliseconds": 1e3 * found.get("seconds", float("nan"))}
 
     names = [f"{work} | {kind} | {size}" for work, kind, size in CELLS if work in options.works]
     rows = rounds.alternate(names, options.rounds, measure)

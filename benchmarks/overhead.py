@@ -35,9 +35,7 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH, ROWS, CLASSES, RATE = 64, 8, 16, 1e-3
-SAMPLES = (
-    2**17
-)  # in the middle of what a shuffled step costs, which depends on how far the next power of four is
+SAMPLES = 2**17  # in the middle of what a shuffled step costs, which depends on how far the next power of four is
 TOLERANCE = 1e-4  # of the final weights' norm
 
 
@@ -49,9 +47,7 @@ class Toy(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
 
-    def forward(
-        self, inputs: torch.Tensor, labels: torch.Tensor, reduction: str = "mean"
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> dict[str, torch.Tensor]:
         return {"loss": F.cross_entropy(self.layers(inputs), labels, reduction=reduction)}
 
 
@@ -135,9 +131,7 @@ def raw_loop(options: argparse.Namespace) -> Row:
     watch, batches = Stopwatch(parts=options.parts), iter(batches)
     for _ in range(options.steps):
         watch.start()
-        batch = {
-            name: tensor.to(DEVICE, non_blocking=True) for name, tensor in next(batches).items()
-        }
+        batch = {name: tensor.to(DEVICE, non_blocking=True) for name, tensor in next(batches).items()}
         watch.lap("next window")
         loss = model(**batch)["loss"]
         watch.lap("forward")
@@ -173,13 +167,7 @@ def accelerate_loop(options: argparse.Namespace) -> Row:
 
 
 def project_loop(options: argparse.Namespace) -> Row:
-    from shared.config.options import (
-        BatchConfig,
-        CheckpointConfig,
-        EvaluationConfig,
-        LogConfig,
-        OptimConfig,
-    )
+    from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig
     from shared.data.loader import Loader
     from shared.data.order import Order
     from shared.parallel import sharding
@@ -192,16 +180,11 @@ def project_loop(options: argparse.Namespace) -> Row:
     config = template.Config(
         batch=BatchConfig(global_batch_size=ROWS, per_device_train_batch_size=ROWS),
         optim=OptimConfig(
-            learning_rate=RATE,
-            weight_decay=0.0,
-            adam_beta2=0.999,
-            lr_scheduler_type="constant",
-            warmup_steps=0,
+            learning_rate=RATE, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="constant", warmup_steps=0
         ),
         evaluation=EvaluationConfig(eval_steps=never, metric_for_best_model="none"),
         checkpoint=CheckpointConfig(
-            output_dir=Path(options.folder, f"parts-{options.parts}-{time.time_ns()}"),
-            save_steps=never,
+            output_dir=Path(options.folder, f"parts-{options.parts}-{time.time_ns()}"), save_steps=never
         ),
         log=LogConfig(report_to="none", logging_steps=never),
     )
@@ -273,11 +256,7 @@ def trainer_loop(options: argparse.Namespace) -> Row:
             watch.end()
 
     values = rounds.trainer_settings(options.steps, precision="no") | {"logging_strategy": "no"}
-    values |= {
-        "per_device_train_batch_size": ROWS,
-        "learning_rate": RATE,
-        "train_sampling_strategy": "sequential",
-    }
+    values |= {"per_device_train_batch_size": ROWS, "learning_rate": RATE, "train_sampling_strategy": "sequential"}
     arguments: Any = TrainingArguments(f"{options.folder}/trainer", **values)
     Trainer(model, arguments, train_dataset=shuffled(options), callbacks=[Timed()]).train()  # type: ignore[arg-type]
     return watch.figures(model)
@@ -308,9 +287,7 @@ def main() -> None:
             whole = rounds.worker(__file__, name, options, environment, parts=False)
             if name not in ("raw loop", "this project"):
                 return whole
-            return whole | {
-                "parts": rounds.worker(__file__, name, options, environment, parts=True)["parts"]
-            }
+            return whole | {"parts": rounds.worker(__file__, name, options, environment, parts=True)["parts"]}
 
         rows = rounds.alternate(WORK, options.rounds, measure)
     by_run = {(row["contender"], row["round"]): row for row in rows}
@@ -320,9 +297,7 @@ def main() -> None:
         row["over"] = row["step"] - raw["step"]
         row["difference"] = abs(row["weights"] / raw["weights"] - 1)
         if not row["difference"] < TOLERANCE:
-            sys.exit(
-                f"{row['contender']}: the weights' norm is {row['weights']}, the raw loop's {raw['weights']}"
-            )
+            sys.exit(f"{row['contender']}: the weights' norm is {row['weights']}, the raw loop's {raw['weights']}")
         if row["contender"] == "this project":
             parts += part_rows(raw, row)
     ordered = [row for row in rows if row["contender"] != "Trainer"] + parts

@@ -37,22 +37,8 @@ from rounds import Clock, Row
 from shared import demo
 
 KINDS = {"sigmoid": 0.1, "robust": 0.1, "ipo": 0.1, "simpo": 2.0}  # loss: beta
-SPEED = (
-    "template",
-    "template padded",
-    "TRL padded",
-    "TRL, reference before",
-    "TRL, the template's order",
-)
-NAMES = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-    "grad_norm",
-)
+SPEED = ("template", "template padded", "TRL padded", "TRL, reference before", "TRL, the template's order")
+NAMES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "grad_norm")
 TOLERANCE = 1e-5
 
 
@@ -66,42 +52,19 @@ def make_pairs(file: Path, count: int, seed: int) -> list[Row]:
     rng = np.random.default_rng(seed)
 
     def text(typical: float) -> str:
-        return "".join(
-            rng.choice(words, int(np.exp(rng.normal(np.log(typical), 0.7)).clip(2, 4 * typical)))
-        )
+        return "".join(rng.choice(words, int(np.exp(rng.normal(np.log(typical), 0.7)).clip(2, 4 * typical))))
 
     records = [{"prompt": text(40), "chosen": text(30), "rejected": text(30)} for _ in range(count)]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
-def run_template(
-    options: argparse.Namespace, environment: dict, folder: Path, **given: Any
-) -> None:
+def run_template(options: argparse.Namespace, environment: dict, folder: Path, **given: Any) -> None:
     pairs = f"{options.folder}/pairs.jsonl"
-    flags: Row = {
-        "train_file": pairs,
-        "validation_file": f"{options.folder}/held-out.jsonl",
-        "eval_samples": 4,
-    }
-    flags |= {
-        "global_batch_size": 8,
-        "per_device_train_batch_size": 4,
-        "seq_length": 512,
-        "num_generations": 0,
-    }
-    flags |= {
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "report_to": "none",
-        "learning_rate": 1e-4,
-    }
-    flags |= {
-        "eval_steps": 10**6,
-        "save_steps": 10**6,
-        "output_dir": folder,
-        "metric_for_best_model": "none",
-    }
+    flags: Row = {"train_file": pairs, "validation_file": f"{options.folder}/held-out.jsonl", "eval_samples": 4}
+    flags |= {"global_batch_size": 8, "per_device_train_batch_size": 4, "seq_length": 512, "num_generations": 0}
+    flags |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "report_to": "none", "learning_rate": 1e-4}
+    flags |= {"eval_steps": 10**6, "save_steps": 10**6, "output_dir": folder, "metric_for_best_model": "none"}
     rounds.launch("templates/dpo.py", rounds.flags(flags | given), environment)
 
 
@@ -130,9 +93,7 @@ def trl(options: argparse.Namespace) -> Any:
         seq_length=settings["seq_length"],
     )
     pairs, _ = read_pairs(data_options, chat.load_tokenizer(str(demo.MODEL)), demo_samples=0)
-    records = [
-        json.loads(line) for line in Path(options.folder, "pairs.jsonl").read_text().splitlines()
-    ]
+    records = [json.loads(line) for line in Path(options.folder, "pairs.jsonl").read_text().splitlines()]
     order: Any = GroupedOrder(len(pairs), 8, settings["seed"], lengths=pairs.lengths)
     if options.shuffled:
         order = Order(len(pairs), 8, settings["seed"])
@@ -143,42 +104,22 @@ def trl(options: argparse.Namespace) -> Any:
     base = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     adapter = LoraConfig.from_pretrained(str(run / "final"))
     adapter.inference_mode = False
-    start = {
-        name: p.detach().clone()
-        for name, p in get_peft_model(base, adapter).named_parameters()
-        if p.requires_grad
-    }
+    start = {name: p.detach().clone() for name, p in get_peft_model(base, adapter).named_parameters() if p.requires_grad}
     base = AutoModelForCausalLM.from_pretrained(demo.MODEL, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(demo.MODEL)
     tokenizer.bos_token = None  # CPOTrainer would put it before each text
     clock = Clock(options.steps)
 
     values = rounds.trainer_settings(options.steps, precision="no")
-    values |= {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-4,
-    }
-    values |= {
-        "adam_beta1": settings["adam_beta1"],
-        "adam_beta2": settings["adam_beta2"],
-        "beta": settings["beta"],
-    }
-    values |= {
-        "train_sampling_strategy": "sequential",
-        "gradient_checkpointing": False,
-        "max_length": 512,
-    }
+    values |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-4}
+    values |= {"adam_beta1": settings["adam_beta1"], "adam_beta2": settings["adam_beta2"], "beta": settings["beta"]}
+    values |= {"train_sampling_strategy": "sequential", "gradient_checkpointing": False, "max_length": 512}
     values |= {"remove_unused_columns": False} if kind == "simpo" else {}
     if options.each_step:
         values["logging_steps"] = 1
     if kind == "simpo":
         arguments: Any = CPOConfig(
-            f"{run}/trl",
-            loss_type="simpo",
-            cpo_alpha=0.0,
-            simpo_gamma=settings["simpo_gamma"],
-            **values,
+            f"{run}/trl", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=settings["simpo_gamma"], **values
         )
         trainer_class: Any = CPOTrainer
     else:
@@ -186,9 +127,7 @@ def trl(options: argparse.Namespace) -> Any:
         arguments = DPOConfig(f"{run}/trl", precompute_ref_log_probs=options.before, **values)
         trainer_class = DPOTrainer
     if not options.each_step:
-        trainer_class = clock.counted(
-            trainer_class, lambda inputs: {"pairs": len(inputs["input_ids"]) // 2}
-        )
+        trainer_class = clock.counted(trainer_class, lambda inputs: {"pairs": len(inputs["input_ids"]) // 2})
     given: Row = {"train_dataset": data, "processing_class": tokenizer, "peft_config": adapter}
     given |= {} if options.each_step else {"callbacks": [clock.callback()]}
     trainer = trainer_class(base, args=arguments, **given)
@@ -218,35 +157,14 @@ def compare(options: argparse.Namespace, environment: dict) -> dict[str, float]:
     for kind, beta in KINDS.items():
         folder = Path(options.folder) / kind
         more = {"label_smoothing": 0.1} if kind == "robust" else {}
-        run_template(
-            options,
-            environment,
-            folder,
-            loss_type=kind,
-            beta=beta,
-            max_steps=6,
-            logging_steps=1,
-            **more,
-        )
-        ours = [
-            row
-            for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-            if "loss" in row
-        ]
-        given = {
-            "run_dir": folder,
-            "steps": 6,
-            "each_step": True,
-            "before": False,
-            "shuffled": False,
-        }
+        run_template(options, environment, folder, loss_type=kind, beta=beta, max_steps=6, logging_steps=1, **more)
+        ours = [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+        given = {"run_dir": folder, "steps": 6, "each_step": True, "before": False, "shuffled": False}
         theirs = rounds.worker(__file__, "TRL", options, environment, **given)["rows"]
         worst = 0.0
         for step, (a, b) in enumerate(zip(ours, theirs, strict=True), 1):
             for name in NAMES:
-                if name in b and not (
-                    kind == "simpo" and name.startswith("logps")
-                ):  # TRL's are means over tokens there
+                if name in b and not (kind == "simpo" and name.startswith("logps")):  # TRL's are means over tokens there
                     difference = abs(a[name] - b[name]) / max(1.0, abs(b[name]))
                     worst = max(worst, difference)
                     if not difference < TOLERANCE:
@@ -274,18 +192,11 @@ def main() -> None:
                 steps = {"max_steps": options.steps, "logging_steps": rounds.every(options.steps)}
                 more = {"packing": "off"} if "padded" in name else {}
                 run_template(options, environment, folder, **steps, **more)
-                rows = [
-                    json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-                ]
+                rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
                 rows = [row for row in rows if "loss" in row]
                 kept = ("step", "loss", "trained_pairs_per_second")
-                intervals = [
-                    {key.removeprefix("trained_"): row[key] for key in kept} for row in rows
-                ]
-                return {
-                    "intervals": intervals,
-                    "memory": max(row["peak_memory_gb"] for row in rows),
-                }
+                intervals = [{key.removeprefix("trained_"): row[key] for key in kept} for row in rows]
+                return {"intervals": intervals, "memory": max(row["peak_memory_gb"] for row in rows)}
             given = {"run_dir": rounds.run_dir(options, number), "before": "before" in name}
             given |= {"shuffled": "order" not in name, "each_step": False}
             done = rounds.worker(__file__, "TRL", options, environment, **given)
@@ -295,25 +206,12 @@ def main() -> None:
     for row in rows:
         row["pairs_per_second"] = rounds.steady(row["intervals"], "pairs_per_second")
     rounds.pair(rows, "pairs_per_second", "TRL padded", ratio="to TRL padded")
-    columns = {
-        "pairs/s": ("pairs_per_second", ",.2f"),
-        "ratio to TRL padded": ("to TRL padded", ".2f"),
-    }
+    columns = {"pairs/s": ("pairs_per_second", ",.2f"), "ratio to TRL padded": ("to TRL padded", ".2f")}
     columns["peak memory, GB"] = ("memory", ".2f")
-    notes = [
-        f"largest difference to TRL, {kind}: {value:.1e}" for kind, value in differences.items()
-    ]
-    notes.append(
-        f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps of 8 pairs in fp32, 4 at once."
-    )
+    notes = [f"largest difference to TRL, {kind}: {value:.1e}" for kind, value in differences.items()]
+    notes.append(f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps of 8 pairs in fp32, 4 at once.")
     options.differences = differences
-    rounds.report(
-        options,
-        rows,
-        rounds.table("program", rows, columns) if rows else "",
-        notes,
-        ("peft", "trl"),
-    )
+    rounds.report(options, rows, rounds.table("program", rows, columns) if rows else "", notes, ("peft", "trl"))
 
 
 if __name__ == "__main__":

@@ -84,18 +84,10 @@ def plain_loader(options: argparse.Namespace) -> Iterable:
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    crop = v2.RandomResizedCrop(
-        options.image_size, scale=CROP, interpolation=v2.InterpolationMode.BICUBIC
-    )
+    crop = v2.RandomResizedCrop(options.image_size, scale=CROP, interpolation=v2.InterpolationMode.BICUBIC)
     to_float = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    images = ImageFolder(
-        f"{options.folder}/images/train", v2.Compose([crop, v2.RandomHorizontalFlip(), *to_float])
-    )
-    loading: Row = {
-        "num_workers": options.workers,
-        "persistent_workers": True,
-        "pin_memory": DEVICE.type == "cuda",
-    }
+    images = ImageFolder(f"{options.folder}/images/train", v2.Compose([crop, v2.RandomHorizontalFlip(), *to_float]))
+    loading: Row = {"num_workers": options.workers, "persistent_workers": True, "pin_memory": DEVICE.type == "cuda"}
     return DataLoader(images, options.batch_size, shuffle=True, drop_last=True, **loading)
 
 
@@ -106,15 +98,11 @@ def plain_loop(options: argparse.Namespace) -> list[Row]:
         loader = repeat([tensor.to(DEVICE) for tensor in next(iter(loader))])
     if options.torch_compile:
         model.compile()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.learning_rate, weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0, fused=True)
     total: Any = torch.zeros((), device=DEVICE)
     clock = Clock(options.steps)
     for step, (images, labels) in enumerate(islice(endless(loader), options.steps), 1):
-        images = images.to(DEVICE, non_blocking=True).contiguous(
-            memory_format=memory_format(options)
-        )
+        images = images.to(DEVICE, non_blocking=True).contiguous(memory_format=memory_format(options))
         labels = labels.to(DEVICE, non_blocking=True)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=options.mixed_precision == "bf16"):
             logits = model(pixel_values=images).logits
@@ -135,17 +123,8 @@ def timm_loader(options: argparse.Namespace) -> Iterable:
     from timm.data import create_dataset, create_loader
 
     data = create_dataset("", root=f"{options.folder}/images", split="train", is_training=True)
-    augmenting: Row = {
-        "scale": CROP,
-        "hflip": 0.5,
-        "color_jitter": None,
-        "interpolation": "bicubic",
-    }
-    loading: Row = {
-        "num_workers": options.workers,
-        "pin_memory": DEVICE.type == "cuda",
-        "device": DEVICE,
-    }
+    augmenting: Row = {"scale": CROP, "hflip": 0.5, "color_jitter": None, "interpolation": "bicubic"}
+    loading: Row = {"num_workers": options.workers, "pin_memory": DEVICE.type == "cuda", "device": DEVICE}
     size = (3, options.image_size, options.image_size)
     return create_loader(data, size, options.batch_size, is_training=True, **augmenting, **loading)
 
@@ -156,9 +135,7 @@ def timm_loop(options: argparse.Namespace) -> list[Row]:
 
     torch.backends.cudnn.benchmark = True
     model, loader = build_model(options), timm_loader(options)
-    optimizer = create_optimizer_v2(
-        model, "adamw", lr=options.learning_rate, weight_decay=0.0, fused=True
-    )
+    optimizer = create_optimizer_v2(model, "adamw", lr=options.learning_rate, weight_decay=0.0, fused=True)
     run_model: Any = torch.compile(model) if options.torch_compile else model
     model.train()
     optimizer.zero_grad()
@@ -189,48 +166,27 @@ def trainer_loop(options: argparse.Namespace) -> list[Row]:
     from torchvision import transforms as v1
     from transformers import Trainer, TrainingArguments
 
-    crop = v1.RandomResizedCrop(
-        options.image_size, scale=CROP, interpolation=v1.InterpolationMode.BICUBIC
-    )
-    transform = v1.Compose(
-        [crop, v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(MEAN, STD)]
-    )
+    crop = v1.RandomResizedCrop(options.image_size, scale=CROP, interpolation=v1.InterpolationMode.BICUBIC)
+    transform = v1.Compose([crop, v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(MEAN, STD)])
 
     def transforms(rows: dict) -> dict:
         return rows | {"pixel_values": [transform(image.convert("RGB")) for image in rows["image"]]}
 
     def collate(rows: list[dict]) -> dict:
         labels = torch.tensor([row["label"] for row in rows])
-        return {
-            "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
-            "labels": labels,
-        }
+        return {"pixel_values": torch.stack([row["pixel_values"] for row in rows]), "labels": labels}
 
     cache = f"{options.folder}/datasets"
-    data: Any = load_dataset(
-        "imagefolder", data_dir=f"{options.folder}/images/train", split="train", cache_dir=cache
-    )
+    data: Any = load_dataset("imagefolder", data_dir=f"{options.folder}/images/train", split="train", cache_dir=cache)
     data.set_transform(transforms)
     clock = Clock(options.steps)
     values = rounds.trainer_settings(options.steps, precision=options.mixed_precision)
-    values |= {
-        "per_device_train_batch_size": options.batch_size,
-        "learning_rate": options.learning_rate,
-    }
-    values |= {
-        "torch_compile": options.torch_compile,
-        "remove_unused_columns": False,
-        "dataloader_drop_last": True,
-    }
+    values |= {"per_device_train_batch_size": options.batch_size, "learning_rate": options.learning_rate}
+    values |= {"torch_compile": options.torch_compile, "remove_unused_columns": False, "dataloader_drop_last": True}
     values |= {"dataloader_num_workers": options.workers, "dataloader_persistent_workers": True}
-    arguments, model = (
-        TrainingArguments(f"{options.folder}/trainer", **values),
-        build_model(options),
-    )
+    arguments, model = TrainingArguments(f"{options.folder}/trainer", **values), build_model(options)
     counted = clock.counted(Trainer, lambda inputs: {"images": len(inputs["labels"])})
-    counted(
-        model, arguments, data_collator=collate, train_dataset=data, callbacks=[clock.callback()]
-    ).train()
+    counted(model, arguments, data_collator=collate, train_dataset=data, callbacks=[clock.callback()]).train()
     return clock.intervals
 
 
@@ -240,15 +196,8 @@ def trainer_loop(options: argparse.Namespace) -> list[Row]:
 def template_flags(options: argparse.Namespace) -> list[str]:
     values: Row = {"train_dir": f"{options.folder}/images", "config_name": options.model_folder}
     values |= {"image_size": options.image_size, "label_smoothing": 0, "report_to": "none"}
-    values |= {
-        "global_batch_size": options.batch_size,
-        "per_device_train_batch_size": options.batch_size,
-    }
-    values |= {
-        "dataloader_num_workers": options.workers,
-        "max_steps": options.steps,
-        "learning_rate": options.learning_rate,
-    }
+    values |= {"global_batch_size": options.batch_size, "per_device_train_batch_size": options.batch_size}
+    values |= {"dataloader_num_workers": options.workers, "max_steps": options.steps, "learning_rate": options.learning_rate}
     values |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0}
     values |= {
         "logging_steps": rounds.every(options.steps),
@@ -261,9 +210,7 @@ def template_flags(options: argparse.Namespace) -> list[str]:
 def run_template(options: argparse.Namespace, environment: dict, number: int) -> list[Row]:
     folder = rounds.run_dir(options, number)
     given = [*template_flags(options), "--output_dir", str(folder)]
-    rounds.launch(
-        "templates/image_classification.py", given, environment, precision=options.mixed_precision
-    )
+    rounds.launch("templates/image_classification.py", given, environment, precision=options.mixed_precision)
     intervals = rounds.template_intervals(folder, "images")
     for before, interval in zip([{"step": 0}, *intervals], intervals, strict=False):
         interval["images"] = (interval["step"] - before["step"]) * options.batch_size
@@ -278,25 +225,17 @@ def template_loader(options: argparse.Namespace) -> Iterator[tuple[torch.Tensor,
 
     template: Any = importlib.import_module("templates.image_classification")
     flags = [*template_flags(options), "--output_dir", f"{options.folder}/loader"]
-    run = Run(
-        template.with_defaults(configs.parse(template.Config, flags)),
-        "image_classification",
-        unit="images",
-    )
+    run = Run(template.with_defaults(configs.parse(template.Config, flags)), "image_classification", unit="images")
     processor = image_processor(None, options.image_size, None)
     to_model = ToModel(processor, run.device)
-    loader, _ = template.build_loaders(
-        run, images.prepare(run.config.data), processor, nn.Identity()
-    )
+    loader, _ = template.build_loaders(run, images.prepare(run.config.data), processor, nn.Identity())
     for window in loader.windows(0, options.steps):
         for batch in window.micro_batches:
             yield to_model(batch["pixel_values"]), batch["labels"]
 
 
 def loader_alone(options: argparse.Namespace) -> list[Row]:
-    loader: Any = dict(zip(LOADERS, (template_loader, plain_loader, timm_loader), strict=True))[
-        options.work
-    ](options)
+    loader: Any = dict(zip(LOADERS, (template_loader, plain_loader, timm_loader), strict=True))[options.work](options)
     clock = Clock(options.steps)
     for step, (images, labels) in enumerate(islice(endless(loader), options.steps), 1):
         images, labels = images.to(DEVICE, non_blocking=True), labels.to(DEVICE, non_blocking=True)
@@ -308,10 +247,7 @@ def loader_alone(options: argparse.Namespace) -> list[Row]:
 
 def check(name: str, intervals: list[Row], options: argparse.Namespace) -> None:
     """End this process if a program did not do what it is compared for."""
-    images, due = (
-        sum(interval["images"] for interval in intervals),
-        options.steps * options.batch_size,
-    )
+    images, due = sum(interval["images"] for interval in intervals), options.steps * options.batch_size
     if images != due:
         sys.exit(f"{name}: processed {images} images, not {due}")
     losses = [interval["loss"] for interval in intervals]
@@ -321,27 +257,16 @@ def check(name: str, intervals: list[Row], options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=2, steps=80, least=3)
-    parser.add_argument(
-        "--images", type=int, default=2000, help="training images, rounded down to whole batches"
-    )
-    parser.add_argument(
-        "--model_folder", help="config.json of a transformers model (default: a ResNet-18)"
-    )
+    parser.add_argument("--images", type=int, default=2000, help="training images, rounded down to whole batches")
+    parser.add_argument("--model_folder", help="config.json of a transformers model (default: a ResNet-18)")
     parser.add_argument("--image_size", type=int, default=64, help="pixels")
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
-    parser.add_argument(
-        "--workers", type=rounds.at_least(1), default=2, help="processes that read images"
-    )
+    parser.add_argument("--workers", type=rounds.at_least(1), default=2, help="processes that read images")
     parser.add_argument("--mixed_precision", choices=list(rounds.PRECISIONS), default="no")
     parser.add_argument("--torch_compile", action="store_true")
     parser.add_argument("--only", choices=["loops", "loaders"], help="leave the others out")
-    work = {
-        "plain": plain_loop,
-        "model alone": plain_loop,
-        "timm": timm_loop,
-        "Trainer": trainer_loop,
-    }
+    work = {"plain": plain_loop, "model alone": plain_loop, "timm": timm_loop, "Trainer": trainer_loop}
     options = rounds.parse(parser, work | dict.fromkeys(LOADERS, loader_alone))
     options.images -= options.images % options.batch_size
     if options.images < CLASSES:
@@ -353,9 +278,7 @@ def main() -> None:
 
     with rounds.folder(options) as environment:
         make_images(Path(options.folder), options.images, options.image_size)
-        options.model_folder = Path(
-            options.model_folder or make_resnet_18(Path(options.folder, "ResNet-18"))
-        ).resolve()
+        options.model_folder = Path(options.model_folder or make_resnet_18(Path(options.folder, "ResNet-18"))).resolve()
 
         def measure(name: str, number: int) -> Row:
             if name == "template":
@@ -363,32 +286,15 @@ def main() -> None:
             else:
                 intervals = rounds.worker(__file__, name, options, environment)
             check(name, intervals, options)
-            return {
-                "images_per_second": rounds.steady(intervals, "images_per_second", last=-1),
-                "intervals": intervals,
-            }
+            return {"images_per_second": rounds.steady(intervals, "images_per_second", last=-1), "intervals": intervals}
 
         rows = rounds.alternate(present, options.rounds, measure)
     absent = [row for row in absent if row["contender"] in asked]
-    rounds.pair(
-        rows, "images_per_second", lambda name: "plain's loader" if name in LOADERS else "plain"
-    )
-    rounds.pair(
-        [row for row in rows if row["contender"] in LOOPS],
-        "images_per_second",
-        "model alone",
-        ratio="of_model",
-    )
-    columns = {
-        "images/s": ("images_per_second", ".4g"),
-        "ratio to plain, or its loader": ("ratio", ".3f"),
-    }
+    rounds.pair(rows, "images_per_second", lambda name: "plain's loader" if name in LOADERS else "plain")
+    rounds.pair([row for row in rows if row["contender"] in LOOPS], "images_per_second", "model alone", ratio="of_model")
+    columns = {"images/s": ("images_per_second", ".4g"), "ratio to plain, or its loader": ("ratio", ".3f")}
     columns["ratio to the model alone"] = ("of_model", ".3f")
-    what = [
-        options.model_folder.name,
-        f"{options.image_size} pixels",
-        rounds.PRECISIONS[options.mixed_precision],
-    ]
+    what = [options.model_folder.name, f"{options.image_size} pixels", rounds.PRECISIONS[options.mixed_precision]]
     what += [name for name in ("torch_compile",) if getattr(options, name)]
     notes = [
         f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps of {options.batch_size} images. "

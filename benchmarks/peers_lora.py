@@ -65,19 +65,11 @@ def make_chats(file: Path, count: int, seed: int, options: argparse.Namespace) -
     def conversation(number: int) -> tuple[dict[str, Any], int]:
         chosen = rng.choice(words, number).tolist()
         parts = ["".join(chosen[: number // 3]).strip(), "".join(chosen[number // 3 :]).strip()]
-        turns = [
-            {"role": role, "content": part}
-            for role, part in zip(("user", "assistant"), parts, strict=True)
-        ]
+        turns = [{"role": role, "content": part} for role, part in zip(("user", "assistant"), parts, strict=True)]
         return {"messages": turns}, len(encode(Example(turns), "")[0])
 
     rng = np.random.default_rng(seed)
-    asked = (
-        np.exp(rng.normal(np.log(options.length / 5) - 0.32, 0.8, count))
-        .clip(0, options.length)
-        .astype(int)
-        .tolist()
-    )
+    asked = np.exp(rng.normal(np.log(options.length / 5) - 0.32, 0.8, count)).clip(0, options.length).astype(int).tolist()
     frame = conversation(6)[1] - 6  # tokens of the chat template
     lengths = []
     with file.open("w") as lines:
@@ -94,33 +86,12 @@ def make_chats(file: Path, count: int, seed: int, options: argparse.Namespace) -
 
 def run_template(options: argparse.Namespace, environment: dict, folder: Path) -> list[Row]:
     chats, steps = f"{options.folder}/chats.jsonl", options.steps
-    given = {
-        "train_file": chats,
-        "validation_file": f"{options.folder}/held-out.jsonl",
-        "eval_samples": 8,
-    }
-    given |= {
-        "model_name_or_path": options.model_name_or_path,
-        "seq_length": options.length,
-        "num_generations": 0,
-    }
-    given |= {
-        "global_batch_size": options.rows * options.accumulation,
-        "per_device_train_batch_size": options.rows,
-    }
-    given |= {
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "report_to": "none",
-        "logging_steps": rounds.every(steps),
-    }
+    given = {"train_file": chats, "validation_file": f"{options.folder}/held-out.jsonl", "eval_samples": 8}
+    given |= {"model_name_or_path": options.model_name_or_path, "seq_length": options.length, "num_generations": 0}
+    given |= {"global_batch_size": options.rows * options.accumulation, "per_device_train_batch_size": options.rows}
+    given |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "report_to": "none", "logging_steps": rounds.every(steps)}
     given |= {"max_steps": steps, "eval_steps": steps, "save_steps": steps, "output_dir": folder}
-    rounds.launch(
-        "templates/lora_finetune.py",
-        rounds.flags(given),
-        environment,
-        precision=options.mixed_precision,
-    )
+    rounds.launch("templates/lora_finetune.py", rounds.flags(given), environment, precision=options.mixed_precision)
     return rounds.template_intervals(folder, "tokens")
 
 
@@ -153,13 +124,9 @@ class Task:
         )
         self.samples, _ = chat.open_samples(data, chat.load_tokenizer(options.model_name_or_path))
         self.packed = Packed(self.samples, options.length)
-        self.at_once = max(
-            1, round(options.rows * len(self.samples) / len(self.packed))
-        )  # samples, padded
+        self.at_once = max(1, round(options.rows * len(self.samples) / len(self.packed)))  # samples, padded
 
-    def order(
-        self, options: argparse.Namespace, samples: Any, at_once: int
-    ) -> list[list[np.ndarray]]:
+    def order(self, options: argparse.Namespace, samples: Any, at_once: int) -> list[list[np.ndarray]]:
         """The indices of each step's micro-batches, in the template's order."""
         from shared.data.order import Order
 
@@ -174,29 +141,18 @@ def raw_loop(options: argparse.Namespace) -> list[Row]:
     task = Task(options)
     packing = options.work == "raw packed"
     samples: Any = task.packed if packing else task.samples
-    collate = (
-        partial(collate_packed, multiple_of=64, at_most=options.length)
-        if packing
-        else collate_padded
-    )
+    collate = partial(collate_packed, multiple_of=64, at_most=options.length) if packing else collate_padded
     order = task.order(options, samples, options.rows if packing else task.at_once)
     steps = [[collate([samples[i] for i in indices]) for indices in step] for step in order]
     lengths = (
-        np.array(
-            [
-                task.samples.lengths[bin].sum()
-                for bin in map(task.packed.bin, range(len(task.packed)))
-            ]
-        )
+        np.array([task.samples.lengths[bin].sum() for bin in map(task.packed.bin, range(len(task.packed)))])
         if packing
         else task.samples.lengths
     )
     model, settings = task.model, task.settings
     parameters = [p for p in model.parameters() if p.requires_grad]
     betas = settings["adam_beta1"], settings["adam_beta2"]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=settings["learning_rate"], betas=betas, weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.AdamW(parameters, lr=settings["learning_rate"], betas=betas, weight_decay=0.0, fused=True)
     total: Any = torch.zeros((), device=DEVICE)
     clock = Clock(options.steps)
     for number, micro_batches in enumerate(steps, 1):
@@ -204,14 +160,9 @@ def raw_loop(options: argparse.Namespace) -> list[Row]:
         for batch in micro_batches:
             batch = {key: value.to(DEVICE, non_blocking=True) for key, value in batch.items()}
             labels, _ = batch.pop("labels"), batch.pop("targets")
-            with torch.autocast(
-                DEVICE.type, torch.bfloat16, enabled=options.mixed_precision == "bf16"
-            ):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=options.mixed_precision == "bf16"):
                 logits = model(**batch, use_cache=False).logits
-            loss = (
-                F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-                / targets
-            )
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / targets
             loss.backward()
             total += loss.detach()
             clock.count(positions=labels.numel())
@@ -235,18 +186,11 @@ def trl(options: argparse.Namespace) -> list[Row]:
     packing = options.work == "TRL packed"
     samples, settings = task.samples, task.settings
     # Padded, the samples in raw padded's order; packed, all of them, which TRL shuffles and packs.
-    order = [
-        int(i)
-        for step in task.order(options, samples, task.at_once)
-        for indices in step
-        for i in indices
-    ]
+    order = [int(i) for step in task.order(options, samples, task.at_once) for indices in step for i in indices]
     chosen = range(len(samples)) if packing else order
     ids, learned = zip(*(samples.tokens(i) for i in chosen), strict=True)
     labels = [np.where(mask, tokens, -100) for tokens, mask in zip(ids, learned, strict=True)]
-    data = Dataset.from_dict(
-        {"input_ids": [i.tolist() for i in ids], "labels": [i.tolist() for i in labels]}
-    )
+    data = Dataset.from_dict({"input_ids": [i.tolist() for i in ids], "labels": [i.tolist() for i in labels]})
     clock = Clock(options.steps)
 
     def amounts(inputs: Any) -> Row:
@@ -256,29 +200,14 @@ def trl(options: argparse.Namespace) -> list[Row]:
         return {"positions": positions, "filled": filled, "useful": filled - count}
 
     values = rounds.trainer_settings(options.steps, precision=options.mixed_precision)
-    values |= {
-        "per_device_train_batch_size": options.rows if packing else task.at_once,
-        "seed": settings["seed"],
-    }
-    values |= {
-        "gradient_accumulation_steps": options.accumulation,
-        "learning_rate": settings["learning_rate"],
-    }
+    values |= {"per_device_train_batch_size": options.rows if packing else task.at_once, "seed": settings["seed"]}
+    values |= {"gradient_accumulation_steps": options.accumulation, "learning_rate": settings["learning_rate"]}
     values |= {"adam_beta1": settings["adam_beta1"], "adam_beta2": settings["adam_beta2"]}
-    values |= {
-        "packing": packing,
-        "max_length": options.length,
-        "shuffle_dataset": packing,
-        "gradient_checkpointing": False,
-    }
+    values |= {"packing": packing, "max_length": options.length, "shuffle_dataset": packing, "gradient_checkpointing": False}
     values |= {"train_sampling_strategy": "random" if packing else "sequential"}
     arguments = SFTConfig(f"{options.folder}/trl", **values)
     tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path)
-    given: Row = {
-        "train_dataset": data,
-        "processing_class": tokenizer,
-        "callbacks": [clock.callback()],
-    }
+    given: Row = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [clock.callback()]}
     clock.counted(SFTTrainer, amounts)(task.model, arguments, **given).train()
     return clock.intervals
 
@@ -292,36 +221,19 @@ def require_same_work(rows: list[Row]) -> None:
     for row in rows:
         partner = by_run.get((PARTNERS.get(row["contender"], ""), row["round"]))
         if partner:
-            row["loss_difference"] = rounds.require_equal_losses(
-                row["contender"], row["intervals"], partner, TOLERANCE
-            )
-        for interval, other in zip(
-            row["intervals"], by_run["raw packed", row["round"]], strict=True
-        ):
-            if (
-                not abs(interval["loss"] - other["loss"]) < 0.3 * other["loss"]
-            ):  # other batches of the same data
-                sys.exit(
-                    f"{row['contender']}: step {interval['step']}: loss {interval['loss']}, raw packed {other['loss']}"
-                )
+            row["loss_difference"] = rounds.require_equal_losses(row["contender"], row["intervals"], partner, TOLERANCE)
+        for interval, other in zip(row["intervals"], by_run["raw packed", row["round"]], strict=True):
+            if not abs(interval["loss"] - other["loss"]) < 0.3 * other["loss"]:  # other batches of the same data
+                sys.exit(f"{row['contender']}: step {interval['step']}: loss {interval['loss']}, raw packed {other['loss']}")
 
 
 def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=3, steps=16)
     parser.add_argument("--mixed_precision", choices=list(rounds.PRECISIONS), default="no")
-    parser.add_argument(
-        "--model_name_or_path", default=str(demo.MODEL), help="a Llama-like model and its tokenizer"
-    )
+    parser.add_argument("--model_name_or_path", default=str(demo.MODEL), help="a Llama-like model and its tokenizer")
     parser.add_argument("--rows", type=rounds.at_least(1), default=2, help="of a micro-batch")
-    parser.add_argument(
-        "--length",
-        type=rounds.at_least(64),
-        default=512,
-        help="of a row, and of a conversation at most",
-    )
-    parser.add_argument(
-        "--accumulation", type=rounds.at_least(1), default=2, help="micro-batches of a step"
-    )
+    parser.add_argument("--length", type=rounds.at_least(64), default=512, help="of a row, and of a conversation at most")
+    parser.add_argument("--accumulation", type=rounds.at_least(1), default=2, help="micro-batches of a step")
     parser.add_argument("--seed", type=int, default=0, help="of the data")
     work = {"raw packed": raw_loop, "raw padded": raw_loop, "TRL packed": trl, "TRL padded": trl}
     options = rounds.parse(parser, work)
@@ -337,35 +249,24 @@ def main() -> None:
             folder = rounds.run_dir(options, number)
             if name == "template":
                 return {"intervals": run_template(options, environment, folder)}
-            return {
-                "intervals": rounds.worker(__file__, name, options, environment, run_dir=folder)
-            }
+            return {"intervals": rounds.worker(__file__, name, options, environment, run_dir=folder)}
 
         rows = rounds.alternate(present, options.rounds, measure)
     require_same_work(rows)
     by_run = {(row["contender"], row["round"]): row["intervals"] for row in rows}
     for row in rows:
-        if (
-            row["contender"] == "template"
-        ):  # which knows positions only; its batches are raw packed's
+        if row["contender"] == "template":  # which knows positions only; its batches are raw packed's
             for own, raw in zip(row["intervals"], by_run["raw packed", row["round"]], strict=True):
                 own |= {key: raw[key] for key in ("positions", "filled", "useful")}
-                own["useful_per_second"] = (
-                    own["tokens_per_second"] * own["useful"] / own["positions"]
-                )
+                own["useful_per_second"] = own["tokens_per_second"] * own["useful"] / own["positions"]
         row["useful_per_second"] = rounds.steady(row["intervals"], "useful_per_second")
-        filled, positions = (
-            sum(interval[key] for interval in row["intervals"]) for key in ("filled", "positions")
-        )
+        filled, positions = (sum(interval[key] for interval in row["intervals"]) for key in ("filled", "positions"))
         row["waste"] = 1 - filled / positions
     for base in ("raw packed", "TRL packed", "TRL padded"):
         if base in present:
             rounds.pair(rows, "useful_per_second", base, ratio=f"to {base}")
     columns = {"useful tokens/s": ("useful_per_second", ",.0f"), "padding": ("waste", ".1%")}
-    columns |= {
-        f"ratio to {base}": (f"to {base}", ".3f")
-        for base in ("raw packed", "TRL packed", "TRL padded")
-    }
+    columns |= {f"ratio to {base}": (f"to {base}", ".3f") for base in ("raw packed", "TRL packed", "TRL padded")}
     columns["largest difference of losses"] = ("loss_difference", ".1e")
     notes = [
         f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps in "
@@ -373,13 +274,7 @@ def main() -> None:
         f"as fill them, {options.accumulation} times a step. {len(lengths):,} conversations of "
         f"{statistics.mean(lengths):.0f} tokens (mean; at most {max(lengths)}). Ratios are paired by round."
     ]
-    rounds.report(
-        options,
-        rows,
-        rounds.table("contender", rows + absent, columns),
-        notes,
-        ("peft", "trl", "datasets"),
-    )
+    rounds.report(options, rows, rounds.table("contender", rows + absent, columns), notes, ("peft", "trl", "datasets"))
 
 
 if __name__ == "__main__":

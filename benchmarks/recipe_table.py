@@ -35,9 +35,7 @@ ROWS: list[Any] = [  # (what, precision, gradient checkpointing and memory forma
     ("+ accumulation of 2", "bf16", "full", 2),
     ("+ accumulation of 4", "bf16", "full", 4),
 ]
-CONVOLUTIONS: list[
-    Any
-] = [  # BatchNorm would count each batch twice under checkpointing: ResNets go without
+CONVOLUTIONS: list[Any] = [  # BatchNorm would count each batch twice under checkpointing: ResNets go without
     ("fp32", "no", "none", 1),
     ("+ channels_last", "no", "none,channels_last", 1),
     ("+ bf16 mixed precision", "bf16", "none,channels_last", 1),
@@ -46,10 +44,7 @@ CONVOLUTIONS: list[
     ("+ accumulation of 4", "bf16", "full,channels_last", 4),
 ]
 NETS: dict[str, Any] = {
-    "resnet18": (
-        "resnet",
-        {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]},
-    ),
+    "resnet18": ("resnet", {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}),
     "resnet50": ("resnet", {"hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]}),
     "convnext": ("convnext", {"hidden_sizes": [96, 192, 384, 768], "depths": [3, 3, 9, 3]}),
 }
@@ -71,9 +66,7 @@ def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
         event = todo.pop()
         todo += event.children
         if event.name == "[memory]":
-            found.append(
-                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
-            )
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
     live: dict[int, int] = {}
     now = peak = 0
     for moment, address, size in sorted(found, key=lambda event: event[0]):
@@ -88,12 +81,7 @@ def traced_peak(profiler: torch.profiler.profile, since: int) -> int:
 def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> dict[str, float]:
     """Tokens/s (images/s) and peak bytes of the templates' step, in this process."""
     from torch.nn.functional import cross_entropy
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-        LlamaConfig,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig
 
     from shared.config.options import OptimConfig
     from shared.models import loss as lm_loss
@@ -115,16 +103,12 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
         tie_word_embeddings=True,
     )
     on_cuda = accelerator.device.type == "cuda"
-    profiler = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    )
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     if args.memory and not on_cuda:
         profiler.start()
     checkpointing, _, last = checkpointing.partition(",")
     if args.model == "llama":
-        whole = AutoModelForCausalLM.from_config(
-            shape, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        whole = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation="sdpa")
     else:
         kind, sizes = NETS[args.model]
         net = AutoConfig.for_model(kind, **sizes, num_labels=1000)
@@ -141,22 +125,15 @@ def measure(args: argparse.Namespace, checkpointing: str, accumulation: int) -> 
     else:
         pixels = torch.randn(rows, 3, args.length, args.length, device=accelerator.device)
         pixels = pixels.to(memory_format=torch.channels_last) if last else pixels
-        batch = {
-            "pixel_values": pixels,
-            "labels": torch.randint(0, 1000, (rows,), device=accelerator.device),
-        }
+        batch = {"pixel_values": pixels, "labels": torch.randint(0, 1000, (rows,), device=accelerator.device)}
 
     def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if args.model == "llama":
             return lm_loss.causal_lm_loss(prepared, batch)
-        return cross_entropy(
-            prepared(batch["pixel_values"]).logits.float(), batch["labels"], reduction="sum"
-        )
+        return cross_entropy(prepared(batch["pixel_values"]).logits.float(), batch["labels"], reduction="sum")
 
     def train() -> None:
-        for micro_batch in step.accumulate(
-            accelerator, [prepared], [batch] * accumulation, accumulation
-        ):
+        for micro_batch in step.accumulate(accelerator, [prepared], [batch] * accumulation, accumulation):
             step.backward(accelerator, loss_of(micro_batch), 1 / units)
         norm = step.clip_gradients(accelerator, [prepared], 1.0)
         step.update(accelerator, optimizers, norm.isfinite(), norm)
@@ -203,19 +180,8 @@ SIZES = {"hidden": 384, "layers": 12, "heads": 6, "vocab": 4096, "length": 256, 
 
 # Shapes as github.com/citsjtu2020/LLM-Prof, sglang/Model_Config.md, has them from the models' config.json.
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama-3.1-8B": (
-        "llama",
-        {"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
-    ),
-    "Qwen3-8B": (
-        "qwen3",
-        {
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "vocab_size": 151936,
-            "head_dim": 128,
-        },
-    ),
+    "Llama-3.1-8B": ("llama", {"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}),
+    "Qwen3-8B": ("qwen3", {"intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936, "head_dim": 128}),
 }
 LONG_TOKENS = 32768
 
@@ -226,15 +192,11 @@ def predict() -> None:
 
     from tools import memory
 
-    settings = " | ".join(
-        f"activations {setting}, GB (of 1,000 tokens)" for setting in memory.CHECKPOINTING
-    )
+    settings = " | ".join(f"activations {setting}, GB (of 1,000 tokens)" for setting in memory.CHECKPOINTING)
     print(f"| predicted | tokens | weights, GB | {settings} | peak full, GB |")
     print("|" + "---|" * 7)
     for name, (kind, shape) in LONG.items():
-        config = AutoConfig.for_model(
-            kind, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, **shape
-        )
+        config = AutoConfig.for_model(kind, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, **shape)
         for what, four_bits in (("LoRA", False), ("QLoRA", True)):
             job = memory.Job(config, 1, LONG_TOKENS, lora_r=16, four_bits=four_bits)
             ((_, _, peak),) = memory.plan(job, 1)
@@ -246,25 +208,16 @@ def predict() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument(
-        "--model",
-        default="llama",
-        choices=["llama", *NETS],
-        help="--length: pixels of an image's side",
-    )
+    parser.add_argument("--model", default="llama", choices=["llama", *NETS], help="--length: pixels of an image's side")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--long", action="store_true", help="predict one long row of known models instead"
-    )
+    parser.add_argument("--long", action="store_true", help="predict one long row of known models instead")
     args = parser.parse_args()
     if args.long:
         predict()
@@ -276,11 +229,7 @@ def main() -> None:
 
     table, unit = (ROWS, "tokens") if args.model == "llama" else (CONVOLUTIONS, "images")
     if args.model.startswith("resnet"):
-        table = [
-            (what, at, kind.replace("full", "none"), n)
-            for what, at, kind, n in table
-            if "checkpointing" not in what
-        ]
+        table = [(what, at, kind.replace("full", "none"), n) for what, at, kind, n in table if "checkpointing" not in what]
     speeds: dict[str, list[float]] = {what: [] for what, *_ in table}
     peaks: dict[str, float] = {}
     with tqdm(total=len(table) * (args.rounds + 1)) as bar:
@@ -289,35 +238,25 @@ def main() -> None:
             bar.update()
         for _ in range(args.rounds):
             for what, *settings in table:
-                speeds[what].append(
-                    row(args, *settings, memory=False).get("per_second", float("nan"))
-                )
+                speeds[what].append(row(args, *settings, memory=False).get("per_second", float("nan")))
                 bar.update()
     facts = about()
     sizes = {k: getattr(args, k) for k in (*SIZES, "model", "steps", "rounds")}
     args.output.write_text(
-        json.dumps(
-            {"about": facts, "sizes": sizes, "peak": peaks, f"{unit}_per_second": speeds}, indent=1
-        )
+        json.dumps({"about": facts, "sizes": sizes, "peak": peaks, f"{unit}_per_second": speeds}, indent=1)
     )
     first = table[0][0]
-    print(
-        f"| step by step | peak memory, MB | relative | {unit}/s | relative |\n|---|---|---|---|---|"
-    )
+    print(f"| step by step | peak memory, MB | relative | {unit}/s | relative |\n|---|---|---|---|---|")
     for what, *_ in table:
         ratios = [a / b for a, b in zip(speeds[what], speeds[first], strict=True)]
         speed = f"{statistics.median(speeds[what]):,.{1 if unit == 'images' else 0}f}"
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(
-            f"| {what} | {peaks[what] / 1e6:,.0f} | {peaks[what] / peaks[first]:.2f} | {speed} | {spread} |"
-        )
+        print(f"| {what} | {peaks[what] / 1e6:,.0f} | {peaks[what] / peaks[first]:.2f} | {speed} | {spread} |")
     model = f"Llama of {args.layers} blocks, width {args.hidden}, vocabulary {args.vocab}; {args.rows} rows of {args.length}"
     model += " tokens"
     if unit == "images":
         model = f"{args.model}; {args.rows} images of {args.length} x {args.length} pixels"
-    print(
-        f"\n{model} an optimizer step; medians (and ranges) of {args.rounds} rounds of {args.steps} steps.\n{line(facts)}"
-    )
+    print(f"\n{model} an optimizer step; medians (and ranges) of {args.rounds} rounds of {args.steps} steps.\n{line(facts)}")
 
 
 if __name__ == "__main__":

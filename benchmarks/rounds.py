@@ -33,28 +33,13 @@ PRECISIONS = {"no": "fp32", "bf16": "bf16"}
 
 
 def parser(
-    doc: str | None,
-    script: str,
-    *,
-    rounds: int,
-    steps: int,
-    least: int = 2,
-    counts: str = "steps of a run",
+    doc: str | None, script: str, *, rounds: int, steps: int, least: int = 2, counts: str = "steps of a run"
 ) -> argparse.ArgumentParser:
     """--rounds, --steps and --output, and the hidden flag that makes a worker process of a script."""
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=at_least(1), default=rounds, help="runs of each contender")
-    made.add_argument(
-        "--steps", type=at_least(least), default=steps, help=f"{counts}, at least {least}"
-    )
-    made.add_argument(
-        "--output",
-        type=Path,
-        default=Path(script).with_suffix(".json"),
-        help="all figures, as JSON",
-    )
+    made.add_argument("--steps", type=at_least(least), default=steps, help=f"{counts}, at least {least}")
+    made.add_argument("--output", type=Path, default=Path(script).with_suffix(".json"), help="all figures, as JSON")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     return made
 
@@ -68,16 +53,12 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
-def parse(
-    made: argparse.ArgumentParser, work: Mapping[str, Callable[[argparse.Namespace], Any]]
-) -> argparse.Namespace:
+def parse(made: argparse.ArgumentParser, work: Mapping[str, Callable[[argparse.Namespace], Any]]) -> argparse.Namespace:
     """The options. A worker process does its part of `work` instead, leaves the result in a file, and ends."""
     options = made.parse_args()
     if options.worker:
         values = json.loads(options.worker)
-        torch.set_float32_matmul_precision(
-            "high" if DEVICE.type == "cuda" else "highest"
-        )  # as `launch.start` does in fp32
+        torch.set_float32_matmul_precision("high" if DEVICE.type == "cuda" else "highest")  # as `launch.start` does in fp32
         result = work[values["work"]](argparse.Namespace(**values))
         Path(values["result"]).write_text(json.dumps(result))
         sys.exit()
@@ -93,39 +74,24 @@ def folder(options: argparse.Namespace) -> Iterator[dict[str, str]]:
     """A temporary folder, as `options.folder`, for all that is made; yields the environment of every process."""
     with tempfile.TemporaryDirectory() as path:
         options.folder = path
-        environment = os.environ | {
-            "TEMPLATES_CACHE": f"{path}/cache",
-            "HF_HOME": f"{path}/huggingface",
-        }
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-        )
+        environment = os.environ | {"TEMPLATES_CACHE": f"{path}/cache", "HF_HOME": f"{path}/huggingface"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment["HF_HUB_OFFLINE"] = "1"
         environment["OMP_NUM_THREADS"] = str(cores())  # of which `accelerate launch` would take one
         # One GPU, or Trainer takes all. On a CPU none, as templates have it: torch's optimizers look for one in each step.
-        visible = (
-            os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-            if DEVICE.type == "cuda"
-            else ""
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if DEVICE.type == "cuda" else ""
         environment["CUDA_VISIBLE_DEVICES"] = visible
         yield environment
 
 
 def run(arguments: list[str], environment: Mapping[str, str]) -> None:
     """Run a Python process to its end; ends this one with its last words if it fails."""
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(
-            f"{shlex.join(arguments)}: exit code {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
-        )
+        sys.exit(f"{shlex.join(arguments)}: exit code {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
 
 
-def worker(
-    script: str, work: str, options: argparse.Namespace, environment: Mapping[str, str], **more: Any
-) -> Any:
+def worker(script: str, work: str, options: argparse.Namespace, environment: Mapping[str, str], **more: Any) -> Any:
     """What a script's `work` gives in a process of its own, with the options and what `more` adds to them."""
     result = Path(options.folder) / "result.json"
     result.unlink(missing_ok=True)
@@ -134,13 +100,9 @@ def worker(
     return json.loads(result.read_text())
 
 
-def launch(
-    script: str | Path, flags: list[str], environment: Mapping[str, str], *, precision: str = "no"
-) -> None:
+def launch(script: str | Path, flags: list[str], environment: Mapping[str, str], *, precision: str = "no") -> None:
     """`accelerate launch` a script of the project in one process, on the GPU if there is one."""
-    config = (
-        ROOT / "accelerate_configs" / ("single_gpu.yaml" if DEVICE.type == "cuda" else "cpu.yaml")
-    )
+    config = ROOT / "accelerate_configs" / ("single_gpu.yaml" if DEVICE.type == "cuda" else "cpu.yaml")
     command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
     run([*command, "--mixed_precision", precision, str(ROOT / script), *flags], environment)
 
@@ -152,24 +114,15 @@ def run_dir(options: argparse.Namespace, number: int, suffix: str = "") -> Path:
 
 def flags(values: Mapping[str, Any]) -> list[str]:
     """A mapping as command-line flags; True stands for a switch, False and None leave the flag out."""
-    given = [
-        (f"--{name}", value)
-        for name, value in values.items()
-        if value is not None and value is not False
-    ]
-    return [
-        part for name, value in given for part in ([name] if value is True else [name, str(value)])
-    ]
+    given = [(f"--{name}", value) for name, value in values.items() if value is not None and value is not False]
+    return [part for name, value in given for part in ([name] if value is True else [name, str(value)])]
 
 
 def absent(package: str, contenders: Iterable[str]) -> list[Row]:
     """The rows of contenders whose package is not there; none if it is."""
     if importlib.util.find_spec(package):
         return []
-    return [
-        {"contender": name, "absent": f"not installed: pip install {package}"}
-        for name in contenders
-    ]
+    return [{"contender": name, "absent": f"not installed: pip install {package}"} for name in contenders]
 
 
 # Timing ----------------------------------------------------------------------------------------------------------------
@@ -209,9 +162,7 @@ class Clock:
         clock = self
 
         class Marking(TrainerCallback):
-            def on_log(
-                self, args: Any, state: Any, control: Any, logs: Any = None, **_unused: Any
-            ) -> None:
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_unused: Any) -> None:
                 if "loss" in logs:  # not the summary at the end
                     clock.mark(state.global_step, logs["loss"])
 
@@ -239,9 +190,7 @@ def template_intervals(run_dir: Path, unit: str) -> list[Row]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rate = f"processed_{unit}_per_second"
     rows = [row for row in map(json.loads, lines) if rate in row]
-    return [
-        {"step": row["step"], "loss": row["loss"], f"{unit}_per_second": row[rate]} for row in rows
-    ]
+    return [{"step": row["step"], "loss": row["loss"], f"{unit}_per_second": row[rate]} for row in rows]
 
 
 def steady(intervals: list[Row], rate: str, last: int | None = None) -> float:
@@ -253,20 +202,13 @@ def require_equal_losses(name: str, ours: list[Row], theirs: list[Row], toleranc
     """The largest difference of two runs' losses; ends this process if they did not do the same work."""
     difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
     if not difference < tolerance:
-        sys.exit(
-            f"{name}: the losses differ by {difference}, so these two did not do the same work"
-        )
+        sys.exit(f"{name}: the losses differ by {difference}, so these two did not do the same work")
     return difference
 
 
 def trainer_settings(steps: int, *, precision: str) -> Row:
     """Arguments that make a `Trainer` do what the templates do when asked for a constant rate, and log when clocked."""
-    settings: Row = {
-        "max_steps": steps,
-        "logging_steps": every(steps),
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-    }
+    settings: Row = {"max_steps": steps, "logging_steps": every(steps), "lr_scheduler_type": "constant", "weight_decay": 0.0}
     settings |= {"optim": "adamw_torch_fused", "max_grad_norm": 1.0, "bf16": precision == "bf16"}
     settings |= {"use_cpu": DEVICE.type == "cpu", "tf32": DEVICE.type == "cuda" or None}
     return settings | {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
@@ -287,9 +229,7 @@ def alternate(names: Iterable[str], rounds: int, measure: Callable[[str, int], R
     return rows
 
 
-def pair(
-    rows: list[Row], value: str, base: str | Callable[[str], str], *, ratio: str = "ratio"
-) -> None:
+def pair(rows: list[Row], value: str, base: str | Callable[[str], str], *, ratio: str = "ratio") -> None:
     """Give each row the ratio of its value to that of the contender `base`, or `base(name)`, in the same round."""
     by_run = {(row["contender"], row["round"]): row for row in rows}
     for row in rows:
@@ -309,48 +249,23 @@ def table(title: str, rows: list[Row], columns: Mapping[str, tuple[str, str]]) -
 
     Columns without any value are left out. A contender whose rows have a reason to be "absent" gets that for figures.
     """
-    columns = {
-        head: place
-        for head, place in columns.items()
-        if any(row.get(place[0]) is not None for row in rows)
-    }
+    columns = {head: place for head, place in columns.items() if any(row.get(place[0]) is not None for row in rows)}
     header = f"| {' | '.join([title, *columns])} |"
     lines = [header, "|---" * (header.count("|") - 1) + "|"]
     for name in dict.fromkeys(row["contender"] for row in rows):
         runs = [row for row in rows if row["contender"] == name]
-        found = [
-            [row[key] for row in runs if row.get(key) is not None] for key, _ in columns.values()
-        ]
-        cells = [
-            cell(values, form) for values, (_, form) in zip(found, columns.values(), strict=True)
-        ]
+        found = [[row[key] for row in runs if row.get(key) is not None] for key, _ in columns.values()]
+        cells = [cell(values, form) for values, (_, form) in zip(found, columns.values(), strict=True)]
         if "absent" in runs[0]:
             cells = [runs[0]["absent"], *cells[1:]]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
 
-def report(
-    options: argparse.Namespace,
-    rows: list[Row],
-    text: str,
-    notes: list[str],
-    packages: Iterable[str] = (),
-) -> None:
+def report(options: argparse.Namespace, rows: list[Row], text: str, notes: list[str], packages: Iterable[str] = ()) -> None:
     """Write the JSON, and print the table with its notes and what it was measured on."""
-    facts = about(
-        (
-            "torch",
-            *(p for p in packages if importlib.util.find_spec(p)),
-            "transformers",
-            "accelerate",
-        )
-    )
-    settings = {
-        key: value
-        for key, value in vars(options).items()
-        if key not in ("output", "worker", "folder")
-    }
+    facts = about(("torch", *(p for p in packages if importlib.util.find_spec(p)), "transformers", "accelerate"))
+    settings = {key: value for key, value in vars(options).items() if key not in ("output", "worker", "folder")}
     for key, value in settings.items():  # without this machine's folders
         settings[key] = value.name if isinstance(value, Path) else value
         settings[key] = value.removeprefix(f"{ROOT}/") if isinstance(value, str) else settings[key]

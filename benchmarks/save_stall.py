@@ -36,9 +36,7 @@ def training(options: argparse.Namespace) -> Row:
 
     def logged(logger, step, *, due):  # type: ignore[no-untyped-def]
         ends[step.number] = time.perf_counter()
-        writing[step.number] = any(
-            saver.pending is not None and not saver.pending.done() for saver in savers
-        )
+        writing[step.number] = any(saver.pending is not None and not saver.pending.done() for saver in savers)
         log(logger, step, due=due)
 
     def saved(saver, state):  # type: ignore[no-untyped-def]
@@ -48,15 +46,8 @@ def training(options: argparse.Namespace) -> Row:
         calls[state.step] = time.perf_counter() - start
 
     metrics.Logger.step, checkpoint.Checkpointer.save = logged, saved  # type: ignore[method-assign]
-    given = {
-        "max_steps": options.steps,
-        "save_steps": options.every,
-        "async_save": KINDS[options.work],
-    }
-    given |= dict.fromkeys(("eval_steps", "logging_steps"), options.steps + 1) | {
-        "eval_samples": 1,
-        "report_to": "none",
-    }
+    given = {"max_steps": options.steps, "save_steps": options.every, "async_save": KINDS[options.work]}
+    given |= dict.fromkeys(("eval_steps", "logging_steps"), options.steps + 1) | {"eval_samples": 1, "report_to": "none"}
     given |= {"output_dir": f"{options.folder}/{options.work}-{options.number}", "optim": "adamw"}
     template = str(ROOT / "templates/pretrain.py")
     sys.argv = [template, *rounds.flags(given), *shlex.split(options.flags)]
@@ -65,9 +56,7 @@ def training(options: argparse.Namespace) -> Row:
     lengths = {step: ends[step] - ends[step - 1] for step in ends if step - 1 in ends}
     # The save comes between two steps' ends; the steps on whose way it is written are those until one ends without it.
     saves = [s for s in calls if s + options.every <= options.steps]
-    reach = {
-        s: [s + 1 + i for i in range(options.every) if i == 0 or writing[s + i]] for s in saves
-    }
+    reach = {s: [s + 1 + i for i in range(options.every) if i == 0 or writing[s + i]] for s in saves}
     touched = {step for steps in reach.values() for step in steps}
     step = statistics.median(lengths[s] for s in lengths if s not in touched and s > WARM_UP)
     lost = [sum(lengths[s] - step for s in steps) for steps in reach.values()]
@@ -78,33 +67,20 @@ def training(options: argparse.Namespace) -> Row:
 
 def main() -> None:
     parser = rounds.parser(__doc__, __file__, rounds=3, steps=36, least=6)
-    parser.add_argument(
-        "--every", type=rounds.at_least(4), default=8, help="steps from save to save"
-    )
-    parser.add_argument(
-        "--flags",
-        default="--model_preset 30M --seq_length 64 --global_batch_size 2",
-        help="of pretrain.py",
-    )
+    parser.add_argument("--every", type=rounds.at_least(4), default=8, help="steps from save to save")
+    parser.add_argument("--flags", default="--model_preset 30M --seq_length 64 --global_batch_size 2", help="of pretrain.py")
     options = rounds.parse(parser, dict.fromkeys(KINDS, training))
     if options.steps < 2 * options.every:
         parser.error("--steps has to be at least twice --every")
     with rounds.folder(options) as environment:
-        environment["ACCELERATE_MIXED_PRECISION"] = precision = (
-            "bf16" if DEVICE.type == "cuda" else "no"
-        )
+        environment["ACCELERATE_MIXED_PRECISION"] = precision = "bf16" if DEVICE.type == "cuda" else "no"
         rows = rounds.alternate(
-            KINDS,
-            options.rounds,
-            lambda name, number: rounds.worker(__file__, name, options, environment, number=number),
+            KINDS, options.rounds, lambda name, number: rounds.worker(__file__, name, options, environment, number=number)
         )
     for row in rows:
         row |= {f"{name}_in_steps": row[name] / row["step"] for name in ("waits", "lost")}
     columns = {"a step, ms": ("step", ",.0f"), "training waits, ms": ("waits", ",.0f")}
-    columns |= {
-        "in steps": ("waits_in_steps", ".2f"),
-        "lost in all, in steps": ("lost_in_steps", ".2f"),
-    }
+    columns |= {"in steps": ("waits_in_steps", ".2f"), "lost in all, in steps": ("lost_in_steps", ".2f")}
     what = f"`{options.flags}`, {PRECISIONS[precision]}"
     notes = [f"Medians (and ranges) of {options.rounds} rounds of {options.steps} steps; {what}."]
     rounds.report(options, rows, rounds.table("checkpoint", rows, columns), notes)

@@ -43,30 +43,9 @@ def throughput(config: str, processes: int, args: argparse.Namespace) -> float:
         accelerate += ["--num_processes", str(processes), "--main_process_port", "0"]
     precision = ["--mixed_precision", "bf16" if torch.cuda.is_available() else "no"]
     with tempfile.TemporaryDirectory() as folder:
-        flags = [
-            "--output_dir",
-            folder,
-            "--report_to",
-            "none",
-            "--max_steps",
-            str(args.steps),
-            "--logging_steps",
-            "2",
-        ]
-        flags += [
-            "--global_batch_size",
-            str(args.rows * args.accumulation * processes),
-            "--eval_samples",
-            "1",
-        ]
-        flags += [
-            "--per_device_train_batch_size",
-            str(args.rows),
-            "--save_steps",
-            "100000",
-            "--optim",
-            "adamw",
-        ]
+        flags = ["--output_dir", folder, "--report_to", "none", "--max_steps", str(args.steps), "--logging_steps", "2"]
+        flags += ["--global_batch_size", str(args.rows * args.accumulation * processes), "--eval_samples", "1"]
+        flags += ["--per_device_train_batch_size", str(args.rows), "--save_steps", "100000", "--optim", "adamw"]
         flags += shlex.split(args.flags)
         on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
         command = [*accelerate, *precision, str(ROOT / "templates" / "pretrain.py"), *flags]
@@ -74,12 +53,8 @@ def throughput(config: str, processes: int, args: argparse.Namespace) -> float:
         if done.returncode:
             print(done.stderr[-2000:], file=sys.stderr)
             return float("nan")
-        rows = [
-            json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()
-        ]
-    speeds = [
-        row["trained_tokens_per_second"] for row in rows if "trained_tokens_per_second" in row
-    ]
+        rows = [json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    speeds = [row["trained_tokens_per_second"] for row in rows if "trained_tokens_per_second" in row]
     return statistics.median(speeds[1:])
 
 
@@ -90,17 +65,9 @@ def data_parallel(gpus: int, args: argparse.Namespace) -> float:
     from shared.models.options import PRESETS
 
     wanted, _ = FLAGS.parse_known_args(shlex.split(args.flags))
-    names = (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    )
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     shape: Any = dict(zip(names, PRESETS[wanted.model_preset], strict=True))
-    whole: Any = LlamaForCausalLM(
-        LlamaConfig(**shape, vocab_size=wanted.vocab_size, tie_word_embeddings=True)
-    )
+    whole: Any = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=wanted.vocab_size, tie_word_embeddings=True))
     model = torch.nn.DataParallel(whole.to(DEVICE), device_ids=list(range(gpus)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     rows = torch.randint(wanted.vocab_size, (gpus * args.rows, wanted.seq_length), device=DEVICE)
@@ -139,9 +106,7 @@ def draw(results: dict[str, dict[int, list[float]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--configs", nargs="+", default=["ddp", "fsdp2"])
     parser.add_argument("--rows", type=int, default=4, help="of one micro-batch of one process")
@@ -153,37 +118,26 @@ def main() -> None:
     args = parser.parse_args()
     from tqdm import tqdm
 
-    results: dict[str, dict[int, list[float]]] = {
-        c: {n: [] for n in args.processes} for c in args.configs
-    }
+    results: dict[str, dict[int, list[float]]] = {c: {n: [] for n in args.processes} for c in args.configs}
     for _ in range(args.rounds):
         for config in args.configs:
             for count in tqdm(args.processes, desc=config):
                 results[config][count].append(throughput(config, count, args))
     gpus = [count for count in args.processes if 1 < count <= torch.cuda.device_count()]
     if gpus:
-        results["nn.DataParallel"] = {
-            n: [data_parallel(n, args) for _ in range(args.rounds)] for n in gpus
-        }
+        results["nn.DataParallel"] = {n: [data_parallel(n, args) for _ in range(args.rounds)] for n in gpus}
     facts = about()
     args.output.write_text(
-        json.dumps(
-            {"about": facts, "settings": vars(args) | {"output": ""}, "results": results}, indent=1
-        )
+        json.dumps({"about": facts, "settings": vars(args) | {"output": ""}, "results": results}, indent=1)
     )
     draw(results, args.output.with_suffix(".png"))
     print("| launch config | processes | tokens/s over all | efficiency |\n|---|---|---|---|")
     first = next(iter(results.values()))
     for config, by_count in results.items():
-        one = (
-            statistics.median(by_count.get(args.processes[0]) or first[args.processes[0]])
-            / args.processes[0]
-        )
+        one = statistics.median(by_count.get(args.processes[0]) or first[args.processes[0]]) / args.processes[0]
         for count, speeds in by_count.items():
             spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
-            print(
-                f"| {config} | {count} | {spread} | {statistics.median(speeds) / one / count:.0%} |"
-            )
+            print(f"| {config} | {count} | {spread} | {statistics.median(speeds) / one / count:.0%} |")
     print(
         f"\n{args.rows} rows a micro-batch, {args.accumulation} accumulated; medians (ranges) of {args.rounds} rounds of "
         f"{args.steps} steps. One process runs without a launch config.\n{line(facts)}"

@@ -62,9 +62,7 @@ def connect(link: str) -> None:
         shell(f"ip -n {name} link set link0 up")
         shell(f"ip -n {name} link set lo up")
         if link.endswith("bit"):
-            shell(
-                f"ip netns exec {name} tc qdisc add dev link0 root tbf rate {link} burst 256kb latency 200ms"
-            )
+            shell(f"ip netns exec {name} tc qdisc add dev link0 root tbf rate {link} burst 256kb latency 200ms")
 
 
 def relay(delay: float) -> None:
@@ -109,92 +107,30 @@ def measure(way: str, model: str) -> dict[str, float]:
     flags, steps = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-        command += [
-            str(ROOT / "accelerate_configs/multi_node_ddp.yaml"),
-            "--num_machines",
-            "2",
-            "--num_processes",
-            "2",
-        ]
-        command += [
-            "--mixed_precision",
-            "no",
-            "--main_process_ip",
-            "10.77.0.1",
-            "--main_process_port",
-            "29500",
-        ]
-        train = [
-            str(ROOT / "templates/pretrain.py"),
-            "--output_dir",
-            folder,
-            "--report_to",
-            "none",
-            "--model_preset",
-            model,
-        ]
-        train += [
-            "--max_steps",
-            str(steps),
-            "--logging_steps",
-            "1",
-            "--eval_samples",
-            "2",
-            "--eval_steps",
-            "100000",
-        ]
-        train += [
-            "--global_batch_size",
-            "8",
-            "--per_device_train_batch_size",
-            "4",
-            "--seq_length",
-            "128",
-        ]
+        command += [str(ROOT / "accelerate_configs/multi_node_ddp.yaml"), "--num_machines", "2", "--num_processes", "2"]
+        command += ["--mixed_precision", "no", "--main_process_ip", "10.77.0.1", "--main_process_port", "29500"]
+        train = [str(ROOT / "templates/pretrain.py"), "--output_dir", folder, "--report_to", "none", "--model_preset", model]
+        train += ["--max_steps", str(steps), "--logging_steps", "1", "--eval_samples", "2", "--eval_steps", "100000"]
+        train += ["--global_batch_size", "8", "--per_device_train_batch_size", "4", "--seq_length", "128"]
         train += ["--save_steps", "100000", "--optim", "adamw", *shlex.split(flags)]
         env = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "link0"}
         before, processes, half = sent(), [], max(1, (os.cpu_count() or 1) // 2)
         for rank, name in enumerate(NAMES):
             cores = f"{rank * half}-{rank * half + half - 1}"
-            where = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                "taskset",
-                "-c",
-                cores,
-                *command,
-                "--machine_rank",
-                str(rank),
-                *train,
-            ]
-            processes.append(
-                subprocess.Popen(
-                    where, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-                )
-            )
+            where = ["ip", "netns", "exec", name, "taskset", "-c", cores, *command, "--machine_rank", str(rank), *train]
+            processes.append(subprocess.Popen(where, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
         for process in processes:
             _, said = process.communicate()
             if process.returncode:
                 sys.exit(said[-2000:])
-        rows = [
-            json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()
-        ]
-    speeds = [
-        row["trained_tokens_per_second"] for row in rows if "trained_tokens_per_second" in row
-    ]
+        rows = [json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    speeds = [row["trained_tokens_per_second"] for row in rows if "trained_tokens_per_second" in row]
     middle = speeds[1:-1] or speeds  # the first is slow, and the last sends all once more
-    return {
-        "tokens_per_second": statistics.median(middle),
-        "bytes_per_step": (sent() - before) / steps,
-    }
+    return {"tokens_per_second": statistics.median(middle), "bytes_per_step": (sent() - before) / steps}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--model", default="3M", help="a --model_preset of pretrain.py")
@@ -211,14 +147,9 @@ def main() -> None:
             for way in args.ways:
                 row = measure(way, args.model)
                 found["links"].setdefault(link, {})[way] = row
-                lost = (
-                    1 - row["tokens_per_second"] / found["links"]["none"][way]["tokens_per_second"]
-                )
+                lost = 1 - row["tokens_per_second"] / found["links"]["none"][way]["tokens_per_second"]
                 mb = row["bytes_per_step"] / 1e6
-                print(
-                    f"| {link} | {way} | {row['tokens_per_second']:,.0f} | {lost:.0%} | {mb:.3f} |",
-                    flush=True,
-                )
+                print(f"| {link} | {way} | {row['tokens_per_second']:,.0f} | {lost:.0%} | {mb:.3f} |", flush=True)
                 args.output.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         for name in NAMES:

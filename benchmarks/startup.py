@@ -77,11 +77,7 @@ class Starts:
     """Starts of the templates, in a folder and an environment."""
 
     def __init__(self, options: argparse.Namespace, environment: dict[str, str]) -> None:
-        self.folder, self.environment, self.flags = (
-            Path(options.folder),
-            environment,
-            shlex.split(options.flags),
-        )
+        self.folder, self.environment, self.flags = Path(options.folder), environment, shlex.split(options.flags)
         self.steps = options.steps
         self.cache = self.folder / "inductor"  # of compiled code
         self.probe = self.folder / "probe.py"
@@ -96,43 +92,19 @@ class Starts:
         """Train, with `more` flags, until a step is done; seconds in all and in parts, and from which step on."""
         stamps, started = self.folder / "stamps.json", time.time()
         stamps.unlink(missing_ok=True)
-        flags = [
-            "--report_to",
-            "none",
-            "--save_steps",
-            str(self.steps),
-            "--output_dir",
-            str(output),
-            *self.flags,
-            *more,
-        ]
+        flags = ["--report_to", "none", "--save_steps", str(self.steps), "--output_dir", str(output), *self.flags, *more]
         command = [str(self.probe), str(ROOT / "templates" / f"{template}.py"), *flags]
         if template == "pretrain_pipeline":
             config = str(ROOT / "accelerate_configs" / "ddp.yaml")
-            launch = [
-                "-m",
-                "accelerate.commands.accelerate_cli",
-                "launch",
-                "--config_file",
-                config,
-                "--num_processes",
-                "2",
-            ]
+            launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config, "--num_processes", "2"]
             command = [*launch, "--mixed_precision", "no", "--main_process_port", "0", *command]
         on_cpu = {"ACCELERATE_USE_CPU": "true"} if rounds.DEVICE.type == "cpu" else {}
-        probe = {
-            "PROBE_FILE": str(stamps),
-            "PROBE_STEP": str(step),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.cache),
-        }
+        probe = {"PROBE_FILE": str(stamps), "PROBE_STEP": str(step), "TORCHINDUCTOR_CACHE_DIR": str(self.cache)}
         rounds.run(command, self.environment | on_cpu | probe)
         if not stamps.exists():
             sys.exit(f"{template}: ended before step {step} was done")
         seen = json.loads(stamps.read_text())
-        parts = {
-            "imports": seen["imports"] - started,
-            "preparation": seen["ready"] - seen["imports"],
-        }
+        parts = {"imports": seen["imports"] - started, "preparation": seen["ready"] - seen["imports"]}
         parts["to the step"] = seen["step"] - seen["ready"]
         return {"seconds": seen["step"] - started, "from": seen["from"], **parts}
 
@@ -148,9 +120,7 @@ class Starts:
         if kind == "resume":
             shutil.copytree(self.folder / f"{template}-stopped", output)
         if kind == COMPILED[0]:
-            self.cache = Path(
-                tempfile.mkdtemp(dir=self.folder)
-            )  # which no earlier run may still write to
+            self.cache = Path(tempfile.mkdtemp(dir=self.folder))  # which no earlier run may still write to
         more = ["--torch_compile"] if kind in COMPILED else []
         row = self.until(template, self.steps + 1 if kind == "resume" else 1, output, *more)
         if row["from"] != (self.steps if kind == "resume" else 0):
@@ -159,17 +129,9 @@ class Starts:
 
 
 def main() -> None:
-    parser = rounds.parser(
-        __doc__, __file__, rounds=3, steps=2, least=1, counts="steps before the checkpoint"
-    )
+    parser = rounds.parser(__doc__, __file__, rounds=3, steps=2, least=1, counts="steps before the checkpoint")
     parser.add_argument("--templates", nargs="+", choices=list(BASELINES), default=list(BASELINES))
-    parser.add_argument(
-        "--compiled",
-        nargs="*",
-        choices=list(BASELINES),
-        default=["pretrain"],
-        help="started compiled, too",
-    )
+    parser.add_argument("--compiled", nargs="*", choices=list(BASELINES), default=["pretrain"], help="started compiled, too")
     parser.add_argument("--flags", default="", help="more flags of the templates")
     options = rounds.parse(parser, {})
     launchers = {
@@ -194,10 +156,7 @@ def main() -> None:
                 return {"seconds": starts.time([str(baselines[name])])}
             return starts.measure(name, kind)
 
-        kinds = {
-            name: ("baseline", *KINDS, *(COMPILED if name in options.compiled else ()))
-            for name in options.templates
-        }
+        kinds = {name: ("baseline", *KINDS, *(COMPILED if name in options.compiled else ())) for name in options.templates}
         names = [f"{name}, {kind}" for name in options.templates for kind in kinds[name]]
         rows = rounds.alternate([*launchers, *names], options.rounds, measure)
     seconds: dict[Any, float] = {(row["contender"], row["round"]): row["seconds"] for row in rows}
@@ -205,14 +164,8 @@ def main() -> None:
         base = seconds.get((row["contender"].partition(", ")[0] + ", baseline", row["round"]))
         row["over"] = None if base is None else row["seconds"] - base
     columns = {"seconds": ("seconds", ".2f"), "over the baseline": ("over", "+.2f")}
-    columns |= {
-        "imports": ("imports", ".2f"),
-        "data, model": ("preparation", ".2f"),
-        "to the step": ("to the step", ".2f"),
-    }
-    notes = [
-        f"Seconds: medians (and ranges) of {options.rounds} rounds; differences are paired by round."
-    ]
+    columns |= {"imports": ("imports", ".2f"), "data, model": ("preparation", ".2f"), "to the step": ("to the step", ".2f")}
+    notes = [f"Seconds: medians (and ranges) of {options.rounds} rounds; differences are paired by round."]
     rounds.report(options, rows, rounds.table("start", rows, columns), notes)
 
 

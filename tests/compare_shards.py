@@ -21,9 +21,7 @@ from tests.model_families import make
 
 
 def compare(whole: torch.nn.Module, cut: torch.nn.Module) -> str:
-    held = sum(getattr(p, "_local_tensor", p).numel() for p in cut.parameters()) / sum(
-        p.numel() for p in whole.parameters()
-    )
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in cut.parameters()) / sum(p.numel() for p in whole.parameters())
     make_whole(cut)
     ours, theirs = cut.state_dict(), whole.state_dict()
     wrong = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
@@ -43,28 +41,21 @@ def main(folder: Path, families: list[str]) -> None:
         name = str(folder / family)
         try:
             given = {"attn_implementation": "auto", "dtype": torch.float32}
-            said = [
-                compare(load_causal_lm(name, whole=True, **given), load_causal_lm(name, **given))
-            ]
+            said = [compare(load_causal_lm(name, whole=True, **given), load_causal_lm(name, **given))]
             made = []
             for cut in (False, True):
                 config = AutoConfig.from_pretrained(name)
                 torch.manual_seed(1)
                 if cut:
                     with in_shards():
-                        made.append(
-                            from_architecture(class_of(config), config, dtype=torch.float32)
-                        )
+                        made.append(from_architecture(class_of(config), config, dtype=torch.float32))
                 else:
                     made.append(from_architecture(class_of(config), config, dtype=torch.float32))
                 made.append(torch.rand(1))
             said.append(compare(made[0], made[2]) + ("" if made[1] == made[3] else ", other draws"))
         except Exception:
             said = [traceback.format_exc().strip().splitlines()[-1]]
-        print(
-            f"{family} of rank {accelerator.process_index}: read: {'; made: '.join(said)}",
-            flush=True,
-        )
+        print(f"{family} of rank {accelerator.process_index}: read: {'; made: '.join(said)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,7 @@ def _keep_to_own_cores() -> None:
     Otherwise single processes compute on all cores at once, and OpenMP's threads spend most of their time waiting for
     one that the other worker's have pushed aside.
     """
-    worker, workers = (
-        os.environ.get("PYTEST_XDIST_WORKER"),
-        os.environ.get("PYTEST_XDIST_WORKER_COUNT"),
-    )
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     if worker and workers and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: int(workers)] or cores)
@@ -73,9 +70,7 @@ def text_file(tmp_path_factory) -> Path:
     """57 documents of 5 to 80 words, JSON lines with a `text` key."""
     rng = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": sentence(rng, rng.randint(5, 80))}) + "\n" for _ in range(57))
-    )
+    path.write_text("".join(json.dumps({"text": sentence(rng, rng.randint(5, 80))}) + "\n" for _ in range(57)))
     return path
 
 
@@ -103,12 +98,7 @@ def make_model(folder: Path, **shape: int) -> Path:
     rng = random.Random(2)
     tokenizer = train_tokenizer([sentence(rng, 50) for _ in range(50)], vocab_size=320)
     torch.manual_seed(0)
-    usual = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    usual = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=256,
@@ -158,42 +148,22 @@ def image_folder(tmp_path_factory) -> Path:
     for split, count in (("train", 53), ("val", 17)):
         for number in range(count):
             size = (20 + 7 * number % 23, 18 + 5 * number % 19)
-            paint(
-                folder / split / names[number % 3] / f"{number}.png",
-                number % 3,
-                1000 * count + number,
-                size,
-            )
+            paint(folder / split / names[number % 3] / f"{number}.png", number % 3, 1000 * count + number, size)
     return folder
 
 
 @pytest.fixture(scope="session")
 def architectures(tmp_path_factory) -> Path:
     """Folders of tiny architectures: convnext, vit and dinov2 (LayerNorm), resnet (BatchNorm), timm (a ResNet of timm's)."""
-    from transformers import (
-        ConvNextConfig,
-        Dinov2Config,
-        ResNetConfig,
-        TimmWrapperConfig,
-        ViTConfig,
-    )
+    from transformers import ConvNextConfig, Dinov2Config, ResNetConfig, TimmWrapperConfig, ViTConfig
 
     folder = tmp_path_factory.mktemp("architectures")
-    attention = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-    }
+    attention = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
     configs = {
-        "convnext": ConvNextConfig(
-            num_stages=2, hidden_sizes=[16, 32], depths=[1, 2], patch_size=2
-        ),
+        "convnext": ConvNextConfig(num_stages=2, hidden_sizes=[16, 32], depths=[1, 2], patch_size=2),
         "vit": ViTConfig(**attention, image_size=16, patch_size=4, hidden_dropout_prob=0.1),
         "dinov2": Dinov2Config(**attention, image_size=16, patch_size=4, use_swiglu_ffn=True),
-        "resnet": ResNetConfig(
-            embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"
-        ),
+        "resnet": ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"),
         "timm": TimmWrapperConfig(architecture="resnet10t"),
     }
     for name, config in configs.items():
@@ -201,9 +171,7 @@ def architectures(tmp_path_factory) -> Path:
     return folder
 
 
-def save_classifier(
-    architecture: Path, folder: Path, classes: tuple[str, ...] = ("cat", "dog", "owl")
-) -> Path:
+def save_classifier(architecture: Path, folder: Path, classes: tuple[str, ...] = ("cat", "dog", "owl")) -> Path:
     """A folder with random weights of one of `architectures` and an image processor."""
     import torch
     from transformers import AutoConfig, AutoModelForImageClassification, ConvNextImageProcessor
@@ -246,12 +214,7 @@ def machines():
 
 def processes_on(machine: str) -> list[int]:
     """Of one of `machines`."""
-    return [
-        int(pid)
-        for pid in subprocess.run(
-            ["ip", "netns", "pids", machine], capture_output=True
-        ).stdout.split()
-    ]
+    return [int(pid) for pid in subprocess.run(["ip", "netns", "pids", machine], capture_output=True).stdout.split()]
 
 
 @dataclass(frozen=True)
@@ -275,9 +238,7 @@ class Run:
 
     @property
     def rows(self) -> list[dict]:
-        return [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
-        ]
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
     def losses(self) -> dict[int, float]:
@@ -306,12 +267,7 @@ def free_port() -> int:
 
 
 def command(
-    template: str,
-    folder: Path,
-    *args: object,
-    processes: int = 1,
-    config: str | None = None,
-    precision: str = "no",
+    template: str, folder: Path, *args: object, processes: int = 1, config: str | None = None, precision: str = "no"
 ) -> list[str]:
     """The arguments of `accelerate launch` for a template, in fp32; several processes rehearse `config` (ddp) on CPU."""
     launcher: list[object] = []
@@ -336,31 +292,21 @@ class Launcher:
 
     process: subprocess.Popen | None = None
 
-    def __init__(
-        self, environment: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, environment: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
         self.environment, self.preloaded = environment or {}, preloaded
 
-    def run(
-        self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None
-    ) -> tuple[int, str]:
+    def run(self, argv: list[str], env: dict[str, str], timeout: float = 600, cwd: Path | None = None) -> tuple[int, str]:
         """(exit code, output) of `accelerate launch ARGV`; all its processes are killed when it takes too long."""
         if self.process is None:
             self.address = os.path.join(tempfile.mkdtemp(), "launcher")
             script = ROOT / "tests" / "launcher.py"
             start = [sys.executable, str(script), self.address, *self.preloaded]
-            self.process = subprocess.Popen(
-                start, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment
-            )
+            self.process = subprocess.Popen(start, stdout=subprocess.PIPE, text=True, env=os.environ | self.environment)
             assert self.process.stdout is not None
-            assert (
-                "ready\n" in self.process.stdout
-            )  # after what libraries say when they are imported
+            assert "ready\n" in self.process.stdout  # after what libraries say when they are imported
         with tempfile.TemporaryFile() as output, socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.address)
-            message = json.dumps(
-                {"argv": argv, "env": env, "cwd": str(cwd or os.getcwd())}
-            ).encode()
+            message = json.dumps({"argv": argv, "env": env, "cwd": str(cwd or os.getcwd())}).encode()
             descriptor = array.array("i", [output.fileno()])
             connection.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
             answers = connection.makefile()
@@ -388,14 +334,7 @@ def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
     return result | {"PYTHONPATH": str(ROOT)} if result.get("TEMPLATES_FAULT") else result
 
 
-def run(
-    template: str,
-    folder: Path,
-    *args: object,
-    check: bool = True,
-    env: dict | None = None,
-    **kwargs,
-) -> Run:
+def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
     """Launch a template and wait for it; `check` asserts exit code 0."""
     code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), launch_environment(env))
     if check:
@@ -430,17 +369,10 @@ def run_here(template: str, *args: object) -> None:
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with contextlib.suppress(exits.Finished):
-            module.main(
-                configs.parse(
-                    module.Config,
-                    [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)],
-                )
-            )
+            module.main(configs.parse(module.Config, [str(a) for a in ("--report_to", "none", "--logging_steps", 1, *args)]))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if "wandb" in sys.modules:
             with contextlib.suppress(Exception):  # it is broken already, or gone
-                sys.modules[
-                    "wandb"
-                ].teardown()  # one service a process: the next run here must not find a broken one
+                sys.modules["wandb"].teardown()  # one service a process: the next run here must not find a broken one

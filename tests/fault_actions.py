@@ -26,10 +26,7 @@ def act_at(place: str) -> None:
         match = re.fullmatch(r"([a-z_.]+):([a-z]+)(?:@(\d+))?(?:#(\d+))?", fault)
         assert match, f"TEMPLATES_FAULT: {fault!r} is not PLACE:ACTION[@TIMES][#RANK]"
         where, action, count, rank = match.groups()
-        if (where, int(count or 1)) == (place, _seen[place]) and rank in (
-            None,
-            os.environ.get("RANK", "0"),
-        ):
+        if (where, int(count or 1)) == (place, _seen[place]) and rank in (None, os.environ.get("RANK", "0")):
             _act(action)
 
 

@@ -22,48 +22,13 @@ import traceback
 from pathlib import Path
 
 PRELOADED = (
-    *(
-        "torch",
-        "torch.distributed.checkpoint",
-        "torch.distributed.elastic.agent.server.api",
-        "torch.distributed.run",
-    ),
-    *(
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "torch._dynamo",
-        "torch.utils.flop_counter",
-    ),
-    *(
-        "accelerate",
-        "accelerate.commands.launch",
-        "accelerate.utils.fsdp_utils",
-        "peft",
-        "peft.tuners.lora.bnb",
-    ),
-    *(
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.llama.modeling_llama",
-        "transformers.integrations",
-    ),
-    *(
-        "transformers.models.auto.tokenization_auto",
-        "transformers.modeling_utils",
-        "transformers.loss.loss_utils",
-    ),
-    *(
-        "transformers.models.convnext.modeling_convnext",
-        "transformers.models.resnet.modeling_resnet",
-    ),
-    *(
-        "torchvision.transforms.v2",
-        "matplotlib.pyplot",
-        "tyro",
-        "tokenizers",
-        "bitsandbytes",
-        "tqdm",
-        "pyarrow",
-    ),
+    *("torch", "torch.distributed.checkpoint", "torch.distributed.elastic.agent.server.api", "torch.distributed.run"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "torch.utils.flop_counter"),
+    *("accelerate", "accelerate.commands.launch", "accelerate.utils.fsdp_utils", "peft", "peft.tuners.lora.bnb"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.integrations"),
+    *("transformers.models.auto.tokenization_auto", "transformers.modeling_utils", "transformers.loss.loss_utils"),
+    *("transformers.models.convnext.modeling_convnext", "transformers.models.resnet.modeling_resnet"),
+    *("torchvision.transforms.v2", "matplotlib.pyplot", "tyro", "tokenizers", "bitsandbytes", "tqdm", "pyarrow"),
     *("PIL.Image", "sklearn.metrics", "safetensors.torch"),
     "deepspeed",  # which unwrap_model imports where it is installed
 )
@@ -122,15 +87,10 @@ def run_as_main(argv, env):
     os.environ.clear()
     os.environ.update(env)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
-        signal.signal(
-            number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler
-        )
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     subprocess.Popen = POPEN
     sys.argv = argv
-    sys.path[:1] = [
-        str(Path(argv[0]).parent),
-        *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)),
-    ]
+    sys.path[:1] = [str(Path(argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     code = 0
     try:
         runpy.run_path(argv[0], run_name="__main__")
@@ -184,9 +144,7 @@ def serve(path):
         if not message:
             return
         (output,) = array.array("i", extra[0][2])
-        if (
-            os.fork()
-        ):  # a process for each run, which reaps it, so that this one only waits for requests
+        if os.fork():  # a process for each run, which reaps it, so that this one only waits for requests
             os.close(output)
             connection.close()
             with contextlib.suppress(ChildProcessError):

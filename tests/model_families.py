@@ -41,43 +41,14 @@ SIZES |= {"linear_num_key_heads": 2, "mamba_n_groups": 2, "n_groups": 2}
 WINDOWS = ["sliding_attention", "full_attention"]
 HYBRID = ["linear_attention", "full_attention"]
 TEXT, VISION = "text_config", "vision_config"
-MROPE = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
-}
-GEMMA4 = {
-    TEXT: {
-        "layer_types": WINDOWS,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 4096,
-    }
-}
-QWEN4: dict[str, Any] = {
-    "layer_types": ["linear_attention", "indexed_attention"],
-    "hc_lowrank": 8,
-    "ple_layer_ids": [1],
-}
-QWEN4 |= {
-    "heads_per_ngram": 2,
-    "ngram_vocab_size_base": 100,
-    "split_ngram_parts": 1,
-    "indexer_n_heads": 16,
-}
-QWEN4 |= {
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
-}
-DEEPSEEK4: dict[str, Any] = {
-    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]
-}
-DEEPSEEK4 |= {
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
-}
-GLM5: dict[str, Any] = {
-    "layer_types": ["linear_attention", "indexed_attention"],
-    "mlp_layer_types": ["dense", "sparse"],
-}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
+GEMMA4 = {TEXT: {"layer_types": WINDOWS, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 4096}}
+QWEN4: dict[str, Any] = {"layer_types": ["linear_attention", "indexed_attention"], "hc_lowrank": 8, "ple_layer_ids": [1]}
+QWEN4 |= {"heads_per_ngram": 2, "ngram_vocab_size_base": 100, "split_ngram_parts": 1, "indexer_n_heads": 16}
+QWEN4 |= {"indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4}
+DEEPSEEK4: dict[str, Any] = {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+DEEPSEEK4 |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}
+GLM5: dict[str, Any] = {"layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"]}
 GLM5 |= {"qk_rope_head_dim": 0}
 
 # family: (class in `architectures`, changes to its config, a weight that its class leaves in the file)
@@ -116,17 +87,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {}, None),
     "gpt_oss": ("GptOssForCausalLM", {"layer_types": WINDOWS}, None),
     "mistral4": ("Mistral4ForCausalLM", {}, None),
-    "glm4_moe": (
-        "Glm4MoeForCausalLM",
-        {"first_k_dense_replace": 1},
-        "model.layers.46.eh_proj.weight",
-    ),
+    "glm4_moe": ("Glm4MoeForCausalLM", {"first_k_dense_replace": 1}, "model.layers.46.eh_proj.weight"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", {}, None),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        {"first_k_dense_replace": 1},
-        "model.layers.61.eh_proj.weight",
-    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 1}, "model.layers.61.eh_proj.weight"),
     "dots1": ("Dots1ForCausalLM", {"first_k_dense_replace": 1}, None),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {}, "model.mtp_block.0.weight"),
     "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {}, None),
@@ -144,11 +107,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "hy_v4": ("HYV4ForCausalLM", {}, None),
     # of several kinds of layers
     "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, None),
-    "lfm2_moe": (
-        "Lfm2MoeForCausalLM",
-        {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-        None,
-    ),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, None),
     "lfm3": (
         "Lfm3ForCausalLM",
         {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "sliding_attention"]},
@@ -160,25 +119,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "nemotron_h": ("NemotronHForCausalLM", {}, "mtp.layers.0.eh_proj.weight"),
     "falcon_h1": ("FalconH1ForCausalLM", {}, None),
     "bamba": ("BambaForCausalLM", {"attn_layer_indices": [1]}, None),
-    "granitemoehybrid": (
-        "GraniteMoeHybridForCausalLM",
-        {"layer_types": ["mamba", "attention"]},
-        None,
-    ),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, None),
     "jamba": ("JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1}, None),
     "kimi_linear": ("KimiLinearForCausalLM", {"layer_types": HYBRID}, None),
     "olmo_hybrid": ("OlmoHybridForCausalLM", {"layer_types": HYBRID}, None),
     # multimodal
-    "qwen3_5": (
-        "Qwen3_5ForConditionalGeneration",
-        {TEXT: {"layer_types": HYBRID}},
-        "mtp.fc.weight",
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeForConditionalGeneration",
-        {TEXT: {"layer_types": HYBRID}},
-        "mtp.fc.weight",
-    ),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", {TEXT: {"layer_types": HYBRID}}, "mtp.fc.weight"),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {TEXT: {"layer_types": HYBRID}}, "mtp.fc.weight"),
     "qwen4_exp": ("Qwen4ExpForConditionalGeneration", {TEXT: QWEN4}, "mtp.fc.weight"),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", {TEXT: MROPE}, None),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", {}, None),
@@ -196,17 +143,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
         {TEXT: MROPE | {"first_k_dense_replace": 1, "head_dim": 16}},
         "model.layers.46.eh_proj.weight",
     ),
-    "glm5_next": (
-        "Glm5NextForConditionalGeneration",
-        {TEXT: GLM5},
-        "model.language_model.layers.45.eh_proj.weight",
-    ),
+    "glm5_next": ("Glm5NextForConditionalGeneration", {TEXT: GLM5}, "model.language_model.layers.45.eh_proj.weight"),
     "llama4": ("Llama4ForConditionalGeneration", {TEXT: {"no_rope_layers": [1, 0]}}, None),
-    "lfm3_vl": (
-        "Lfm3VlForConditionalGeneration",
-        {TEXT: {"layer_types": ["conv", "full_attention"]}},
-        None,
-    ),
+    "lfm3_vl": ("Lfm3VlForConditionalGeneration", {TEXT: {"layer_types": ["conv", "full_attention"]}}, None),
     "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", {}, None),
     "step3p7": ("Step3p7ForConditionalGeneration", {}, None),
     "llava_onevision": ("LlavaOnevisionForConditionalGeneration", {}, None),
@@ -233,9 +172,7 @@ def shape(config_class: Any, changes: dict[str, Any], tokenizer: Any) -> dict[st
             part = type(getattr(config_class(), name))
             inner["model_type"] = part.model_type
         values[name] = shape(part, inner, tokenizer)
-    return values | {
-        key: value for key, value in changes.items() if key not in config_class.sub_configs
-    }
+    return values | {key: value for key, value in changes.items() if key not in config_class.sub_configs}
 
 
 def make(family: str, folder: Path, *, more_weights: bool = False, **changes: Any) -> type:
@@ -258,20 +195,13 @@ def make(family: str, folder: Path, *, more_weights: bool = False, **changes: An
     torch.manual_seed(SEED)
     model = model_class(config)
     model.generation_config = transformers.GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        temperature=0.7,
-        do_sample=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, temperature=0.7, do_sample=True
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if hasattr(config, VISION):  # what the parts of a processor leave
-        (folder / "preprocessor_config.json").write_text(
-            json.dumps({"image_processor_type": "CLIPImageProcessor"})
-        )
-        (folder / "processor_config.json").write_text(
-            json.dumps({"processor_class": f"{family}Processor"})
-        )
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": f"{family}Processor"}))
     if more_weights and extra:
         file = folder / "model.safetensors"
         weights = load_file(file) | {extra: torch.randn(4, 4)}

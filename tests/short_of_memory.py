@@ -19,9 +19,7 @@ forward = LlamaDecoderLayer.forward
 def short(self, hidden_states, *args, **kwargs):
     def run_out(*_):
         if where == "forward":
-            raise RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            )
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         raise torch.OutOfMemoryError(f"{hidden_states.shape[0]} rows do not fit")
 
     result = forward(self, hidden_states, *args, **kwargs)
@@ -32,9 +30,7 @@ def short(self, hidden_states, *args, **kwargs):
 
 LlamaDecoderLayer.forward = short
 path = Path(__file__).resolve().parent.parent / "templates" / f"{template}.py"
-sys.path[0] = str(
-    path.parent
-)  # as `accelerate launch` of the template has it: tests/ is no part of it
+sys.path[0] = str(path.parent)  # as `accelerate launch` of the template has it: tests/ is no part of it
 spec = importlib.util.spec_from_file_location("__main__", path)
 assert spec and spec.loader
 exec(compile(path.read_text(), path, "exec"), {"__name__": "__main__", "__file__": str(path)})

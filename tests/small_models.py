@@ -25,77 +25,31 @@ from transformers import (
 
 VOCAB = 64
 
-WIDE = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-}
+WIDE = {"vocab_size": 256, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
 HEADS = WIDE | {"head_dim": 32}
 EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 
 
 def architectures():
     """Configs of small models of each kind, by name: dense, mixture of experts, hybrid, multimodal."""
-    latent = {
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 32,
-        "qk_nope_head_dim": 32,
-    }
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    mamba = {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 16,
-    }
+    latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 32, "qk_nope_head_dim": 32}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    mamba = {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16}
     vision = {"hidden_size": 32, "intermediate_size": 64}
-    siglip = vision | {
-        "num_hidden_layers": 5,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    qwen = vision | {
-        "num_heads": 2,
-        "depth": 2,
-        "out_hidden_size": 128,
-        "deepstack_visual_indexes": [0],
-    }
+    siglip = vision | {"num_hidden_layers": 5, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    qwen = vision | {"num_heads": 2, "depth": 2, "out_hidden_size": 128, "deepstack_visual_indexes": [0]}
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6]}
     routed = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
     return {
         "llama": LlamaConfig(**HEADS, num_hidden_layers=4),
         "gemma2": Gemma2Config(**HEADS, num_hidden_layers=6, sliding_window=64),
         "gemma3_text": Gemma3TextConfig(**HEADS, num_hidden_layers=12, sliding_window=64),
-        "gpt_oss": GptOssConfig(
-            **HEADS,
-            num_experts_per_tok=2,
-            num_local_experts=8,
-            num_hidden_layers=4,
-            sliding_window=64,
-        ),
+        "gpt_oss": GptOssConfig(**HEADS, num_experts_per_tok=2, num_local_experts=8, num_hidden_layers=4, sliding_window=64),
         "deepseek_v3": DeepseekV3Config(
-            **(WIDE | EXPERTS | latent | routed | {"num_key_value_heads": 4}),
-            num_hidden_layers=6,
-            first_k_dense_replace=2,
+            **(WIDE | EXPERTS | latent | routed | {"num_key_value_heads": 4}), num_hidden_layers=6, first_k_dense_replace=2
         ),
         "qwen3_next": Qwen3NextConfig(
-            **HEADS,
-            **EXPERTS,
-            **linear,
-            num_hidden_layers=8,
-            num_experts=8,
-            shared_expert_intermediate_size=64,
+            **HEADS, **EXPERTS, **linear, num_hidden_layers=8, num_experts=8, shared_expert_intermediate_size=64
         ),
         "nemotron_h": NemotronHConfig(
             **HEADS,
@@ -127,12 +81,7 @@ def architectures():
 
 
 def llama(**changes):
-    options = {
-        "vocab_size": VOCAB,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-    } | changes
+    options = {"vocab_size": VOCAB, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48} | changes
     return LlamaForCausalLM(LlamaConfig(hidden_size=32, num_attention_heads=2, **options))
 
 
@@ -141,26 +90,13 @@ def make(name, attention="sdpa"):
     if name == "llama":
         return llama(attn_implementation=attention).eval()
     if name in ("qwen2", "windows", "windows of a row"):
-        options = {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "num_hidden_layers": 2,
-            "intermediate_size": 48,
-        }
+        options = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "intermediate_size": 48}
         if name != "qwen2":  # in the second block
-            options |= {
-                "use_sliding_window": True,
-                "sliding_window": 4 if name == "windows" else 20,
-                "max_window_layers": 1,
-            }
-        config = Qwen2Config(
-            vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options
-        )
+            options |= {"use_sliding_window": True, "sliding_window": 4 if name == "windows" else 20, "max_window_layers": 1}
+        config = Qwen2Config(vocab_size=VOCAB, hidden_size=32, attn_implementation=attention, **options)
         return Qwen2ForCausalLM(config).eval()
     options = {"n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_positions=64, attn_implementation=attention, **options
-    )
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_positions=64, attn_implementation=attention, **options)
     return GPT2LMHeadModel(config).eval()
 
 

@@ -14,9 +14,7 @@ from shared.data.files import find_files
 from shared.process.errors import ConfigError
 from tests.conftest import paint, run_here
 
-TEXTS = [
-    f"the model reads line {number} of a text and says what comes next" for number in range(40)
-]
+TEXTS = [f"the model reads line {number} of a text and says what comes next" for number in range(40)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 UNUSUAL = "naïve 🙂 👩‍👩‍👧 \u202bשלום עליכם\u202c مرحبا بالعالم 日本語 e\u0301 \u2028 \\u0000"
 
@@ -24,37 +22,13 @@ UNUSUAL = "naïve 🙂 👩‍👩‍👧 \u202bשלום עליכם\u202c مرح
 @pytest.fixture
 def attempt(tiny_model, architectures, image_folder, tmp_path):
     """`attempt(template, *flags)`: one step of a tiny run; the message of the ConfigError that ends it, or "" ."""
-    text = (
-        "--model_name_or_path",
-        tiny_model,
-        "--validation_split_percentage",
-        20,
-        "--eval_samples",
-        2,
-        "--max_steps",
-        1,
-    )
+    text = ("--model_name_or_path", tiny_model, "--validation_split_percentage", 20, "--eval_samples", 2, "--max_steps", 1)
     base = {
         "pretrain": (*text, "--seq_length", 16, "--global_batch_size", 2, "--optim", "adamw"),
-        "lora_finetune": (
-            *text,
-            "--seq_length",
-            32,
-            "--global_batch_size",
-            2,
-            "--num_generations",
-            0,
-        ),
+        "lora_finetune": (*text, "--seq_length", 32, "--global_batch_size", 2, "--num_generations", 0),
         "image_classification": (
             *("--config_name", architectures / "convnext", "--image_size", 16, "--max_steps", 1),
-            *(
-                "--global_batch_size",
-                2,
-                "--per_device_train_batch_size",
-                2,
-                "--dataloader_num_workers",
-                0,
-            ),
+            *("--global_batch_size", 2, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 0),
         ),
     }
 
@@ -90,11 +64,7 @@ ODD = (
     [
         ("pretrain", "a.jsonl", b"".join(ODD)),
         ("lora_finetune", "a.jsonl", b"".join(ODD)),
-        (
-            "lora_finetune",
-            "a.csv",
-            ("text\n" + "".join(f'"{t}\0{UNUSUAL}"\n' for t in TEXTS)).encode(),
-        ),
+        ("lora_finetune", "a.csv", ("text\n" + "".join(f'"{t}\0{UNUSUAL}"\n' for t in TEXTS)).encode()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -110,11 +80,7 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
         ("a.jsonl", LINES + b'{"text": "\xe9"}\n', ":41: not UTF-8 text; save it as UTF-8"),
         ("a.jsonl", LINES + b'{"text": "a\n', ":41: not valid JSON ("),
         ("a.jsonl", LINES + b'{"text": 3}\n', ":41: 'text' is an int, expected text"),
-        (
-            "a.csv",
-            b"text,n\n" + b"a,1\n" * 30 + b"b\n",
-            ":32: not as many fields as the header has",
-        ),
+        ("a.csv", b"text,n\n" + b"a,1\n" * 30 + b"b\n", ":32: not as many fields as the header has"),
         ("a.json", b'[{"text": "a"}, {"te', ":1: not valid JSON"),
         ("a.jsonl", b"\n \n\n", ": no "),
     ],
@@ -122,18 +88,14 @@ def test_unusual_text_trains(attempt, tmp_path, template, name, content):
 def test_text_that_cannot_be_used_is_named_with_its_line(attempt, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     for template in ("pretrain", "lora_finetune"):
-        assert attempt(template, "--train_file", tmp_path / name).startswith(
-            f"{tmp_path / name}{message}"
-        )
+        assert attempt(template, "--train_file", tmp_path / name).startswith(f"{tmp_path / name}{message}")
 
 
 # Paths ---------------------------------------------------------------------------------------------------------------
 
 
 @ALL
-def test_paths_in_any_script_train(
-    attempt, tiny_model, architectures, image_folder, tmp_path, template
-):
+def test_paths_in_any_script_train(attempt, tiny_model, architectures, image_folder, tmp_path, template):
     place = tmp_path / "дані שלום 日本 🙂 'a b'"
     place.mkdir()
     if template == "image_classification":
@@ -190,11 +152,7 @@ def test_a_folder_that_may_not_be_read_is_named_and_not_passed_over(public):
 
 
 def test_archives_are_not_unpacked(attempt, tmp_path):
-    flags = {
-        "pretrain": "train_file",
-        "lora_finetune": "train_file",
-        "image_classification": "train_dir",
-    }
+    flags = {"pretrain": "train_file", "lora_finetune": "train_file", "image_classification": "train_dir"}
     for suffix in (".zip", ".tar.gz", ".parquet.gz"):
         path = tmp_path / f"data{suffix}"
         path.write_bytes(b"PK\3\4 or something else")
@@ -241,8 +199,7 @@ def lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "flags"),
-    [("pretrain", ()), ("lora_finetune", ["--packing"]), ("lora_finetune", ["--no_packing"])],
+    ("template", "flags"), [("pretrain", ()), ("lora_finetune", ["--packing"]), ("lora_finetune", ["--no_packing"])]
 )
 def test_a_tokenizer_without_a_padding_token_trains(attempt, model, lines, template, flags):
     edit(model / "tokenizer_config.json", pad_token=None)
@@ -261,17 +218,9 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused(attempt, model, li
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "damage", [lambda whole: whole[: len(whole) // 2], lambda _: b""], ids=["truncated", "empty"]
-)
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda _: b""], ids=["truncated", "empty"])
 def test_a_damaged_file_of_a_model_is_named(attempt, model, lines, template, damage):
-    names = (
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "model.safetensors",
-    )
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
     for name in names:
         whole = (model / name).read_bytes()
         (model / name).write_bytes(damage(whole))
@@ -289,20 +238,14 @@ def test_weights_that_are_missing_do_not_start_at_random_unsaid(attempt, model, 
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     message = attempt(template, "--model_name_or_path", model, "--train_file", lines)
-    assert (
-        message
-        == f"{model}: 1 weights are missing in its files, such as model.layers.1.mlp.up_proj.weight"
-    )
+    assert message == f"{model}: 1 weights are missing in its files, such as model.layers.1.mlp.up_proj.weight"
 
 
 def test_weights_that_the_model_has_no_place_for_are_a_warning(attempt, model, lines, capsys):
     edit(model / "config.json", num_hidden_layers=1)
     assert attempt("lora_finetune", "--model_name_or_path", model, "--train_file", lines) == ""
     said = capsys.readouterr().err
-    assert (
-        f"warning: {model}: 9 weights in its files have no place in this model, such as model.layers.1"
-        in said
-    )
+    assert f"warning: {model}: 9 weights in its files have no place in this model, such as model.layers.1" in said
 
 
 @BOTH
@@ -323,30 +266,18 @@ def test_a_model_that_cannot_be_is_one_line_that_names_it(attempt, model, lines,
     assert message.startswith((f"{model}: ", "the tokenizer has"))
 
 
-@pytest.mark.parametrize(
-    "content", [{"temperature": 0.5, "do_sample": False}, {"num_beams": 1, "length_penalty": 2.0}]
-)
-def test_unusual_generation_settings_do_not_end_a_run_when_it_is_saved(
-    attempt, model, lines, content
-):
+@pytest.mark.parametrize("content", [{"temperature": 0.5, "do_sample": False}, {"num_beams": 1, "length_penalty": 2.0}])
+def test_unusual_generation_settings_do_not_end_a_run_when_it_is_saved(attempt, model, lines, content):
     (model / "generation_config.json").write_text(json.dumps(content))
-    message = attempt(
-        "lora_finetune", "--model_name_or_path", model, "--train_file", lines, "--merge_adapter"
-    )
+    message = attempt("lora_finetune", "--model_name_or_path", model, "--train_file", lines, "--merge_adapter")
     assert message == "" or message.startswith(f"{model}: ")
 
 
 def test_a_folder_without_a_model_says_so(attempt, lines, tmp_path):
     (tmp_path / "nothing").mkdir()
-    for template, flag in (
-        ("pretrain", "model_name_or_path"),
-        ("lora_finetune", "adapter_name_or_path"),
-    ):
+    for template, flag in (("pretrain", "model_name_or_path"), ("lora_finetune", "adapter_name_or_path")):
         message = attempt(template, "--train_file", lines, f"--{flag}", tmp_path / "nothing")
-        assert (
-            message
-            == f"{tmp_path / 'nothing'}: no model in the format of the Hub, there is no config.json"
-        )
+        assert message == f"{tmp_path / 'nothing'}: no model in the format of the Hub, there is no config.json"
 
 
 # Images --------------------------------------------------------------------------------------------------------------

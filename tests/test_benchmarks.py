@@ -17,17 +17,7 @@ from tests.conftest import LAUNCHER, ROOT
 
 SHAPE = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=2,intermediate_size=32"
 PARTS = (
-    *(
-        "next window",
-        "seeds",
-        "learning rate",
-        "accumulate",
-        "forward",
-        "backward",
-        "clip",
-        "finite?",
-        "update",
-    ),
+    *("next window", "seeds", "learning rate", "accumulate", "forward", "backward", "clip", "finite?", "update"),
     *("count and log", "stop, evaluate, save?"),
 )
 
@@ -55,13 +45,9 @@ def run_benchmark(monkeypatch, tmp_path, capsys):
         text = capsys.readouterr().out
         content = json.loads(output.read_text())
         assert {"torch", "device", "date"} <= content["about"].keys()
-        lines = [
-            line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")
-        ]
+        lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
         assert len({len(line) for line in lines}) == 1, text
-        numbers = [
-            value for row in content["rows"] for value in row.values() if isinstance(value, float)
-        ]
+        numbers = [value for row in content["rows"] for value in row.values() if isinstance(value, float)]
         assert numbers and all(map(math.isfinite, numbers))
         return [line[0] for line in lines[1:]], content["rows"]
 
@@ -71,59 +57,33 @@ def run_benchmark(monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_peers_pretrain(run_benchmark, text_file):
     flags = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --config_overrides {SHAPE}"
-    lines, rows = run_benchmark(
-        "peers_pretrain", "--steps", 2, "--precisions", "no", "--flags", flags
-    )
+    lines, rows = run_benchmark("peers_pretrain", "--steps", 2, "--precisions", "no", "--flags", flags)
     assert lines == ["template, fp32", "raw loop, fp32", "Trainer, fp32"]
     assert max(row["loss_difference"] for row in rows) < 1e-5
 
 
 @pytest.mark.slow
 def test_peers_lora(run_benchmark, tiny_model):
-    lines, rows = run_benchmark(
-        "peers_lora", "--steps", 3, "--model_name_or_path", tiny_model, "--rows", 1, "--length", 256
-    )
+    lines, rows = run_benchmark("peers_lora", "--steps", 3, "--model_name_or_path", tiny_model, "--rows", 1, "--length", 256)
     assert lines == ["template", "raw packed", "raw padded", "TRL packed", "TRL padded"]
     measured = {row["contender"]: row for row in rows}
     assert ("TRL packed" in measured) == bool(importlib.util.find_spec("trl"))
     assert measured["template"]["loss_difference"] < 1e-5
-    assert (
-        measured["template"]["waste"]
-        == measured["raw packed"]["waste"]
-        < measured["raw padded"]["waste"]
-    )
+    assert measured["template"]["waste"] == measured["raw packed"]["waste"] < measured["raw padded"]["waste"]
 
 
 @pytest.mark.slow
 def test_peers_image(run_benchmark, architectures):
-    size = (
-        "--images",
-        20,
-        "--image_size",
-        16,
-        "--batch_size",
-        4,
-        "--workers",
-        1,
-        "--learning_rate",
-        0.01,
-    )
-    lines, _ = run_benchmark(
-        "peers_image", "--steps", 24, *size, "--model_folder", architectures / "resnet"
-    )
-    loops, loaders = (
-        ["template", "plain", "Trainer", "model alone"],
-        ["template's loader", "plain's loader"],
-    )
+    size = ("--images", 20, "--image_size", 16, "--batch_size", 4, "--workers", 1, "--learning_rate", 0.01)
+    lines, _ = run_benchmark("peers_image", "--steps", 24, *size, "--model_folder", architectures / "resnet")
+    loops, loaders = ["template", "plain", "Trainer", "model alone"], ["template's loader", "plain's loader"]
     assert sorted(lines) == sorted([*loops, *loaders, "timm", "timm's loader"])
 
 
 @pytest.mark.slow
 def test_overhead(run_benchmark):
     lines, rows = run_benchmark("overhead", "--steps", 8)
-    assert [line for line in lines if not line.startswith("- ")] == [
-        row["contender"] for row in rows
-    ]
+    assert [line for line in lines if not line.startswith("- ")] == [row["contender"] for row in rows]
     assert [line.removeprefix("- ") for line in lines if line.startswith("- ")] == list(PARTS)
     assert max(row["difference"] for row in rows) < 1e-5
 
@@ -152,9 +112,7 @@ def test_growth(run_benchmark):
     lines, rows = run_benchmark("growth", "--steps", 2, "--sizes", 400, 4000, "--limit", 1e-9)
     assert len(lines) >= 16 and lines == list(dict.fromkeys(row["work"] for row in rows))
     left_out = {(row["work"], row["size"]) for row in rows if "absent" in row}
-    assert left_out <= {
-        (work, 4000) for work in lines if not work.startswith(("drawing", "starting", "resuming"))
-    }
+    assert left_out <= {(work, 4000) for work in lines if not work.startswith(("drawing", "starting", "resuming"))}
 
 
 def test_operators(monkeypatch, tmp_path, capsys):
@@ -166,24 +124,17 @@ def test_operators(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr()
     assert "nanochat is left out" in said.err and "| TFLOP of a micro-batch, counted |" in said.out
     ours = json.loads(output.read_text())["rows"]["ours"]
-    assert (
-        ours["compiled"]["other"] < ours["eager"]["other"]
-        and ours["compiled"]["flops"] == ours["eager"]["flops"]
-    )
+    assert ours["compiled"]["other"] < ours["eager"]["other"] and ours["compiled"]["flops"] == ours["eager"]["flops"]
 
 
 def test_every_script_is_in_the_readme():
     readme = (ROOT / "benchmarks" / "README.md").read_text()
-    scripts = {
-        path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
-    }
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
     assert {name for name in scripts if f"benchmarks/{name}" not in readme} == set()
 
 
 # Why a row of gpu.py may have no figures here: packages that are not required, kernels that a CPU has not.
-ABSENT = re.compile(
-    r"needs (torchao|bitsandbytes)\b|(flex attention|attention of .*) has no .* on a CPU"
-)
+ABSENT = re.compile(r"needs (torchao|bitsandbytes)\b|(flex attention|attention of .*) has no .* on a CPU")
 
 
 def numbers(value):
@@ -195,15 +146,8 @@ def numbers(value):
 
 
 def gpu_benchmark(*arguments, script="import gpu; gpu.main()"):
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path.insert(0, 'benchmarks'); {script}",
-        *arguments,
-    ]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=900, cwd=ROOT
-    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'benchmarks'); {script}", *arguments]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -211,21 +155,15 @@ def gpu_benchmark(*arguments, script="import gpu; gpu.main()"):
 @pytest.mark.slow
 def test_every_row_of_the_gpu_benchmark_is_rehearsed(tmp_path):
     output = tmp_path / "gpu.json"
-    calls, names = zip(
-        *(text.split(" s  ") for text in gpu_benchmark("--list").splitlines()), strict=True
-    )
+    calls, names = zip(*(text.split(" s  ") for text in gpu_benchmark("--list").splitlines()), strict=True)
     assert len(names) == len(set(names)) > 40
     assert calls[0].startswith("call 1") and calls[-1].startswith(("call 2", "call 3"))
     table = gpu_benchmark("--toy", "--limit", 850, "--output", output)
     assert all(f"| {name} |" in table for name in names)
     assert "FAIL" not in table
     rows = json.loads(output.read_text())["rows"]
-    launched = re.compile(
-        r"(?!image)\w+( --\w+( \w+)?)* (trains|resumes)"
-    )  # other tests launch these
-    assert [name for name in names if name not in rows] == [
-        name for name in names if launched.match(name)
-    ]
+    launched = re.compile(r"(?!image)\w+( --\w+( \w+)?)* (trains|resumes)")  # other tests launch these
+    assert [name for name in names if name not in rows] == [name for name in names if launched.match(name)]
     for name, outcome in rows.items():
         assert "figures" in outcome or ABSENT.match(outcome.get("skipped", "")), (name, outcome)
         assert "not fused" not in outcome.get("figures", {}).get("note", ""), (name, outcome)
@@ -261,21 +199,14 @@ gpu.main()
 
 @pytest.mark.slow
 def test_a_row_that_fails_leaves_the_others_and_is_tried_again(tmp_path):
-    first, second, mark = (
-        tmp_path / "first.json",
-        tmp_path / "out" / "second.json",
-        tmp_path / "mark",
-    )
+    first, second, mark = tmp_path / "first.json", tmp_path / "out" / "second.json", tmp_path / "mark"
     gpu_benchmark(mark, "--toy", "--output", first, script=FAILING)
     rows, order = json.loads(first.read_text())["rows"], mark.read_text().splitlines()
     assert order[:5] == ["raises", "hangs", "exits", "is killed", "works"]
     assert sorted(order[5:]) == sorted(order[:5])  # side by side
     for n in "12":
         assert rows[f"works{n}"]["figures"] == {"note": "measured"}
-        assert (
-            rows[f"raises{n}"]["failed"] == "ValueError: no luck"
-            and "Traceback" in rows[f"raises{n}"]["log"]
-        )
+        assert rows[f"raises{n}"]["failed"] == "ValueError: no luck" and "Traceback" in rows[f"raises{n}"]["log"]
         assert rows[f"hangs{n}"]["failed"].startswith("took more than 2 s")
         assert rows[f"exits{n}"]["failed"] == "ended with exit code 7"
         assert rows[f"is killed{n}"]["failed"] == "ended with exit code -9"
@@ -285,13 +216,8 @@ def test_a_row_that_fails_leaves_the_others_and_is_tried_again(tmp_path):
     mark.unlink()
     table = gpu_benchmark(mark, "--toy", "--before", first, "--output", second, script=FAILING)
     again = mark.read_text().splitlines()
-    assert (
-        again[0] == "works" and again.count("works") == 1 and len(again) == 9
-    )  # what was not tried yet comes first
-    assert (
-        "| works1 |  |  |  |  |  |  | measured |" in table
-        and len(json.loads(second.read_text())["rows"]) == 10
-    )
+    assert again[0] == "works" and again.count("works") == 1 and len(again) == 9  # what was not tried yet comes first
+    assert "| works1 |  |  |  |  |  |  | measured |" in table and len(json.loads(second.read_text())["rows"]) == 10
 
 
 @pytest.mark.slow
@@ -300,18 +226,7 @@ def test_quality(monkeypatch, tmp_path, text_file):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     small = f"--train_file {text_file} --vocab_size 320 --seq_length 16 --config_overrides {SHAPE} --max_steps 2"
     output = tmp_path / "quality.json"
-    argv = [
-        "quality.py",
-        "sizes",
-        "--seeds",
-        0,
-        1,
-        "--flags",
-        small,
-        f"{small} --learning_rate 0.1",
-        "--output",
-        output,
-    ]
+    argv = ["quality.py", "sizes", "--seeds", 0, 1, "--flags", small, f"{small} --learning_rate 0.1", "--output", output]
     monkeypatch.setattr(sys, "argv", [*map(str, argv)])
     importlib.import_module("quality").main()
     rows = json.loads(output.read_text())["sizes"]["rows"]

@@ -29,9 +29,7 @@ from tests.model_families import FAMILIES, make
 
 LENGTH = 96  # tokens of a row
 SAMPLES = 8
-OUTER = re.compile(
-    r"vision|visual|image|audio|multi_modal|projector|connector|mtp|eh_proj"
-)  # in names of weights
+OUTER = re.compile(r"vision|visual|image|audio|multi_modal|projector|connector|mtp|eh_proj")  # in names of weights
 FIRST_TIER = ("gemma2", "gpt_oss", "nemotron_h", "qwen3_5")
 CASES = [name if name in FIRST_TIER else slow(name) for name in FAMILIES]
 SOME = ["gemma2", *map(slow, dict.fromkeys((*FIRST_TIER[1:], *[*FAMILIES][::6])))]
@@ -42,21 +40,14 @@ def rows(tmp_path_factory) -> Path:
     """Rows of the Alpaca form, to train and to validate on."""
     rng = random.Random(3)
     path = tmp_path_factory.mktemp("alpaca") / "rows.jsonl"
-    made = [
-        {"instruction": sentence(rng, rng.randint(1, 6)), "output": sentence(rng, 4 * (i + 1))}
-        for i in range(SAMPLES)
-    ]
+    made = [{"instruction": sentence(rng, rng.randint(1, 6)), "output": sentence(rng, 4 * (i + 1))} for i in range(SAMPLES)]
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     return path
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
     """All weights in a folder's safetensors files."""
-    return {
-        key: value
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, value in load_file(path).items()
-    }
+    return {key: value for path in sorted(folder.glob("*.safetensors")) for key, value in load_file(path).items()}
 
 
 @torch.no_grad()
@@ -65,9 +56,7 @@ def plain_loss(model: torch.nn.Module, samples: list[dict]) -> float:
     total, targets = 0.0, 0
     for row in samples:
         ids, labels = torch.tensor(row["input_ids"])[None], torch.tensor(row["labels"])
-        total += cross_entropy(
-            model.eval()(input_ids=ids, use_cache=False).logits[0], labels, reduction="sum"
-        ).item()
+        total += cross_entropy(model.eval()(input_ids=ids, use_cache=False).logits[0], labels, reduction="sum").item()
         targets += int((labels != -100).sum())
     return total / targets
 
@@ -87,27 +76,9 @@ def no_weight_goes_astray(model_class: type, folder: Path):
 
 
 def fine_tune(base: Path, folder: Path, rows: Path, *args: object) -> Run:
-    data = (
-        "--train_file",
-        rows,
-        "--validation_file",
-        rows,
-        "--seq_length",
-        LENGTH,
-        "--max_new_tokens",
-        4,
-    )
-    steps = (
-        "--max_steps",
-        2,
-        "--per_device_train_batch_size",
-        2,
-        "--metric_for_best_model",
-        "none",
-    )
-    run_here(
-        "lora_finetune", "--model_name_or_path", base, "--output_dir", folder, *data, *steps, *args
-    )
+    data = ("--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--max_new_tokens", 4)
+    steps = ("--max_steps", 2, "--per_device_train_batch_size", 2, "--metric_for_best_model", "none")
+    run_here("lora_finetune", "--model_name_or_path", base, "--output_dir", folder, *data, *steps, *args)
     return Run(folder, 0, "")
 
 
@@ -139,9 +110,7 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
         adapter = load_file(tuned / "final" / "adapter_model.safetensors")
         loaded = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
         assert sorted(adapter) == sorted(name.replace(".default", "") for name in loaded)
-        assert not [name for name, p in adapter.items() if "lora_B" in name and not p.any()], (
-            "they had no gradient"
-        )
+        assert not [name for name, p in adapter.items() if "lora_B" in name and not p.any()], "they had no gradient"
         by_peft = logits(adapted)
     assert (by_peft - untouched).abs().max() > 1e-3
 
@@ -156,16 +125,12 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
     outer = [name for name in old if OUTER.search(name)]
     assert all(torch.equal(old[name], new[name]) for name in outer)
     assert outer or not FAMILIES[family][2]
-    assert json.loads((tuned / "merged" / "config.json").read_text())["architectures"] == [
-        model_class.__name__
-    ]
+    assert json.loads((tuned / "merged" / "config.json").read_text())["architectures"] == [model_class.__name__]
     for file in base.glob("*processor*"):
         assert (tuned / "merged" / file.name).read_bytes() == file.read_bytes()
 
     if is_packed:
-        fine_tune(
-            base, tmp_path / "alone", rows, "--packing", "off", "--global_batch_size", SAMPLES
-        )
+        fine_tune(base, tmp_path / "alone", rows, "--packing", "off", "--global_batch_size", SAMPLES)
         alone = load_file(tmp_path / "alone" / "final" / "adapter_model.safetensors")
         for name, value in adapter.items():
             assert (value - alone[name]).norm() <= 1e-4 * value.norm(), name
@@ -175,16 +140,7 @@ def test_adapters_are_what_transformers_and_peft_load(tmp_path, rows, capsys, fa
 def test_continued_pretraining(tmp_path, text_file, family):
     base, folder = tmp_path / "base", tmp_path / "run"
     model_class = make(family, base, more_weights=True)
-    data = (
-        "--train_file",
-        text_file,
-        "--seq_length",
-        64,
-        "--max_steps",
-        2,
-        "--global_batch_size",
-        4,
-    )
+    data = ("--train_file", text_file, "--seq_length", 64, "--max_steps", 2, "--global_batch_size", 4)
     run_here("pretrain", "--model_name_or_path", base, "--output_dir", folder, *data)
     with no_weight_goes_astray(model_class, folder / "final"):
         old, new = read(base), read(folder / "final")
@@ -194,18 +150,14 @@ def test_continued_pretraining(tmp_path, text_file, family):
     assert not any(OUTER.search(name) for name in changed)
     for file in base.glob("*processor*"):
         assert (folder / "final" / file.name).read_bytes() == file.read_bytes()
-    assert json.loads((folder / "final" / "config.json").read_text())["architectures"] == [
-        model_class.__name__
-    ]
+    assert json.loads((folder / "final" / "config.json").read_text())["architectures"] == [model_class.__name__]
 
 
 @pytest.mark.parametrize("family", SOME)
 def test_4_bits_train_or_are_refused_in_one_line(tmp_path, rows, family):
     make(family, tmp_path / "base")
     try:
-        tuning = fine_tune(
-            tmp_path / "base", tmp_path / "run", rows, "--load_in_4bit", "--global_batch_size", 4
-        )
+        tuning = fine_tune(tmp_path / "base", tmp_path / "run", rows, "--load_in_4bit", "--global_batch_size", 4)
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1
         return
@@ -226,34 +178,14 @@ LAUNCHED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LAUNCHED)
-def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(
-    tmp_path, rows, text_file, family
-):
+def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(tmp_path, rows, text_file, family):
     make(family, tmp_path / "base", more_weights=True)
     template = LAUNCHED[family]
-    given = [
-        "--model_name_or_path",
-        tmp_path / "base",
-        "--max_steps",
-        4,
-        "--save_steps",
-        2,
-        "--global_batch_size",
-        4,
-    ]
+    given = ["--model_name_or_path", tmp_path / "base", "--max_steps", 4, "--save_steps", 2, "--global_batch_size", 4]
     if template == "pretrain":
         given += ["--train_file", text_file, "--seq_length", 64]
     else:
-        given += [
-            "--train_file",
-            rows,
-            "--validation_file",
-            rows,
-            "--seq_length",
-            LENGTH,
-            "--num_generations",
-            0,
-        ]
+        given += ["--train_file", rows, "--validation_file", rows, "--seq_length", LENGTH, "--num_generations", 0]
     one = run(template, tmp_path / "one", *given, "--per_device_train_batch_size", 4)
     many = [*given, "--per_device_train_batch_size", 2]
     two = run(template, tmp_path / "two", *many, processes=2, config="fsdp2")
@@ -261,17 +193,13 @@ def test_two_processes_learn_what_one_does_and_go_on_after_a_kill(
     assert two.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-4)
 
     fault = {"TEMPLATES_FAULT": "update:kill@3"}
-    killed = run(
-        template, tmp_path / "killed", *many, processes=2, config="fsdp2", env=fault, check=False
-    )
+    killed = run(template, tmp_path / "killed", *many, processes=2, config="fsdp2", env=fault, check=False)
     assert killed.returncode != 0 and not (killed.folder / "final").exists()
     again = run(template, tmp_path / "killed", *many, processes=2, config="fsdp2")
     assert "resum" in again.output
     assert again.losses == two.losses
     ours, theirs = read(again.folder / "final"), read(two.folder / "final")
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
-    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -288,22 +216,11 @@ def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch
     def gradients():
         loss = lm_loss.causal_lm_loss(model, {"input_ids": ids[:, :-1], "labels": labels})
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        return loss, dict(
-            zip(
-                trained,
-                torch.autograd.grad(loss, list(trained.values()), allow_unused=True),
-                strict=True,
-            )
-        )
+        return loss, dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True))
 
-    tolerance = (
-        5e-5 if family == "qwen3_next" else 1e-5
-    )  # its recurrence magnifies rounding: 2.7e-5 in a vector of four
+    tolerance = 5e-5 if family == "qwen3_next" else 1e-5  # its recurrence magnifies rounding: 2.7e-5 in a vector of four
     expected, wanted = gradients()
-    assert (
-        lm_loss.fuse_head(Accelerator(cpu=True), model, vocab)
-        == "fused with the head, in chunks of tokens"
-    )
+    assert lm_loss.fuse_head(Accelerator(cpu=True), model, vocab) == "fused with the head, in chunks of tokens"
     loss, found = gradients()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for name, gradient in wanted.items():
@@ -312,33 +229,14 @@ def test_the_head_s_loss_in_chunks_is_that_of_whole_logits(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "families",
-    [FIRST_TIER, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)],
-    ids=["some", "all"],
+    "families", [FIRST_TIER, pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_read_and_made_in_shards_each_rank_keeps_half_of_what_one_process_has(tmp_path, families):
     """FSDP2 on two processes. Weights, buffers and ties are the same bit for bit, random ones, too."""
-    config, script = (
-        ROOT / "accelerate_configs" / "fsdp2.yaml",
-        ROOT / "tests" / "compare_shards.py",
-    )
-    launch = [
-        "--config_file",
-        config,
-        "--mixed_precision",
-        "no",
-        "--main_process_port",
-        free_port(),
-        script,
-    ]
-    code, output = LAUNCHER.run(
-        [*map(str, launch), str(tmp_path), *families], os.environ | {"ACCELERATE_USE_CPU": "true"}
-    )
+    config, script = ROOT / "accelerate_configs" / "fsdp2.yaml", ROOT / "tests" / "compare_shards.py"
+    launch = ["--config_file", config, "--mixed_precision", "no", "--main_process_port", free_port(), script]
+    code, output = LAUNCHER.run([*map(str, launch), str(tmp_path), *families], os.environ | {"ACCELERATE_USE_CPU": "true"})
     assert code == 0, output
-    found = re.findall(
-        r"(\w+) of rank \d: read: equal, (0.\d\d) held; made: equal, (0.\d\d) held", output
-    )
+    found = re.findall(r"(\w+) of rank \d: read: equal, (0.\d\d) held; made: equal, (0.\d\d) held", output)
     assert sorted(name for name, _, _ in found) == sorted([*families] * 2), output
-    assert all(
-        float(held) < 0.6 for _, held, _ in found
-    )  # all but vectors, and rows of odd numbers
+    assert all(float(held) < 0.6 for _, held, _ in found)  # all but vectors, and rows of odd numbers

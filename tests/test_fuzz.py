@@ -33,11 +33,7 @@ pytestmark = pytest.mark.slow
 FUZZ = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", 120)),
     deadline=None,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
@@ -51,9 +47,7 @@ def one_line(error: CleanExit) -> None:
 
 
 # Any character, those of no encoding too, and those that end a line somewhere.
-CHARACTERS = st.characters(exclude_categories=()) | st.sampled_from(
-    "\n\r\0\u2028\x85\ufeff\ud800{}[]\",:'\\\t;|"
-)
+CHARACTERS = st.characters(exclude_categories=()) | st.sampled_from("\n\r\0\u2028\x85\ufeff\ud800{}[]\",:'\\\t;|")
 TEXT = st.text(CHARACTERS, max_size=20)
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, -0.0, 2**63])
 JSON = st.recursive(
@@ -81,28 +75,9 @@ def delimited(rows: list[list[str]]) -> bytes:
     return file.getvalue().encode("utf-8", "surrogatepass")
 
 
-RECORDS = st.lists(
-    st.dictionaries(either(["text", "prompt", "image"], TEXT), JSON, max_size=4), max_size=4
-)
+RECORDS = st.lists(st.dictionaries(either(["text", "prompt", "image"], TEXT), JSON, max_size=4), max_size=4)
 PIECES = st.lists(
-    st.sampled_from(
-        [
-            '{"text":',
-            '"a"',
-            "}",
-            "{",
-            "[",
-            "]",
-            ",",
-            "\n",
-            "\\ud83d",
-            '"',
-            "null",
-            "\ufeff",
-            "1e999",
-            "NaN",
-        ]
-    )
+    st.sampled_from(['{"text":', '"a"', "}", "{", "[", "]", ",", "\n", "\\ud83d", '"', "null", "\ufeff", "1e999", "NaN"])
 )
 CONTENT = (
     st.binary(max_size=80)
@@ -117,10 +92,7 @@ CONTENT = (
 
 @FUZZ
 @example(content=b'{"\\n": null}', suffix=".jsonl")
-@given(
-    content=CONTENT,
-    suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ""]),
-)
+@given(content=CONTENT, suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ""]))
 def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content, suffix):
     path = folder / f"data{suffix}"
     path.write_bytes(content)
@@ -140,34 +112,14 @@ def test_any_file_gives_records_that_can_be_written_or_one_line(folder, content,
 
 ROLES = ["user", "assistant", "system", "tool", "human", "gpt"]
 MESSAGES = st.lists(
-    either(
-        [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"from": "gpt", "value": "c"},
-        ]
-    )
+    either([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"from": "gpt", "value": "c"}])
     | st.dictionaries(
-        either(["role", "content", "from", "value", "tool_calls", "tools", "name"], TEXT),
-        either(ROLES),
-        max_size=5,
+        either(["role", "content", "from", "value", "tool_calls", "tools", "name"], TEXT), either(ROLES), max_size=5
     ),
     max_size=4,
 )
-COLUMNS = [
-    "messages",
-    "conversations",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "text",
-    "tools",
-]
-CHATS = st.dictionaries(
-    either(COLUMNS, TEXT), MESSAGES | MESSAGES.map(json.dumps) | JSON, max_size=5
-)
+COLUMNS = ["messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools"]
+CHATS = st.dictionaries(either(COLUMNS, TEXT), MESSAGES | MESSAGES.map(json.dumps) | JSON, max_size=5)
 # As models' own templates are: with a turn of tools, a demand on the order of roles, and methods of text.
 STRICT = (
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% endif %}{% for m in messages %}"
@@ -194,9 +146,7 @@ def test_any_conversation_gives_tokens_or_one_line(folder, encoder, record):
         for where, read in records.read_records([path]):
             form = recognise(read, where)
             ids, learned = encoder(read_example(read, form, where), where)
-            assert len(ids) == len(learned) and all(
-                0 <= token < len(encoder.tokenizer) for token in ids
-            )
+            assert len(ids) == len(learned) and all(0 <= token < len(encoder.tokenizer) for token in ids)
             assert not learned.any() or ids[max(learned.nonzero()[0])] in encoder.special
     except ConfigError as error:
         one_line(error)
@@ -251,26 +201,7 @@ TOKENS = (
     st.builds(lambda flag, spelling: spelling.format(flag), FLAGS, st.sampled_from(SPELLINGS))
     | st.builds(lambda flag, value: f"--{flag}={value}", FLAGS, TEXT)
     | either(
-        [
-            "1",
-            "0",
-            "-1",
-            "1e-4",
-            "true",
-            "False",
-            "none",
-            "None",
-            "--",
-            "-",
-            "",
-            "=",
-            "--=",
-            "-h",
-            "inf",
-            "[]",
-            "*",
-        ],
-        TEXT,
+        ["1", "0", "-1", "1e-4", "true", "False", "none", "None", "--", "-", "", "=", "--=", "-h", "inf", "[]", "*"], TEXT
     )
 )
 
@@ -282,17 +213,8 @@ def test_any_command_line_gives_a_config_or_one_line(config_classes, template, a
 
 
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | NUMBERS
-    | TEXT
-    | st.dates()
-    | st.datetimes()
-    | st.binary(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(TEXT | st.integers() | st.none(), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | NUMBERS | TEXT | st.dates() | st.datetimes() | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | st.integers() | st.none(), inner, max_size=3),
     max_leaves=6,
 )
 LINES = st.builds(
@@ -303,9 +225,7 @@ LINES = st.builds(
 YAML = (
     st.binary(max_size=60)
     | TEXT.map(lambda text: text.encode("utf-8", "surrogatepass"))
-    | st.lists(LINES, max_size=4).map(
-        lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass")
-    )
+    | st.lists(LINES, max_size=4).map(lambda lines: "\n".join(lines).encode("utf-8", "surrogatepass"))
     | st.dictionaries(FLAGS | TEXT, VALUES, max_size=4).map(
         lambda content: yaml.safe_dump(content, allow_unicode=True).encode("utf-8", "surrogatepass")
     )
@@ -332,28 +252,10 @@ def saved(folder) -> Path:
 
 
 RIGHT = {"xxh3_128": "917e1274274fc195b27a2d2388d9568c", "size": 7}
-NAMES = either(
-    [
-        "a",
-        "..",
-        ".",
-        "",
-        "folder",
-        "/etc/passwd",
-        "../run.yaml",
-        "a/../a",
-        "a" * 300,
-        "MANIFEST.json",
-    ],
-    TEXT,
-)
+NAMES = either(["a", "..", ".", "", "folder", "/etc/passwd", "../run.yaml", "a/../a", "a" * 300, "MANIFEST.json"], TEXT)
 FILES = st.dictionaries(NAMES, either([RIGHT, RIGHT | {"size": 7.0}, {"size": 7}]), max_size=3)
 MANIFESTS = st.fixed_dictionaries(
-    {
-        "files": either([{"a": RIGHT}], FILES | JSON),
-        "step": either([1]),
-        "format": either([FORMAT], JSON),
-    },
+    {"files": either([{"a": RIGHT}], FILES | JSON), "step": either([1]), "format": either([FORMAT], JSON)},
     optional={"settings": JSON},
 )
 
@@ -376,7 +278,5 @@ def test_any_manifest_is_verified_or_one_line(saved, content):
         assert str(error).startswith(f"{saved}: ")
         return
     assert (
-        type(manifest["step"]) is int
-        and set(manifest["files"]) <= {"a"}
-        and isinstance(manifest.get("settings", {}), dict)
+        type(manifest["step"]) is int and set(manifest["files"]) <= {"a"} and isinstance(manifest.get("settings", {}), dict)
     )

@@ -20,8 +20,7 @@ from tests.conftest import ROOT
 
 BASE = os.environ.get("TEMPLATES_BASE_IMAGE", "")
 pytestmark = pytest.mark.skipif(
-    not BASE or not shutil.which("buildah"),
-    reason="needs buildah, and a base image named in TEMPLATES_BASE_IMAGE",
+    not BASE or not shutil.which("buildah"), reason="needs buildah, and a base image named in TEMPLATES_BASE_IMAGE"
 )
 NAME = "localhost/templates-test"
 SOURCES = (
@@ -57,11 +56,7 @@ class Image:
     def __init__(self, name: str) -> None:
         self.container = buildah("from", name).split()[-1]
         config = json.loads(buildah("inspect", self.container))["OCIv1"]["config"]
-        self.entrypoint, self.default, self.user = (
-            config["Entrypoint"],
-            config["Cmd"],
-            config["User"],
-        )
+        self.entrypoint, self.default, self.user = config["Entrypoint"], config["Cmd"], config["User"]
         self.environment, self.volumes = config["Env"], list(config["Volumes"])
 
     def start(self, *command: object) -> subprocess.Popen:
@@ -82,9 +77,7 @@ def source(tmp_path_factory):
     for name in SOURCES:
         place = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(place, folder / name, ignore=ignore) if place.is_dir() else shutil.copy(
-            place, folder
-        )
+        shutil.copytree(place, folder / name, ignore=ignore) if place.is_dir() else shutil.copy(place, folder)
     (folder / "templates/id_rsa").write_text("a key that lies around")
     (folder / "templates").chmod(0o700)
     return folder
@@ -105,19 +98,14 @@ def test_another_build_after_a_change_of_source_installs_nothing(image, source):
     steps = said.split("STEP ")
     (installs,) = (step for step in steps if "pip install --no-cache-dir" in step.split("\n")[0])
     assert "Using cache" in installs and "Collecting" not in said
-    assert "Using cache" not in next(
-        step for step in steps if " shared shared" in step.split("\n")[0]
-    )
+    assert "Using cache" not in next(step for step in steps if " shared shared" in step.split("\n")[0])
     buildah("rmi", f"{NAME}-2")
 
 
 def test_it_runs_as_a_user_without_rights(image):
     assert image.user == "1000:1000"
     code, output = image.run("id", "-u")
-    assert (code, output.split()[-1]) == (
-        0,
-        "1000",
-    )  # after tini's word about not being the first process
+    assert (code, output.split()[-1]) == (0, "1000")  # after tini's word about not being the first process
     assert image.run("sh", "-c", "test -r templates/dpo.py -a ! -e templates/id_rsa")[0] == 0
     own, others = "/tmp/x outputs/x /cache/x", "/workspace/shared/x /opt/venv/x /etc/x"
     code, output = image.run("sh", "-c", f"touch {others}; touch {own}")
@@ -133,83 +121,37 @@ def test_the_default_job_where_nothing_else_may_be_written(image):
         mounts += f" && mount --rbind {folder} {root}{folder}"
     for folder in ("/tmp", *image.volumes):
         mounts += f" && mount -t tmpfs -o mode=1777 tmpfs {root}{folder}"
-    inside = [
-        "chroot",
-        f"--userspec={image.user}",
-        root,
-        "env",
-        "-i",
-        "-C",
-        "/workspace",
-        *image.environment,
-    ]
+    inside = ["chroot", f"--userspec={image.user}", root, "env", "-i", "-C", "/workspace", *image.environment]
     assert "PYTHONUNBUFFERED=1" in inside and len(image.volumes) == 2
 
     def run(*command: str) -> tuple[int, str]:
-        line = [
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            f'{mounts} && exec "$@"',
-            "sh",
-            *inside,
-            *image.entrypoint,
-            *command,
-        ]
-        done = subprocess.run(
-            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1500
-        )
+        line = ["unshare", "--mount", "sh", "-c", f'{mounts} && exec "$@"', "sh", *inside, *image.entrypoint, *command]
+        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1500)
         return done.returncode, done.stdout
 
     code, output = run("touch", "outputs/x", "/cache/x", "/tmp/x", "/var/tmp/x")
-    assert (
-        code != 0
-        and "'/var/tmp/x': Read-only file system" in output
-        and output.count("touch: ") == 1
-    ), output
+    assert code != 0 and "'/var/tmp/x': Read-only file system" in output and output.count("touch: ") == 1, output
     code, output = run(*image.default)
-    assert (
-        code == 0
-        and "validation loss" in output
-        and "adapter in" in output
-        and "curves.png" in output
-    ), output
+    assert code == 0 and "validation loss" in output and "adapter in" in output and "curves.png" in output, output
 
 
 def test_selftest(image):
     code, output = image.run("selftest")
-    assert code == 0 and "user 1000:1000" in output and output.count("resumes bit for bit") == 7, (
-        output
-    )
+    assert code == 0 and "user 1000:1000" in output and output.count("resumes bit for bit") == 7, output
 
 
 def test_a_stop_during_training_and_the_same_command_again(image):
     """`docker stop`: SIGTERM to the first process."""
-    command = [
-        "accelerate",
-        "launch",
-        "templates/pretrain.py",
-        "--output_dir",
-        "outputs/stopped",
-        "--max_steps",
-        12,
-    ]
+    command = ["accelerate", "launch", "templates/pretrain.py", "--output_dir", "outputs/stopped", "--max_steps", 12]
     command += ["--logging_steps", 1, "--report_to", "none"]
     process = image.start(*command)
     seen = []
     for line in process.stdout:
         seen.append(line)
         if "step 5/12" in line:
-            (tini,) = (
-                p
-                for p in psutil.Process(process.pid).children(recursive=True)
-                if p.name() == "tini"
-            )
+            (tini,) = (p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "tini")
             tini.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143 and "stopped by SIGTERM at step" in "".join(seen), (
-        "".join(seen)
-    )
+    assert process.wait(timeout=60) == 143 and "stopped by SIGTERM at step" in "".join(seen), "".join(seen)
     code, output = image.run(*command)
     assert code == 0 and "resumed from" in output and "step 12/12" in output, output
 

@@ -26,33 +26,9 @@ SHELL = sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("jobs/**/*.sh"), RO
 @pytest.fixture(scope="module")
 def flags(text_file, tiny_model):
     return [
-        *(
-            "--train_file",
-            str(text_file),
-            "--model_name_or_path",
-            str(tiny_model),
-            "--seq_length",
-            "32",
-        ),
-        *(
-            "--max_steps",
-            str(STEPS),
-            "--save_steps",
-            "2",
-            "--eval_samples",
-            "4",
-            "--global_batch_size",
-            "8",
-        ),
-        *(
-            "--per_device_train_batch_size",
-            "2",
-            "--report_to",
-            "none",
-            "--logging_steps",
-            "1",
-            "--audit_data",
-        ),
+        *("--train_file", str(text_file), "--model_name_or_path", str(tiny_model), "--seq_length", "32"),
+        *("--max_steps", str(STEPS), "--save_steps", "2", "--eval_samples", "4", "--global_batch_size", "8"),
+        *("--per_device_train_batch_size", "2", "--report_to", "none", "--logging_steps", "1", "--audit_data"),
     ]
 
 
@@ -68,11 +44,7 @@ def exit_of(folder: Path) -> dict:
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen, log: Path) -> None:
     deadline = time.monotonic() + 180
-    while (
-        f'"step": {step},' not in (folder / "metrics.jsonl").read_text()
-        if (folder / "metrics.jsonl").exists()
-        else True
-    ):
+    while f'"step": {step},' not in (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else True:
         assert time.monotonic() < deadline and process.poll() is None, log.read_text()
         time.sleep(0.02)
 
@@ -114,9 +86,7 @@ def under_run(*command, **kwargs) -> subprocess.Popen:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     kwargs |= {"start_new_session": True, "preexec_fn": hang_up_ends, "text": True}
-    return subprocess.Popen(
-        [sys.executable, "-m", "shared", "run", *map(str, command)], cwd=ROOT, env=env, **kwargs
-    )
+    return subprocess.Popen([sys.executable, "-m", "shared", "run", *map(str, command)], cwd=ROOT, env=env, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +98,8 @@ def under_run(*command, **kwargs) -> subprocess.Popen:
         (("sh", "-c", "kill -TERM $$; kill -USR1 $$; exit 5"), 5),  # ignored
         (("sh", "-c", "kill -KILL $$"), 137),
         (("sh", "-c", 'printf 4 > "$TEMPLATES_RUN/code"; exit 1'), 4),
-        (
-            ("sh", "-c", 'printf 4 > "$TEMPLATES_RUN/code"'),
-            0,
-        ),  # a part of it failed, which it has coped with
-        (
-            ("sh", "-c", 'printf "143?" > "$TEMPLATES_RUN/code"; exit 1'),
-            1,
-        ),  # stopped, but not by a signal to us
+        (("sh", "-c", 'printf 4 > "$TEMPLATES_RUN/code"'), 0),  # a part of it failed, which it has coped with
+        (("sh", "-c", 'printf "143?" > "$TEMPLATES_RUN/code"; exit 1'), 1),  # stopped, but not by a signal to us
     ],
 )
 def test_the_exit_code_of_a_command(command, code):
@@ -143,50 +107,23 @@ def test_the_exit_code_of_a_command(command, code):
 
 
 def test_wrong_input_has_its_exit_code_and_no_traceback(flags, tmp_path):
-    wrong = [
-        "templates/pretrain.py",
-        *flags,
-        "--output_dir",
-        tmp_path / "run",
-        "--validation_file",
-        "/nowhere",
-    ]
+    wrong = ["templates/pretrain.py", *flags, "--output_dir", tmp_path / "run", "--validation_file", "/nowhere"]
     for config in ("ddp", "cpu"):  # torch's launcher, and Accelerate's own
-        launch = [
-            "--config_file",
-            f"accelerate_configs/{config}.yaml",
-            "--main_process_port",
-            free_port(),
-        ]
+        launch = ["--config_file", f"accelerate_configs/{config}.yaml", "--main_process_port", free_port()]
         process = under_run("accelerate", "launch", *launch, *wrong, stderr=subprocess.PIPE)
         _, said = process.communicate(timeout=200)
-        assert (
-            process.returncode == 2
-            and "error: " in said
-            and "/nowhere" in said
-            and "Traceback" not in said
-        )
+        assert process.returncode == 2 and "error: " in said and "/nowhere" in said and "Traceback" not in said
 
 
 @pytest.mark.slow
 def test_a_stop_before_training_begins_has_its_exit_code(flags, tmp_path):
     """At once, whether there is a training process already or not."""
     for delay, number in ((2, signal.SIGTERM), (5, signal.SIGTERM), (6, signal.SIGUSR1)):
-        process = under_run(
-            "accelerate",
-            "launch",
-            "templates/pretrain.py",
-            "--output_dir",
-            tmp_path / "run",
-            *flags,
-        )
+        process = under_run("accelerate", "launch", "templates/pretrain.py", "--output_dir", tmp_path / "run", *flags)
         time.sleep(delay)
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
-        assert not any(
-            str(tmp_path / "run") in (p.info["cmdline"] or [])
-            for p in psutil.process_iter(["cmdline"])
-        )
+        assert not any(str(tmp_path / "run") in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
 
 
 BROKEN = """
@@ -205,20 +142,11 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(
-    "fault", ["raise KeyError(1)", pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fault", ["raise KeyError(1)", pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow)])
 def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
     """torch's launcher then ends the others with SIGTERM, which nobody had asked for."""
     (tmp_path / "broken.py").write_text(BROKEN.format(fault=fault))
-    launch = [
-        "--config_file",
-        "accelerate_configs/ddp.yaml",
-        "--mixed_precision",
-        "no",
-        "--main_process_port",
-        free_port(),
-    ]
+    launch = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", "--main_process_port", free_port()]
     assert under_run("accelerate", "launch", *launch, tmp_path / "broken.py").wait(timeout=200) == 1
 
 
@@ -232,23 +160,14 @@ def test_a_process_that_fails_before_training_is_no_stop(tmp_path, fault):
     ],
 )
 @pytest.mark.slow
-def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(
-    flags, straight, tmp_path, processes, number, restarts
-):
+def test_a_stop_writes_a_checkpoint_and_ends_with_its_code(flags, straight, tmp_path, processes, number, restarts):
     """SIGTERM to the first process, as when the container is stopped; or a signal to all of its group, as by Ctrl-C.
 
     When it ends, so has training, though a launcher that dies of SIGHUP does not wait for it. With --max_restarts torch's
     launcher takes the stop for a failure: what it starts anew is stopped, too.
     """
     launch = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
-    launch += [
-        "--mixed_precision",
-        "no",
-        "--num_processes",
-        processes,
-        "--main_process_port",
-        free_port(),
-    ]
+    launch += ["--mixed_precision", "no", "--num_processes", processes, "--main_process_port", free_port()]
     launch += ["--max_restarts", restarts] if restarts else []
     argv = [*launch, "templates/pretrain.py", *flags, "--output_dir", tmp_path / "run"]
     log = tmp_path / "log"
@@ -311,17 +230,8 @@ def slurm(tmp_path):
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("apptainer", APPTAINER)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    job = {
-        "SLURM_JOB_NAME": "train",
-        "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "node[0-1]",
-        "SLURM_NNODES": "1",
-    }
-    stand_in = {
-        "STANDS_FOR_NODES": "here",
-        "STANDS_FOR_ADDRESS": "127.0.0.1",
-        "STANDS_FOR_QUEUE": str(tmp_path / "queue"),
-    }
+    job = {"SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "1"}
+    stand_in = {"STANDS_FOR_NODES": "here", "STANDS_FOR_ADDRESS": "127.0.0.1", "STANDS_FOR_QUEUE": str(tmp_path / "queue")}
     (tmp_path / "queue").touch()
     return os.environ | job | stand_in | {"PATH": f"{folder}:{PATH}", "MAIN_PORT": str(free_port())}
 
@@ -329,39 +239,18 @@ def slurm(tmp_path):
 def sbatch(env, log: Path, *arguments, cwd=ROOT) -> subprocess.Popen:
     """What runs a batch script; the log is continued, as with --open-mode=append."""
     command = ["bash", str(ROOT / "jobs/slurm.sh"), *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=cwd, env=env, stdout=log.open("a"), stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=log.open("a"), stderr=subprocess.STDOUT)
 
 
 def srun_of(process: subprocess.Popen) -> int:
-    return next(
-        p.pid for p in psutil.Process(process.pid).children() if "srun" in " ".join(p.cmdline())
-    )
+    return next(p.pid for p in psutil.Process(process.pid).children() if "srun" in " ".join(p.cmdline()))
 
 
 @pytest.mark.slow
-def test_slurm_two_nodes_stop_when_the_time_is_over_and_are_queued_again(
-    machines, slurm, flags, straight, tmp_path
-):
-    node = {
-        "SLURM_NNODES": "2",
-        "STANDS_FOR_NODES": " ".join(machines),
-        "STANDS_FOR_ADDRESS": "10.77.0.1",
-    }
-    env = (
-        slurm
-        | node
-        | {
-            "RUN_DIR": str(tmp_path / "run"),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "ACCELERATE_MIXED_PRECISION": "no",
-        }
-    )
-    log, command = (
-        tmp_path / "train-77.log",
-        ["--mixed_precision", "no", "templates/pretrain.py", *flags],
-    )
+def test_slurm_two_nodes_stop_when_the_time_is_over_and_are_queued_again(machines, slurm, flags, straight, tmp_path):
+    node = {"SLURM_NNODES": "2", "STANDS_FOR_NODES": " ".join(machines), "STANDS_FOR_ADDRESS": "10.77.0.1"}
+    env = slurm | node | {"RUN_DIR": str(tmp_path / "run"), "GLOO_SOCKET_IFNAME": "eth0", "ACCELERATE_MIXED_PRECISION": "no"}
+    log, command = tmp_path / "train-77.log", ["--mixed_precision", "no", "templates/pretrain.py", *flags]
     job = sbatch(env, log, *command)
     wait_for_step(tmp_path / "run", 3, job, log)
     os.kill(srun_of(job), signal.SIGUSR1)  # --signal=USR1@300
@@ -375,30 +264,19 @@ def test_slurm_two_nodes_stop_when_the_time_is_over_and_are_queued_again(
     assert job.wait(timeout=200) == 0, log.read_text()
     assert "resumed from" in log.read_text() and (tmp_path / "queue").read_text() == "77\n"
     assert set(compare(straight.folder, tmp_path / "run").values()) == {""}
-    manifest = json.loads(
-        (tmp_path / "run" / f"checkpoint-{STEPS:06d}" / "MANIFEST.json").read_text()
-    )
+    manifest = json.loads((tmp_path / "run" / f"checkpoint-{STEPS:06d}" / "MANIFEST.json").read_text())
     assert manifest["strategy"] == "DDP x 2 on cpu, fp32" and manifest["world_size"] == 2
 
 
 @pytest.mark.slow
-def test_slurm_cuts_weights_inside_nodes_and_learns_the_same(
-    machines, slurm, flags, straight, tmp_path
-):
-    node = {
-        "SLURM_NNODES": "2",
-        "STANDS_FOR_NODES": " ".join(machines),
-        "STANDS_FOR_ADDRESS": "10.77.0.1",
-    }
+def test_slurm_cuts_weights_inside_nodes_and_learns_the_same(machines, slurm, flags, straight, tmp_path):
+    node = {"SLURM_NNODES": "2", "STANDS_FOR_NODES": " ".join(machines), "STANDS_FOR_ADDRESS": "10.77.0.1"}
     env = slurm | node | {"RUN_DIR": str(tmp_path / "run"), "GLOO_SOCKET_IFNAME": "eth0"}
     env |= {"CONFIG": "multi_node_hsdp", "PROCESSES_PER_NODE": "2"}
     log = tmp_path / "log"
-    assert (
-        sbatch(env, log, "--mixed_precision", "no", "templates/pretrain.py", *flags).wait(
-            timeout=300
-        )
-        == 0
-    ), log.read_text()
+    assert sbatch(env, log, "--mixed_precision", "no", "templates/pretrain.py", *flags).wait(timeout=300) == 0, (
+        log.read_text()
+    )
     hsdp = Run(tmp_path / "run", 0, "")
     manifest = hsdp.manifest(STEPS)
     assert manifest["strategy"] == "HSDP 2 x 2 on cpu, fp32" and manifest["world_size"] == 4
@@ -426,18 +304,11 @@ def test_slurm_does_not_queue_again_what_was_cancelled(slurm, flags, tmp_path):
         ('{"exit_code": 143, "cause": "stopped by SIGTERM at step 3"}', 3, 143, False),
         ('{"exit_code": 1, "cause": "RuntimeError: CUDA error"}', 137, 1, True),
         ('{"exit_code": 5, "cause": "rank 0 at step 3: rank 1 does not answer"}', 137, 5, True),
-        (
-            None,
-            2,
-            2,
-            False,
-        ),  # a flag or a file that is wrong, before the run has a folder to say so in
+        (None, 2, 2, False),  # a flag or a file that is wrong, before the run has a folder to say so in
         (None, 137, 137, True),
     ],
 )
-def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(
-    slurm, tmp_path, told, ended, code, tried
-):
+def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(slurm, tmp_path, told, ended, code, tried):
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir()
     write = f"printf %s '{told}' > '{folder}/exit.json'; " if told is not None else ""
@@ -457,13 +328,9 @@ def test_slurm_ends_with_the_code_of_the_training_or_else_of_the_step(
             (folder / state).mkdir()
             state, left = running, 3
         (tmp_path / "queue").write_text("")
-        job = sbatch(
-            slurm | {"RUN_DIR": str(folder), "STANDS_FOR_JOB": state}, log, "templates/pretrain.py"
-        )
+        job = sbatch(slurm | {"RUN_DIR": str(folder), "STANDS_FOR_JOB": state}, log, "templates/pretrain.py")
         assert job.wait(timeout=60) == code, log.read_text()
-        assert "expected" not in log.read_text() and (
-            (tmp_path / "queue").read_text() == "77\n"
-        ) == (again and left > 0)
+        assert "expected" not in log.read_text() and ((tmp_path / "queue").read_text() == "77\n") == (again and left > 0)
         left -= again
     assert sbatch(slurm, log, "templates/pretrain.py", "--output_dir", "x").wait(timeout=60) == 2
     assert log.read_text().endswith("use RUN_DIR=... instead of --output_dir\n")
@@ -483,13 +350,9 @@ def test_slurm_in_a_container(slurm, tmp_path, image):
     shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
     (tmp_path / "hello.py").write_text(HELLO)
     log = tmp_path / "log"
-    env = {
-        name: value for name, value in slurm.items() if name not in ("TEMPLATES_CACHE", "HF_HOME")
-    }
+    env = {name: value for name, value in slurm.items() if name not in ("TEMPLATES_CACHE", "HF_HOME")}
     env |= {"IMAGE": image, "PROCESSES_PER_NODE": "2", "MOUNTS": "/data", "PYTHONPATH": str(ROOT)}
-    assert sbatch(env, log, "hello.py", "--x", 1, cwd=tmp_path).wait(timeout=120) == 0, (
-        log.read_text()
-    )
+    assert sbatch(env, log, "hello.py", "--x", 1, cwd=tmp_path).wait(timeout=120) == 0, log.read_text()
     said = log.read_text()
     assert said.count("hello from 2 ['--x', '1', '--output_dir', 'runs/train-77']") == 2
     pyxis = f"--container-image={image} --container-mounts={tmp_path}:{tmp_path},/data:/data --container-workdir={tmp_path} "
@@ -504,11 +367,7 @@ def test_slurm_in_a_container(slurm, tmp_path, image):
 
 def arguments_of(name: str) -> list[str]:
     """What the container of a manifest is started with."""
-    (job,) = (
-        d
-        for d in yaml.safe_load_all((ROOT / f"jobs/{name}.yaml").read_text())
-        if d["kind"] == "Job"
-    )
+    (job,) = (d for d in yaml.safe_load_all((ROOT / f"jobs/{name}.yaml").read_text()) if d["kind"] == "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert "command" not in container  # the image's entry point
     return container["args"]
@@ -526,29 +385,9 @@ def on_this_machine(arguments: list[str], **values: object) -> list[str]:
 
 @pytest.mark.slow
 def test_the_command_of_the_kubernetes_job(tmp_path, chat_file, tiny_model):
-    given = on_this_machine(
-        arguments_of("kubernetes"), **{"=8": "=2", "outputs/train": tmp_path / "run"}
-    )
-    given += [
-        "--model_name_or_path",
-        tiny_model,
-        "--train_file",
-        chat_file,
-        "--max_steps",
-        2,
-        "--report_to",
-        "none",
-    ]
-    given += [
-        "--seq_length",
-        64,
-        "--num_generations",
-        0,
-        "--global_batch_size",
-        4,
-        "--per_device_train_batch_size",
-        2,
-    ]
+    given = on_this_machine(arguments_of("kubernetes"), **{"=8": "=2", "outputs/train": tmp_path / "run"})
+    given += ["--model_name_or_path", tiny_model, "--train_file", chat_file, "--max_steps", 2, "--report_to", "none"]
+    given += ["--seq_length", 64, "--num_generations", 0, "--global_batch_size", 4, "--per_device_train_batch_size", 2]
     given.insert(2, f"--main_process_port={free_port()}")
     process = under_run(*given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = process.communicate(timeout=200)
@@ -558,34 +397,17 @@ def test_the_command_of_the_kubernetes_job(tmp_path, chat_file, tiny_model):
 
 
 @pytest.mark.slow
-def test_the_kubernetes_job_on_two_nodes_continues_after_one_was_killed(
-    machines, flags, straight, tmp_path
-):
+def test_the_kubernetes_job_on_two_nodes_continues_after_one_was_killed(machines, flags, straight, tmp_path):
     """Pods find the first one by its name. When one is killed, the others end; all are started again."""
     hosts = [Path("/etc/netns") / machine / "hosts" for machine in machines]  # /etc/hosts inside
     log = tmp_path / "log"
 
     def start(number: int) -> subprocess.Popen:
         values = {"num_processes=16": "num_processes=4", "$(JOB_COMPLETION_INDEX)": number}
-        given = on_this_machine(
-            arguments_of("kubernetes_multi_node"), **values | {"outputs/train": tmp_path / "run"}
-        )
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            machines[number],
-            sys.executable,
-            "-m",
-            "shared",
-            "run",
-            *given,
-            *flags,
-        ]
+        given = on_this_machine(arguments_of("kubernetes_multi_node"), **values | {"outputs/train": tmp_path / "run"})
+        command = ["ip", "netns", "exec", machines[number], sys.executable, "-m", "shared", "run", *given, *flags]
         env = os.environ | {"PATH": PATH, "GLOO_SOCKET_IFNAME": "eth0"}
-        return subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log.open("a"), stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log.open("a"), stderr=subprocess.STDOUT)
 
     try:
         for file in hosts:
@@ -601,27 +423,15 @@ def test_the_kubernetes_job_on_two_nodes_continues_after_one_was_killed(
         for file in hosts:
             shutil.rmtree(file.parent, ignore_errors=True)
     again = Run(tmp_path / "run", 0, "")
-    assert (
-        again.manifest(STEPS)["strategy"] == "DDP x 4 on cpu, fp32"
-        and "resumed from" in log.read_text()
-    )
-    assert again.losses == pytest.approx(straight.losses, rel=1e-5) and sorted(
-        again.losses
-    ) == list(range(1, STEPS + 1))
+    assert again.manifest(STEPS)["strategy"] == "DDP x 4 on cpu, fp32" and "resumed from" in log.read_text()
+    assert again.losses == pytest.approx(straight.losses, rel=1e-5) and sorted(again.losses) == list(range(1, STEPS + 1))
 
 
 def test_kubernetes_does_not_retry_what_would_fail_again():
     for name in ("kubernetes", "kubernetes_multi_node"):
-        (job,) = (
-            d
-            for d in yaml.safe_load_all((ROOT / f"jobs/{name}.yaml").read_text())
-            if d["kind"] == "Job"
-        )
+        (job,) = (d for d in yaml.safe_load_all((ROOT / f"jobs/{name}.yaml").read_text()) if d["kind"] == "Job")
         rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
-        assert {rule["action"]: rule["onExitCodes"]["values"] for rule in rules} == {
-            "FailJob": [2, 3, 4],
-            "Ignore": [143],
-        }
+        assert {rule["action"]: rule["onExitCodes"]["values"] for rule in rules} == {"FailJob": [2, 3, 4], "Ignore": [143]}
         assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= 300
 
 
@@ -637,20 +447,12 @@ def test_the_notebook_trains_is_interrupted_and_goes_on(tmp_path):
     """With its own cells in its own kernel, but the clone, and smaller."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(ROOT / "jobs/rented_gpu.ipynb", as_version=4)
-    notebook.cells = [
-        cell for cell in notebook.cells if "setup" not in cell.metadata.get("tags", ())
-    ]
+    notebook.cells = [cell for cell in notebook.cells if "setup" not in cell.metadata.get("tags", ())]
     (flags,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     small = "--max_steps 6 --save_steps 2 --max_train_samples 100 --eval_samples 4 --num_generations 0 --report_to none"
     flags.source = f"FLAGS, RUN = '{small}', '{tmp_path / 'run'}'"
-    nbclient.NotebookClient(
-        notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}
-    ).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     said = "".join(output.get("text", "") for output in outputs)
-    assert (
-        "interrupted, with ['checkpoint-0000" in said
-        and "resumed from" in said
-        and "adapter in" in said
-    )
+    assert "interrupted, with ['checkpoint-0000" in said and "resumed from" in said and "adapter in" in said
     assert any("image/png" in output.get("data", ()) for output in outputs)

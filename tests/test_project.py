@@ -17,14 +17,7 @@ from tests.conftest import LAUNCHER, ROOT, free_port, slow
 from tools.new import FLAGS, imports, templates
 
 NAMES = (
-    *(
-        "dpo",
-        "full_finetune",
-        "image_classification",
-        "lora_finetune",
-        "pretrain",
-        "pretrain_pipeline",
-    ),
+    *("dpo", "full_finetune", "image_classification", "lora_finetune", "pretrain", "pretrain_pipeline"),
     "text_classification",
 )
 
@@ -52,12 +45,7 @@ def projects(tmp_path_factory):
 def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     folder = projects / name
     modules = {str(p.relative_to(folder)) for p in folder.rglob("*.py")}
-    assert modules >= {
-        "train.py",
-        "smoke_test.py",
-        "shared/__main__.py",
-        "shared/commands/upgrade.py",
-    }
+    assert modules >= {"train.py", "smoke_test.py", "shared/__main__.py", "shared/commands/upgrade.py"}
     assert not any(module.startswith(("tools/", "shared/commands/ask")) for module in modules)
     users = {
         "images/files": ("image_classification",),
@@ -66,48 +54,24 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
     }
     for used, by in users.items():
         assert (f"shared/{used}.py" in modules) == (name in by)
-    for place in {
-        Path(*name.split(".")) for module in modules for name in imports(folder / module)
-    }:
+    for place in {Path(*name.split(".")) for module in modules for name in imports(folder / module)}:
         for file in (place.with_suffix(".py"), place / "__init__.py"):
-            assert (folder / file).exists() or not (
-                place.parts[0] == "shared" and (ROOT / file).exists()
-            ), file
+            assert (folder / file).exists() or not (place.parts[0] == "shared" and (ROOT / file).exists()), file
 
     pins = (folder / "requirements.txt").read_text().splitlines()[1:]
     packages = {line.split("==")[0] for line in pins}
     assert {"torch", "accelerate", "transformers", "wandb", "psutil"} <= packages
-    assert (
-        ("torchvision" in packages)
-        == ("onnxscript" in packages)
-        == (name == "image_classification")
-    )
+    assert ("torchvision" in packages) == ("onnxscript" in packages) == (name == "image_classification")
     assert ("peft" in packages) == (name in ("dpo", "lora_finetune", "text_classification"))
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
-    with_deepspeed = name in (
-        "dpo",
-        "full_finetune",
-        "lora_finetune",
-        "pretrain",
-        "text_classification",
-    )
+    with_deepspeed = name in ("dpo", "full_finetune", "lora_finetune", "pretrain", "text_classification")
     assert (folder / "accelerate_configs/deepspeed_zero2.yaml").exists() == with_deepspeed
 
     told = (folder / "AGENTS.md").read_text()
-    assert [
-        path
-        for path in re.findall(r"`([\w./]+/[\w.*]*|\w+\.py)`", told)
-        if not list(folder.glob(path))
-    ] == []
+    assert [path for path in re.findall(r"`([\w./]+/[\w.*]*|\w+\.py)`", told) if not list(folder.glob(path))] == []
     assert "launch train.py" in told and "templates" not in told.split("## Where")[1]
-    assert (
-        os.access(folder / "jobs/slurm.sh", os.X_OK)
-        and (folder / "shared/LICENSE").read_text().strip()
-    )
-    started = [
-        path.read_text()
-        for path in [*(folder / "jobs").iterdir(), folder / "Dockerfile", folder / ".dockerignore"]
-    ]
+    assert os.access(folder / "jobs/slurm.sh", os.X_OK) and (folder / "shared/LICENSE").read_text().strip()
+    started = [path.read_text() for path in [*(folder / "jobs").iterdir(), folder / "Dockerfile", folder / ".dockerignore"]]
     assert not any("templates/" in text for text in started)
     configs = [config for text in started for config in re.findall(r"file=(\S+\.yaml)", text)]
     assert len(configs) == 3 and all((folder / config).exists() for config in configs)
@@ -115,51 +79,23 @@ def test_a_project_holds_what_its_code_imports_and_nothing_else(projects, name):
 
 def test_tools_are_found_from_anywhere_and_imported_by_nothing_that_is_copied(tmp_path):
     copied = [*(ROOT / "shared").rglob("*.py"), *(ROOT / "templates").glob("*.py")]
-    assert [
-        path for path in copied if any(name.split(".")[0] == "tools" for name in imports(path))
-    ] == []
+    assert [path for path in copied if any(name.split(".")[0] == "tools" for name in imports(path))] == []
     (tmp_path / "tools").mkdir()  # the user's own
     (tmp_path / "tools/__init__.py").touch()
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "shared", "recipes"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([sys.executable, "-m", "shared", "recipes"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert "qwen3_8b_lora_80gb: " in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["lora_finetune", *map(slow, sorted({*NAMES} - {"lora_finetune"}))]
-)
+@pytest.mark.parametrize("name", ["lora_finetune", *map(slow, sorted({*NAMES} - {"lora_finetune"}))])
 def test_a_project_trains_where_it_is(projects, tmp_path, name):
     folder, processes = projects / name, 1 + (name == "pretrain_pipeline")
     argv = ["--config_file", "accelerate_configs/ddp.yaml"] if processes > 1 else []
-    argv += [
-        "--mixed_precision",
-        "no",
-        "--num_processes",
-        str(processes),
-        "--main_process_port",
-        str(free_port()),
-    ]
-    argv += [
-        str(folder / "train.py"),
-        "--max_steps",
-        "2",
-        "--report_to",
-        "none",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
+    argv += ["--mixed_precision", "no", "--num_processes", str(processes), "--main_process_port", str(free_port())]
+    argv += [str(folder / "train.py"), "--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
     code, output = LAUNCHER.run([*argv, *FLAGS[name].split()], dict(os.environ), cwd=folder)
     assert code == 0 and (tmp_path / "run/final").is_dir(), output
-    assert (
-        json.loads((tmp_path / "run/checkpoint-000002/MANIFEST.json").read_text())["world_size"]
-        == processes
-    )
+    assert json.loads((tmp_path / "run/checkpoint-000002/MANIFEST.json").read_text())["world_size"] == processes
 
 
 @pytest.mark.slow
@@ -168,21 +104,15 @@ def test_the_smoke_test_of_a_project(projects):
     last = "import smoke_test as s; s.COMMANDS = s.COMMANDS.strip().splitlines()[-1]; s.test_a_killed_run_resumes()"
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = [sys.executable, "-c", last]
-    done = subprocess.run(
-        command, cwd=projects / "pretrain", env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout.count("same, bit for bit") == 7, (
-        done.stdout + done.stderr
-    )
+    done = subprocess.run(command, cwd=projects / "pretrain", env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("same, bit for bit") == 7, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_selftest(tmp_path):
     """Of two templates, in a checkout that has no more: what it starts of the others is what test_faults.py starts."""
     for folder in ("shared", "tools", "accelerate_configs"):
-        shutil.copytree(
-            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "templates").mkdir()
     for name in ("image_classification", "pretrain_pipeline"):
         shutil.copy(ROOT / f"templates/{name}.py", tmp_path / "templates")
@@ -194,12 +124,8 @@ def test_several_templates_become_a_part_of_the_repository_that_they_are_put_in(
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     shared("new", "pretrain", "lora_finetune", tmp_path / "both")
     subprocess.run(["git", "add", "-A"], cwd=tmp_path, check=True)
-    added = subprocess.run(
-        ["git", "ls-files"], cwd=tmp_path, capture_output=True, text=True
-    ).stdout.splitlines()
-    assert {"both/pretrain.py", "both/lora_finetune.py"} <= set(
-        added
-    ) and "both/train.py" not in added
+    added = subprocess.run(["git", "ls-files"], cwd=tmp_path, capture_output=True, text=True).stdout.splitlines()
+    assert {"both/pretrain.py", "both/lora_finetune.py"} <= set(added) and "both/train.py" not in added
     assert not (tmp_path / "both/.git").exists()
 
 
@@ -212,15 +138,10 @@ def test_what_a_project_is_told_to_do_next_can_be_done(tmp_path):
     assert (folder / ".git").is_dir() and then.startswith("git add -A && git commit -m templates ")
     compose = yaml.safe_load((folder / "jobs/compose.yaml").read_text())
     assert compose["name"] == compose["services"]["train"]["image"] == "my-pipes"
-    assert (
-        "no change in the templates since"
-        in shared("upgrade", "--check", "--source", ROOT, cwd=folder).stdout
-    )
+    assert "no change in the templates since" in shared("upgrade", "--check", "--source", ROOT, cwd=folder).stdout
     done = shared("plan", cwd=folder, check=False)
     assert (
-        done.returncode == 2
-        and "no command 'plan': there is audit, run, upgrade, verify-resume; a checkout "
-        in done.stderr
+        done.returncode == 2 and "no command 'plan': there is audit, run, upgrade, verify-resume; a checkout " in done.stderr
     )
 
 
@@ -236,22 +157,9 @@ def test_nothing_is_overwritten(tmp_path):
 @pytest.mark.slow
 def test_the_plain_way_to_copy_works_too(tmp_path):
     shutil.copy(ROOT / "templates/pretrain.py", tmp_path)
-    shutil.copytree(
-        ROOT / "shared", tmp_path / "shared", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    flags = [
-        "--eval_samples",
-        "2",
-        "--max_steps",
-        "1",
-        "--report_to",
-        "none",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    code, output = LAUNCHER.run(
-        [str(tmp_path / "pretrain.py"), *flags], dict(os.environ), cwd=tmp_path
-    )
+    shutil.copytree(ROOT / "shared", tmp_path / "shared", ignore=shutil.ignore_patterns("__pycache__"))
+    flags = ["--eval_samples", "2", "--max_steps", "1", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
+    code, output = LAUNCHER.run([str(tmp_path / "pretrain.py"), *flags], dict(os.environ), cwd=tmp_path)
     assert code == 0 and (tmp_path / "run/final").is_dir(), output
 
 
@@ -260,9 +168,7 @@ def test_the_plain_way_to_copy_works_too(tmp_path):
 
 def git(folder, *arguments):
     settings = ("-c", "user.name=me", "-c", "user.email=me@x.org")
-    done = subprocess.run(
-        ["git", "-C", folder, *settings, *arguments], capture_output=True, text=True
-    )
+    done = subprocess.run(["git", "-C", folder, *settings, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -279,14 +185,7 @@ def origin(tmp_path):
     folder.mkdir()
     for name in ("shared", "templates", "tools", "accelerate_configs", "jobs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (
-        "AGENTS.md",
-        "requirements.txt",
-        "Dockerfile",
-        ".dockerignore",
-        "LICENSE",
-        ".gitignore",
-    ):
+    for name in ("AGENTS.md", "requirements.txt", "Dockerfile", ".dockerignore", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, folder)
     git(folder, "init", "--quiet")
     commit(folder)
@@ -300,21 +199,14 @@ def change(path, old, new):
 
 
 def contents(folder):
-    return {
-        p: p.read_bytes()
-        for p in folder.rglob("*")
-        if p.is_file() and not {"__pycache__", ".git"} & {*p.parts}
-    }
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and not {"__pycache__", ".git"} & {*p.parts}}
 
 
 def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, tmp_path):
     project, no_change = tmp_path / "project", "no change in the templates since"
     shared("new", "pretrain", project, cwd=origin)
     assert no_change in shared("upgrade", "--source", origin, cwd=project).stdout
-    alone, within = (
-        tmp_path / "alone",
-        tmp_path / "larger/within",
-    )  # a copy has another name; in no repository, and in one
+    alone, within = tmp_path / "alone", tmp_path / "larger/within"  # a copy has another name; in no repository, and in one
     for copy in (alone, within):
         shutil.copytree(project, copy, ignore=shutil.ignore_patterns(".git"))
     git(within.parent, "init", "--quiet")
@@ -341,18 +233,11 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
         module.write("from shared.data import extra\n")
     for removed in ("fp8", "cpu"):
         (origin / f"accelerate_configs/{removed}.yaml").unlink()
-    (project / "jobs/slurm.sh").write_text(
-        "#!/bin/sh\n"
-    )  # not committed, and not the templates' to change
-    assert (
-        no_change in shared("upgrade", "--check", "--source", origin, cwd=project).stdout
-    )  # nor are theirs
+    (project / "jobs/slurm.sh").write_text("#!/bin/sh\n")  # not committed, and not the templates' to change
+    assert no_change in shared("upgrade", "--check", "--source", origin, cwd=project).stdout  # nor are theirs
     commit(origin)
     refused = shared("upgrade", "--source", origin, cwd=project, check=False)
-    assert (
-        refused.returncode == 2
-        and "error: first commit your edits, so that git can undo" in refused.stderr
-    )
+    assert refused.returncode == 2 and "error: first commit your edits, so that git can undo" in refused.stderr
     commit(project)
 
     before = contents(project)
@@ -371,25 +256,12 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     ]
 
     done = shared("upgrade", "--source", origin, cwd=project, check=False)
-    assert (
-        done.returncode == 1
-        and "error: conflicts to solve in accelerate_configs/ddp.yaml" in done.stderr
-    )
+    assert done.returncode == 1 and "error: conflicts to solve in accelerate_configs/ddp.yaml" in done.stderr
     again = shared("upgrade", "--source", origin, cwd=project, check=False)
     assert again.returncode == 2 and "first commit your edits" in again.stderr
     after = contents(project)
-    changed = {
-        str(p.relative_to(project))
-        for p in before.keys() | after.keys()
-        if before.get(p) != after.get(p)
-    }
-    of_two = {
-        "train.py",
-        "steps.py",
-        "shared/data/loader.py",
-        "shared/data/extra.py",
-        ".template.json",
-    }
+    changed = {str(p.relative_to(project)) for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
+    of_two = {"train.py", "steps.py", "shared/data/loader.py", "shared/data/extra.py", ".template.json"}
     assert changed == of_two | {"accelerate_configs/ddp.yaml", "accelerate_configs/fp8.yaml"}
     train = (project / "train.py").read_text()
     assert train.startswith('"""Better. ') and train.endswith("# mine\n")
@@ -401,18 +273,10 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     commit(project)
     assert no_change in shared("upgrade", "--source", origin, cwd=project).stdout
 
-    shared(
-        "new", "pretrain", tmp_path / "today/project", cwd=origin
-    )  # which what nobody has edited becomes
-    today = {
-        p.relative_to(tmp_path / "today/project"): text
-        for p, text in contents(tmp_path / "today/project").items()
-    }
+    shared("new", "pretrain", tmp_path / "today/project", cwd=origin)  # which what nobody has edited becomes
+    today = {p.relative_to(tmp_path / "today/project"): text for p, text in contents(tmp_path / "today/project").items()}
     for folder in (alone, within):
-        assert (
-            "  shared/data/extra.py: new\n"
-            in shared("upgrade", "--source", origin, cwd=folder).stdout
-        )
+        assert "  shared/data/extra.py: new\n" in shared("upgrade", "--source", origin, cwd=folder).stdout
         assert {p.relative_to(folder): text for p, text in contents(folder).items()} == today
 
 
@@ -422,26 +286,15 @@ def test_a_source_that_cannot_say_what_changed_is_named(origin, tmp_path):
 
     def refused(source, message):
         done = shared("upgrade", "--source", source, cwd=project, check=False)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, (
-            done.stderr
-        )
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
     shared("new", "pretrain", project, cwd=origin)
     written = json.loads(record.read_text())
-    assert written == {
-        "name": "project",
-        "templates": ["pretrain"],
-        "commit": git(origin, "rev-parse", "HEAD").strip(),
-    }
+    assert written == {"name": "project", "templates": ["pretrain"], "commit": git(origin, "rev-parse", "HEAD").strip()}
     moved = origin.rename(tmp_path / "moved")
     refused(origin, "origin: git rev-list: fatal: cannot change to")
-    assert (
-        "no change in the templates since"
-        in shared("upgrade", "--source", moved, cwd=project).stdout
-    )
-    git(
-        moved, "checkout", "--quiet", "-b", "proposed"
-    )  # by somebody whose code nobody has accepted
+    assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
+    git(moved, "checkout", "--quiet", "-b", "proposed")  # by somebody whose code nobody has accepted
     git(moved, "commit", "--quiet", "--allow-empty", "-m", "run me")
     proposed = git(moved, "rev-parse", "HEAD").strip()
     git(moved, "checkout", "--quiet", "-")
@@ -456,10 +309,7 @@ def test_a_source_that_cannot_say_what_changed_is_named(origin, tmp_path):
     record.write_text(json.dumps(written | {"templates": ["--help"]}))
     refused(moved, "`new` failed at ")
     record.write_text(json.dumps(written))
-    assert (
-        "no change in the templates since"
-        in shared("upgrade", "--source", moved, cwd=project).stdout
-    )
+    assert "no change in the templates since" in shared("upgrade", "--source", moved, cwd=project).stdout
     assert json.loads(record.read_text())["commit"] == git(moved, "rev-parse", "HEAD").strip()
     shutil.rmtree(moved / ".git")
     shared("new", "pretrain", tmp_path / "new", cwd=moved)
@@ -475,9 +325,7 @@ def test_versions_are_the_same_wherever_they_are_written():
     assert project["dependency-groups"]["train"] == pins
     lock = (ROOT / "uv.lock").read_text()
     locked = {
-        f"{package['name']}=={package['version']}"
-        for package in tomllib.loads(lock)["package"]
-        if "version" in package
+        f"{package['name']}=={package['version']}" for package in tomllib.loads(lock)["package"] if "version" in package
     }
     assert {pin.lower() for pin in pins} <= locked
     assert set(re.findall(r"https?://([^/\"]+)/", lock)) == {"pypi.org", "files.pythonhosted.org"}
@@ -491,25 +339,18 @@ def test_assistants_are_told_commands_that_work(tmp_path):
     text = (ROOT / "AGENTS.md").read_text()
     (block,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     assert len(text.splitlines()) <= 50
-    assert [
-        path for path in re.findall(r"`([\w./]+/[\w.*]*)`", text) if not list(ROOT.glob(path))
-    ] == []
+    assert [path for path in re.findall(r"`([\w./]+/[\w.*]*)`", text) if not list(ROOT.glob(path))] == []
     commands = block.splitlines()
-    assert [command.split()[0] for command in commands[3:]] == [
-        "ruff",
-        "pytest",
-    ]  # which every run of the tests proves
-    for command, expected in zip(
-        commands[:3], ("adapter in", "continues as if", "exactly once"), strict=True
-    ):
+    assert [command.split()[0] for command in commands[3:]] == ["ruff", "pytest"]  # which every run of the tests proves
+    for command, expected in zip(commands[:3], ("adapter in", "continues as if", "exactly once"), strict=True):
         if "outputs/" in command:
             command = command.replace("outputs/lora_finetune/RUN", str(tmp_path / "run"))
         elif "verify-resume" not in command:
-            command += f" --output_dir {tmp_path / 'run'} --audit_data --max_train_samples 100 --eval_samples 4 --max_steps 8"
+            command += (
+                f" --output_dir {tmp_path / 'run'} --audit_data --max_train_samples 100 --eval_samples 4 --max_steps 8"
+            )
         else:
             command += " --max_train_samples 100 --eval_samples 4"
         command = command.replace("python -m", f"{sys.executable} -m")
         done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0 and expected in done.stdout + done.stderr, (
-            done.stdout + done.stderr
-        )
+        assert done.returncode == 0 and expected in done.stdout + done.stderr, done.stdout + done.stderr

@@ -15,14 +15,10 @@ from tests.conftest import ROOT, slow
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("ruff", "check", "."), ("ruff", "format", "--check", "."), slow(("mypy",))],
-    ids=lambda a: "-".join(a[:2]),
+    "arguments", [("ruff", "check", "."), ("ruff", "format", "--check", "."), slow(("mypy",))], ids=lambda a: "-".join(a[:2])
 )
 def test_clean(arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -40,9 +36,7 @@ def installed() -> dict[str, str]:
             package = metadata.distribution(name)
         except metadata.PackageNotFoundError:  # for another platform
             continue
-        found[name] = package.version.split("+")[
-            0
-        ]  # torch's +cpu is no version of its own to an audit
+        found[name] = package.version.split("+")[0]  # torch's +cpu is no version of its own to an audit
         wanted += package.requires or []
     return found
 
@@ -55,24 +49,10 @@ def test_no_dependency_has_a_known_vulnerability(tmp_path):
     if not importlib.util.find_spec("pip_audit"):
         pytest.skip("pip-audit is not installed")
     packages = installed()
-    assert {
-        "torch",
-        "transformers",
-        "jinja2",
-        "urllib3",
-    } <= packages.keys()  # also what is not named in requirements.txt
+    assert {"torch", "transformers", "jinja2", "urllib3"} <= packages.keys()  # also what is not named in requirements.txt
     pins = tmp_path / "installed.txt"
     pins.write_text("".join(f"{name}=={version}\n" for name, version in sorted(packages.items())))
-    arguments = [
-        "--format",
-        "json",
-        "--progress-spinner",
-        "off",
-        "--no-deps",
-        "--disable-pip",
-        "--timeout",
-        "10",
-    ]
+    arguments = ["--format", "json", "--progress-spinner", "off", "--no-deps", "--disable-pip", "--timeout", "10"]
     command = [sys.executable, "-m", "pip_audit", *arguments, "-r", str(pins)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -81,11 +61,7 @@ def test_no_dependency_has_a_known_vulnerability(tmp_path):
         pytest.skip("the audit cannot be reached")
     if len(audited) < len(packages) / 2:
         pytest.skip(f"the index knows {len(audited)} of {len(packages)} packages: it has no audit")
-    found = [
-        (f"{d['name']} {d['version']}: {v['id']}", v["fix_versions"])
-        for d in audited
-        for v in d["vulns"]
-    ]
+    found = [(f"{d['name']} {d['version']}: {v['id']}", v["fix_versions"]) for d in audited for v in d["vulns"]]
     for text, fixed in found:
         if not fixed:
             warnings.warn(f"known vulnerability without a remedy: {text}", stacklevel=1)
@@ -93,15 +69,7 @@ def test_no_dependency_has_a_known_vulnerability(tmp_path):
 
 
 # Each folder of shared/ imports from its own floor's folder and from lower floors alone.
-FLOORS = [
-    ("process",),
-    ("config",),
-    ("data", "demo"),
-    ("parallel",),
-    ("models",),
-    ("text", "images", "training"),
-    ("run",),
-]
+FLOORS = [("process",), ("config",), ("data", "demo"), ("parallel",), ("models",), ("text", "images", "training"), ("run",)]
 ONLY = {
     "torchvision": "shared/images/",
     "peft": "shared/models/",
@@ -116,10 +84,7 @@ def test_imports_point_down():
         name, text = str(path.relative_to(ROOT)), path.read_text()
         assert not re.search(r"^\s*(from|import) templates", text, re.M), name
         for package, place in ONLY.items():
-            assert place in name or not re.search(rf"^(from|import) {package}\b", text, re.M), (
-                name,
-                package,
-            )
+            assert place in name or not re.search(rf"^(from|import) {package}\b", text, re.M), (name, package)
         own = path.relative_to(ROOT / "shared").parts[0]
         for folder in re.findall(r"^\s*from shared\.(\w+)", text, re.M) if own in floor else ():
             assert folder == own or floor[folder] < floor[own], f"{name} imports {folder}"

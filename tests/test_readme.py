@@ -24,9 +24,7 @@ from shared.process import ranks
 from tests.conftest import LAUNCHER, ROOT, free_port, load_template, run_here
 
 README = (ROOT / "README.md").read_text()
-PAGES = {"README.md": README} | {
-    f"docs/{path.name}": path.read_text() for path in sorted(ROOT.glob("docs/*.md"))
-}
+PAGES = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 COMING_FROM = PAGES["docs/coming_from.md"]
 PAGES["docs/coming_from.md"] = re.sub(
     r"^\|.*? \| ", "| ", PAGES["docs/coming_from.md"], flags=re.MULTILINE
@@ -34,17 +32,8 @@ PAGES["docs/coming_from.md"] = re.sub(
 ALL = "\n".join(PAGES.values())
 TEMPLATES = tuple(sorted(path.stem for path in ROOT.glob("templates/*.py")))
 BLOCKS = re.findall(r"^ *```bash\n(.*?)```", ALL, re.DOTALL | re.MULTILINE)
-COMMANDS = [
-    line
-    for block in BLOCKS
-    for line in block.replace("\\\n", " ").splitlines()
-    if line and line[0] != "#"
-]
-PARTS = list(
-    dict.fromkeys(
-        part.split(" #")[0].strip() for command in COMMANDS for part in command.split("&&")
-    )
-)
+COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line and line[0] != "#"]
+PARTS = list(dict.fromkeys(part.split(" #")[0].strip() for command in COMMANDS for part in command.split("&&")))
 FIRST = "pip install -r requirements.txt && accelerate launch templates/lora_finetune.py"
 TESTS = "pip install -r tests/requirements.txt && pytest -n 2"
 KINDS = {
@@ -94,11 +83,7 @@ def shipped() -> Iterator[str]:
             yield " ".join(line.strip().removeprefix("- ") for line in block.splitlines())
 
 
-LAUNCHES = [
-    line
-    for line in dict.fromkeys(shipped())
-    if re.search(r"(launch|sbatch).* templates/\w+\.py", line)
-]
+LAUNCHES = [line for line in dict.fromkeys(shipped()) if re.search(r"(launch|sbatch).* templates/\w+\.py", line)]
 
 
 # Quick: what is written is looked up ------------------------------------------------------------------------------------
@@ -124,27 +109,17 @@ def test_links_lead_to_files_and_headings():
             path, _, anchor = link.partition("#")
             target = (ROOT / page).parent / path if path else ROOT / page
             if not link.startswith("http"):
-                assert target.exists() and (not anchor or anchor in anchors(target.read_text())), (
-                    page,
-                    link,
-                )
+                assert target.exists() and (not anchor or anchor in anchors(target.read_text())), (page, link)
 
 
 def test_every_page_config_template_job_and_folder_is_named_and_every_file_named_is_there():
     assert all(f"({page})" in README for page in PAGES if page != "README.md")
     for pattern in ("accelerate_configs/*.yaml", "templates/*.py", "jobs/*"):
-        assert [
-            path for path in ROOT.glob(pattern) if f"{path.parent.name}/{path.name}" not in ALL
-        ] == []
+        assert [path for path in ROOT.glob(pattern) if f"{path.parent.name}/{path.name}" not in ALL] == []
     for path in (ROOT / "shared").iterdir():
-        assert path.name.startswith("__") or f"shared/{path.name}/" in PAGES["docs/copying.md"], (
-            path
-        )
+        assert path.name.startswith("__") or f"shared/{path.name}/" in PAGES["docs/copying.md"], path
     named = set(
-        re.findall(
-            r"(?<![\w/])(?:templates|accelerate_configs|benchmarks|shared|tests|tools|docs|jobs)/[\w./-]*\w",
-            ALL,
-        )
+        re.findall(r"(?<![\w/])(?:templates|accelerate_configs|benchmarks|shared|tests|tools|docs|jobs)/[\w./-]*\w", ALL)
     )
     assert len(named) >= 40 and [name for name in named if not (ROOT / name).exists()] == []
 
@@ -157,23 +132,10 @@ def test_every_flag_exists():
     known = {"config", "help", *(name for name, _, _ in configs.fields(PlanConfig))}
     for template in TEMPLATES:
         known |= {name for name, _, _ in configs.fields(load_template(template).Config)}
-    known |= {
-        option.lstrip("-")
-        for action in launch_command_parser()._actions
-        for option in action.option_strings
-    }
+    known |= {option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings}
     for path in (*commands().values(), ROOT / "benchmarks/quality.py"):
         known |= set(re.findall(r'add_argument\("--([\w-]+)"', path.read_text()))
-    docker = {
-        "build",
-        "build-arg",
-        "gpus",
-        "read-only",
-        "shm-size",
-        "stop-timeout",
-        "tmpfs",
-        "user",
-    }
+    docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
     cluster = {"dependency", "from-file", "gpus-per-node", "nodes", "time"}
     text = "\n".join(row for row in ALL.splitlines() if kind(row) != "other tool")
     given = {flag.removeprefix("no_") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
@@ -199,11 +161,7 @@ def test_what_a_flag_is_called_here_is_an_option_of_its_template(title):
     for row in re.findall(r"^\| (?!-)(.*) \|$", table, re.MULTILINE)[1:]:
         theirs, _, ours = row.partition(" | ")
         templates = re.findall(r"(\w+)\.py", ours) or TABLES[title]
-        known = {
-            name
-            for template in templates
-            for name, _, _ in configs.fields(load_template(template).Config)
-        }
+        known = {name for template in templates for name, _, _ in configs.fields(load_template(template).Config)}
         same = "the same name" in ours and "--" not in ours
         flags = set()
         for span in re.findall(r"`([^`]+)`", theirs if same else ours):
@@ -217,9 +175,7 @@ def test_what_a_flag_is_called_here_is_an_option_of_its_template(title):
 
 
 def test_the_messages_and_exit_codes_are_those_of_the_source():
-    source = " ".join(
-        re.sub(r'"\n\s+f?"', "", path.read_text()) for path in (ROOT / "shared").rglob("*.py")
-    )
+    source = " ".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in (ROOT / "shared").rglob("*.py"))
     page = PAGES["docs/troubleshooting.md"]
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")][1:]
     spans = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
@@ -234,25 +190,18 @@ def test_the_messages_and_exit_codes_are_those_of_the_source():
 def test_the_examples_of_records_are_read():
     from shared.text import forms, preferences
 
-    examples = [
-        json.loads(text)
-        for text in re.findall(r"```json\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)
-    ]
+    examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)]
     found = {forms.recognise(example, "docs/data.md") for example in examples}
     assert found == set(forms.FORMS)
     for example in examples:
         forms.read_example(example, forms.recognise(example, "docs/data.md"), "docs/data.md")
     (section,) = re.findall(r"\n## Preferences\n(.*?)\n## ", PAGES["docs/data.md"], re.DOTALL)
     pairs = [
-        json.loads(line)
-        for text in re.findall(r"```jsonl\n(.*?)```", section, re.DOTALL)
-        for line in text.splitlines()
+        json.loads(line) for text in re.findall(r"```jsonl\n(.*?)```", section, re.DOTALL) for line in text.splitlines()
     ]
     assert {preferences.recognise(pair, "docs/data.md") for pair in pairs} == set(preferences.FORMS)
     for pair in pairs:
-        form, both = preferences.two_records(
-            pair, preferences.recognise(pair, "docs/data.md"), "docs/data.md"
-        )
+        form, both = preferences.two_records(pair, preferences.recognise(pair, "docs/data.md"), "docs/data.md")
         assert len([forms.read_example(record, form, "docs/data.md") for record in both]) == 2
 
 
@@ -261,12 +210,8 @@ def launched_on(tokens: list[str]) -> list[int]:
     tokens = [part for token in tokens for part in token.split("=", 1)]
     value = dict(itertools.pairwise(tokens))
     if "sbatch" in tokens:
-        (default,) = re.findall(
-            r"#SBATCH --gpus-per-node=(\d+)", (ROOT / "jobs/slurm.sh").read_text()
-        )
-        return [
-            int(value.get("--nodes", 1)) * (int(value.get("--gpus-per-node", default)) or 1)
-        ]  # no GPU: one process
+        (default,) = re.findall(r"#SBATCH --gpus-per-node=(\d+)", (ROOT / "jobs/slurm.sh").read_text())
+        return [int(value.get("--nodes", 1)) * (int(value.get("--gpus-per-node", default)) or 1)]  # no GPU: one process
     number = value.get("--num_processes")
     if number is None and "--config_file" in value:
         number = yaml.safe_load((ROOT / value["--config_file"]).read_text())["num_processes"]
@@ -274,9 +219,7 @@ def launched_on(tokens: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("line", LAUNCHES)
-def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(
-    line, tmp_path, monkeypatch
-):
+def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(line, tmp_path, monkeypatch):
     from accelerate.commands.launch import launch_command_parser
 
     for name in (
@@ -310,19 +253,13 @@ def test_a_launch_is_understood_and_its_global_batch_divides_by_its_processes(
             monkeypatch.setenv("WORLD_SIZE", str(processes))
             batch = configs.parse(template.Config, tokens[script + 1 :]).batch
             rows, accumulation = batch.micro_batch()
-            assert (
-                rows >= 1 and accumulation >= 1
-            ) or batch.global_batch_size == 0  # by the data, and divides then
+            assert (rows >= 1 and accumulation >= 1) or batch.global_batch_size == 0  # by the data, and divides then
 
 
 @pytest.mark.parametrize("part", parts("job"))
 def test_what_a_job_names_is_there(part):
     """tests/test_jobs.py starts what these start."""
-    files = [
-        token
-        for token in shlex.split(part)
-        if re.match(r"(jobs|templates|accelerate_configs)/", token)
-    ]
+    files = [token for token in shlex.split(part) if re.match(r"(jobs|templates|accelerate_configs)/", token)]
     assert files or "build" in shlex.split(part)
     assert all((ROOT / file).is_file() for file in files), files
 
@@ -334,9 +271,7 @@ def test_a_command_of_the_package_has_the_flags_that_are_given_to_it(part):
     given = list(itertools.takewhile(lambda token: token != "--", given)) if name != "run" else []
     flags = [token.removeprefix("--") for token in given if token.startswith("--")]
     flags = [flag for flag in flags if flag != "config"]  # which configs.parse reads
-    assert [
-        flag for flag in flags if f'"--{flag}"' not in source and f"\n    {flag}: " not in source
-    ] == []
+    assert [flag for flag in flags if f'"--{flag}"' not in source and f"\n    {flag}: " not in source] == []
 
 
 EDITS = re.findall(r"```diff\n(.*?)```", PAGES["docs/editing_the_step.md"], re.DOTALL)
@@ -348,9 +283,7 @@ def test_an_edit_of_the_step_applies(edit, tmp_path):
     (name,) = re.findall(r"^--- a/(templates/\w+\.py)", edit, re.MULTILINE)
     (tmp_path / "templates").mkdir()
     shutil.copy(ROOT / name, tmp_path / name)
-    done = subprocess.run(
-        ["git", "apply", "-"], input=edit, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run(["git", "apply", "-"], input=edit, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     compile((tmp_path / name).read_text(), name, "exec")
 
@@ -366,24 +299,14 @@ def world(tmp_path_factory, tiny_model, chat_file, text_file, image_folder, arch
     folder = tmp_path_factory.mktemp("world")
     config = AutoConfig.from_pretrained(architectures / "convnext")
     AutoModelForImageClassification.from_config(config).save_pretrained(folder / "convnext")
-    ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(
-        folder / "convnext"
-    )
+    ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(folder / "convnext")
     shutil.copytree(text_file.parent, folder / "corpus")
     shutil.copy(chat_file, folder / "more.jsonl")
     turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
-    pairs = [
-        {"prompt": user["content"], "chosen": answer["content"], "rejected": "no"}
-        for user, answer in turns
-    ]
+    pairs = [{"prompt": user["content"], "chosen": answer["content"], "rejected": "no"} for user, answer in turns]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    rows = [
-        f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}"
-        for _, answer in turns
-    ]
-    (folder / "reviews.csv").write_text(
-        "text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows)
-    )
+    rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}" for _, answer in turns]
+    (folder / "reviews.csv").write_text("text,label,review,sentiment\n" + "".join(f"{row},{row}\n" for row in rows))
     return {
         "meta-llama/Llama-3.1-8B": tiny_model,
         "meta-llama/Llama-3.1-8B-Instruct": tiny_model,
@@ -434,20 +357,13 @@ def small(tokens: list[str], world: dict, folder: Path) -> list[str]:
     extra = {"--output_dir": str(folder / "run"), "--report_to": "none", "--global_batch_size": "8"}
     extra |= {} if {"--max_steps", "--max_tokens"} & set(given) else {"--max_steps": "2"}
     template = Path(tokens[script]).stem
-    classifies = {
-        "image_classification": {"--image_size": "16"},
-        "text_classification": {"--seq_length": "64"},
-    }
+    classifies = {"image_classification": {"--image_size": "16"}, "text_classification": {"--seq_length": "64"}}
     extra |= classifies.get(template, {"--eval_samples": "4"})
     extra |= (
-        {"--num_generations": "0", "--seq_length": "64"}
-        if template in ("lora_finetune", "full_finetune", "dpo")
-        else {}
+        {"--num_generations": "0", "--seq_length": "64"} if template in ("lora_finetune", "full_finetune", "dpo") else {}
     )
     extra |= {"--config_overrides": TINY, "--seq_length": "64"} if template == "pretrain" else {}
-    given += [
-        token for flag, value in extra.items() if flag not in given for token in (flag, value)
-    ]
+    given += [token for flag, value in extra.items() if flag not in given for token in (flag, value)]
     return [*launcher, str(ROOT / tokens[script]), *given]
 
 
@@ -476,25 +392,8 @@ AFTER_TRAINING = re.findall(r"```python\n(.*?)```", PAGES["docs/after_training.m
 
 @pytest.mark.slow
 def test_images_without_labels_are_classified_as_the_page_says(image_folder, tmp_path, monkeypatch):
-    flags = (
-        "--train_dir",
-        image_folder,
-        "--image_size",
-        32,
-        "--max_steps",
-        3,
-        "--global_batch_size",
-        16,
-        "--export_onnx",
-    )
-    run_here(
-        "image_classification",
-        *flags,
-        "--report_to",
-        "none",
-        "--output_dir",
-        tmp_path / "runs/photos",
-    )
+    flags = ("--train_dir", image_folder, "--image_size", 32, "--max_steps", 3, "--global_batch_size", 16, "--export_onnx")
+    run_here("image_classification", *flags, "--report_to", "none", "--output_dir", tmp_path / "runs/photos")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(image_folder / "val/cat", tmp_path / "new")
     shutil.copy(next((tmp_path / "new").iterdir()), tmp_path / "new/1.png")
@@ -502,60 +401,28 @@ def test_images_without_labels_are_classified_as_the_page_says(image_folder, tmp
     made = {}
     exec(classify, made)
     exec(with_onnx, made)
-    _, *lines = [
-        line.split(",") for line in (tmp_path / "predictions.csv").read_text().splitlines()
-    ]
+    _, *lines = [line.split(",") for line in (tmp_path / "predictions.csv").read_text().splitlines()]
     assert len(lines) == len([*(tmp_path / "new").iterdir()])
     found = {name: (said, float(share)) for name, said, share in lines}
     shares = made["shares"]
-    assert found["new/1.png"] == (
-        made["names"][shares.argmax()],
-        pytest.approx(shares.max(), abs=1e-4),
-    )
+    assert found["new/1.png"] == (made["names"][shares.argmax()], pytest.approx(shares.max(), abs=1e-4))
 
 
 @pytest.mark.slow
-def test_a_model_is_talked_to_as_the_page_says(
-    tiny_model, chat_file, tmp_path, monkeypatch, capsys
-):
+def test_a_model_is_talked_to_as_the_page_says(tiny_model, chat_file, tmp_path, monkeypatch, capsys):
     """The adapter in the page's Python, and merged/ behind the page's server, give the same answer."""
-    flags = (
-        "--model_name_or_path",
-        tiny_model,
-        "--train_file",
-        chat_file,
-        "--merge_adapter",
-        "--seq_length",
-        64,
-    )
-    flags += (
-        "--max_steps",
-        8,
-        "--learning_rate",
-        1e-2,
-        "--eval_samples",
-        4,
-        "--num_generations",
-        0,
-        "--report_to",
-        "none",
-    )
+    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--merge_adapter", "--seq_length", 64)
+    flags += ("--max_steps", 8, "--learning_rate", 1e-2, "--eval_samples", 4, "--num_generations", 0, "--report_to", "none")
     run_here("lora_finetune", *flags, "--output_dir", tmp_path / "runs/chat")
     monkeypatch.chdir(tmp_path)
     made = {}
     exec(AFTER_TRAINING[0], made)
-    tokens = made["model"].generate(**made["chat"], max_new_tokens=20)[
-        0, made["chat"]["input_ids"].shape[1] :
-    ]
+    tokens = made["model"].generate(**made["chat"], max_new_tokens=20)[0, made["chat"]["input_ids"].shape[1] :]
     (command,) = [part for part in PARTS if part.startswith("transformers serve ")]
     _, *arguments = shlex.split(command.removesuffix(" &"))
     url = f"http://localhost:{(port := free_port())}"
     serve = [sys.executable, "-m", "transformers.cli.transformers", *arguments, "--port", str(port)]
-    message = {
-        "model": arguments[-1],
-        "max_tokens": 20,
-        "messages": [{"role": "user", "content": "Hello"}],
-    }
+    message = {"model": arguments[-1], "max_tokens": 20, "messages": [{"role": "user", "content": "Hello"}]}
     post = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(message).encode())
     post.add_header("Content-Type", "application/json")
     with subprocess.Popen(serve) as server:
@@ -580,9 +447,7 @@ def test_a_model_is_talked_to_as_the_page_says(
 def test_a_command_of_the_package(part, world, tmp_path):
     words = {"../my-project": tmp_path / "my-project"}
     tokens = [str(words.get(token, world.get(token, token))) for token in shlex.split(part)[1:]]
-    done = subprocess.run(
-        [sys.executable, *tokens], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, *tokens], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout, done.stderr
 
 

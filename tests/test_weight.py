@@ -48,28 +48,16 @@ def weight(path: Path) -> int:
     text = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body
-        ):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
                 docstrings |= {*range(first.lineno, (first.end_lineno or first.lineno) + 1)}
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(
-        t.type not in LAYOUT and not (t.type == tokenize.STRING and t.start[0] in docstrings)
-        for t in tokens
-    )
+    return sum(t.type not in LAYOUT and not (t.type == tokenize.STRING and t.start[0] in docstrings) for t in tokens)
 
 
 def test_every_folder_and_template_has_a_limit():
-    assert {
-        path.name for path in (ROOT / "shared").iterdir() if any(path.glob("*.py"))
-    } == FOLDERS.keys()
+    assert {path.name for path in (ROOT / "shared").iterdir() if any(path.glob("*.py"))} == FOLDERS.keys()
     assert {path.stem for path in (ROOT / "templates").glob("*.py")} == TEMPLATES.keys()
 
 

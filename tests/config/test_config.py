@@ -60,12 +60,7 @@ def one_process(monkeypatch):
 
 @pytest.fixture(scope="module")
 def templates():
-    return SimpleNamespace(
-        **{
-            name: load_template(name)
-            for name in ("pretrain", "lora_finetune", "image_classification")
-        }
-    )
+    return SimpleNamespace(**{name: load_template(name) for name in ("pretrain", "lora_finetune", "image_classification")})
 
 
 @pytest.fixture
@@ -90,20 +85,10 @@ def refused(parse, *args, **kwargs) -> str:
 
 
 def test_yaml_and_the_command_line_give_the_same_frozen_config(from_yaml):
-    text = "rate: 0.5\nlabel: b\ntitle: t\nwords: [p, q, r]\nshuffle: true\ncareful: false\nshape: flat\ncount: 3\nlimit: 4\n"
-    argv = [
-        "--rate",
-        "0.5",
-        "--label",
-        "b",
-        "--title=t",
-        "--words",
-        "p",
-        "q",
-        "r",
-        "--shuffle",
-        "--no_careful",
-    ]
+    text = (
+        "rate: 0.5\nlabel: b\ntitle: t\nwords: [p, q, r]\nshuffle: true\ncareful: false\nshape: flat\ncount: 3\nlimit: 4\n"
+    )
+    argv = ["--rate", "0.5", "--label", "b", "--title=t", "--words", "p", "q", "r", "--shuffle", "--no_careful"]
     argv += ["--shape", "flat", "--count=3", "--limit", "4"]
     config = Config(0.5, "b", "t", ("p", "q", "r"), True, False, "flat", Group(3, 4))
     assert from_yaml(text) == config and configs.parse(Config, argv) == config
@@ -115,28 +100,17 @@ def test_yaml_and_the_command_line_give_the_same_frozen_config(from_yaml):
 def test_the_command_line_wins_over_yaml_wherever_it_stands(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("rate: 0.5\nwords: [p, q]\nshuffle: true\ncareful: false\ncount: 3\nlimit: 9\n")
-    expected = Config(
-        rate=0.25, words=("z",), shuffle=False, careful=True, group=Group(count=3, limit=None)
-    )
+    expected = Config(rate=0.25, words=("z",), shuffle=False, careful=True, group=Group(count=3, limit=None))
     argv = ["--rate", "0.25", "--words", "z", "--no-shuffle", "--careful", "--limit", "None"]
     assert configs.parse(Config, ["--config", str(path), *argv]) == expected
     assert configs.parse(Config, [*argv, f"--config={path}"]) == expected
 
 
 def test_dashes_and_underscores_both_work(from_yaml):
-    for argv in (
-        ["--global-batch-size", "8"],
-        ["--global_batch_size", "8"],
-        ["--global-batch-size=8"],
-    ):
+    for argv in (["--global-batch-size", "8"], ["--global_batch_size", "8"], ["--global-batch-size=8"]):
         assert configs.parse(BatchConfig, argv) == BatchConfig(global_batch_size=8)
     assert from_yaml("global-batch-size: 8", config_class=BatchConfig).global_batch_size == 8
-    assert (
-        from_yaml(
-            "global_batch_size: 16\n", "--global-batch-size", "8", config_class=BatchConfig
-        ).global_batch_size
-        == 8
-    )
+    assert from_yaml("global_batch_size: 16\n", "--global-batch-size", "8", config_class=BatchConfig).global_batch_size == 8
 
 
 def test_every_spelling_of_a_switch(from_yaml):
@@ -144,28 +118,15 @@ def test_every_spelling_of_a_switch(from_yaml):
         assert configs.parse(Config, [*argv, "--rate", "2"]) == Config(rate=2.0, shuffle=True)
     for argv in (["--no_careful"], ["--no-careful"], ["--careful", "false"], ["--careful=False"]):
         assert configs.parse(Config, [*argv, "--rate", "2"]) == Config(rate=2.0, careful=False)
-    for text, value in {
-        "true": True,
-        "yes": True,
-        "'True'": True,
-        "false": False,
-        "no": False,
-        "Off": False,
-    }.items():
+    for text, value in {"true": True, "yes": True, "'True'": True, "false": False, "no": False, "Off": False}.items():
         assert from_yaml(f"shuffle: {text}\n").shuffle is value
 
 
 def test_numbers_in_every_spelling(from_yaml):
     for text in ("1e-4", "1E-4", ".0001", "'1e-4'", "1.0e-04"):
-        assert (
-            from_yaml(f"rate: {text}\n").rate
-            == configs.parse(Config, ["--rate", text.strip("'")]).rate
-            == 1e-4
-        )
+        assert from_yaml(f"rate: {text}\n").rate == configs.parse(Config, ["--rate", text.strip("'")]).rate == 1e-4
     for text in ("3e3", "3E+3", "3000.0", "3_000"):
-        assert configs.parse(Config, ["--count", text, f"--limit={text}"]).group == Group(
-            3000, 3000
-        )
+        assert configs.parse(Config, ["--count", text, f"--limit={text}"]).group == Group(3000, 3000)
         assert from_yaml(f"count: {text}\nlimit: {text}\n").group == Group(3000, 3000)
     assert configs.parse(Config, ["--limit", "-1"]).group.limit == -1
 
@@ -174,24 +135,12 @@ def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
     assert from_yaml("words: [p]\n").words == from_yaml("words: p\n").words == ("p",)
     assert from_yaml("words:\n- p\n- 2\n- yes\n").words == ("p", "2", "yes")
     assert from_yaml("words: []\nrate: 2.0\n") == Config(words=(), rate=2.0)
-    assert configs.parse(Config, ["--words=p", "q", "--rate", "2"]) == Config(
-        words=("p", "q"), rate=2.0
-    )
+    assert configs.parse(Config, ["--words=p", "q", "--rate", "2"]) == Config(words=("p", "q"), rate=2.0)
     for null in ("null", "~", "", "None"):
         assert from_yaml(f"limit: {null}\ntitle: {null}\nwhere_file: {null}\n") == Config()
     for text in ("yes", "off", "2020-01-01", "0123", "1e-4"):
         assert from_yaml(f"label: {text}\n").label == text
-    for label in (
-        "a=b",
-        "--rate",
-        "-1",
-        "true",
-        " padded ",
-        "two\nlines",
-        "null",
-        "é #",
-        "a\0\x85\u2028\ufeff\x1b'\"#:😀",
-    ):
+    for label in ("a=b", "--rate", "-1", "true", " padded ", "two\nlines", "null", "é #", "a\0\x85\u2028\ufeff\x1b'\"#:😀"):
         assert from_yaml(yaml.safe_dump({"label": label, "words": [f"a {label}"]})) == Config(
             label=label, words=(f"a {label}",)
         )
@@ -213,10 +162,7 @@ def test_lists_null_and_text_that_yaml_could_misread(from_yaml):
             "unknown flags --lable: did you mean --label?; --rats: did you mean --rate?; --help lists all",
         ),
         ("--no_label", "unknown flag --no_label: did you mean --label?; --help lists all"),
-        (
-            "--bf16",
-            "unknown flag --bf16: precision is the launcher's: accelerate launch --mixed_precision",
-        ),
+        ("--bf16", "unknown flag --bf16: precision is the launcher's: accelerate launch --mixed_precision"),
         ("stray", "'stray' belongs to no flag"),
         ("--rate 1 2", "--rate takes one value, not 2: 1 2"),
         ("--label -rate 1", "--label takes one value, not 2: -rate 1"),
@@ -269,9 +215,7 @@ def test_a_mistake_on_the_command_line_is_one_line(argv, message):
         ("? [a]\n: b", ":1: unknown key"),
     ],
 )
-def test_a_mistake_in_yaml_is_one_line_with_file_and_line(
-    from_yaml, tmp_path, monkeypatch, text, message
-):
+def test_a_mistake_in_yaml_is_one_line_with_file_and_line(from_yaml, tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     assert refused(from_yaml, text).startswith(f"{tmp_path}/run.yaml{message}")
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
@@ -280,21 +224,13 @@ def test_a_mistake_in_yaml_is_one_line_with_file_and_line(
 def test_what_is_no_yaml_file_is_named(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"label: \xe9\n")
     for path in (tmp_path, tmp_path / "latin.yaml"):
-        assert refused(configs.parse, Config, ["--config", str(path)]).startswith(
-            f"{path}: not valid YAML"
-        )
+        assert refused(configs.parse, Config, ["--config", str(path)]).startswith(f"{path}: not valid YAML")
 
 
-def test_a_range_that_yaml_breaks_is_told_with_its_line_and_the_command_line_without(
-    from_yaml, tmp_path
-):
-    message = refused(
-        from_yaml, "warmup_steps: 0\nlearning_rate: -1e-4\n", config_class=OptimConfig
-    )
+def test_a_range_that_yaml_breaks_is_told_with_its_line_and_the_command_line_without(from_yaml, tmp_path):
+    message = refused(from_yaml, "warmup_steps: 0\nlearning_rate: -1e-4\n", config_class=OptimConfig)
     assert message == f"{tmp_path}/run.yaml:2: --learning_rate must be above 0, not -0.0001"
-    message = refused(
-        from_yaml, "learning_rate: 1\n", "--learning_rate", "0", config_class=OptimConfig
-    )
+    message = refused(from_yaml, "learning_rate: 1\n", "--learning_rate", "0", config_class=OptimConfig)
     assert message == "--learning_rate must be above 0, not 0.0"
 
 
@@ -309,18 +245,9 @@ def test_a_path_may_begin_at_home(templates, monkeypatch):
 @pytest.mark.parametrize("flag", ["train_file", "dataset_name", "model_name_or_path", "output_dir"])
 def test_a_variable_that_is_not_set_does_not_train_the_demo(templates, from_yaml, flag):
     parse = templates.pretrain.Config
-    for argv in (
-        [f"--{flag}"],
-        [f"--{flag}", "--max_steps", "3"],
-        [f"--{flag}="],
-        [f"--{flag}", ""],
-    ):
-        assert refused(configs.parse, parse, argv).startswith(
-            (f"--{flag} needs a value", f"--{flag} is given, but empty")
-        )
-    assert f"run.yaml:1: --{flag} is given, but empty" in refused(
-        from_yaml, f"{flag}: ''\n", config_class=parse
-    )
+    for argv in ([f"--{flag}"], [f"--{flag}", "--max_steps", "3"], [f"--{flag}="], [f"--{flag}", ""]):
+        assert refused(configs.parse, parse, argv).startswith((f"--{flag} needs a value", f"--{flag} is given, but empty"))
+    assert f"run.yaml:1: --{flag} is given, but empty" in refused(from_yaml, f"{flag}: ''\n", config_class=parse)
 
 
 def test_what_other_programs_call_it_is_known(templates):
@@ -350,35 +277,16 @@ def test_help_says_of_each_group_what_it_is(capsys):
         for name, group in get_type_hints(template.Config).items():
             if dataclasses.is_dataclass(group):
                 box = re.search(rf" {name} options\W+(\w.*)", said)
-                assert box and box[1].startswith(str(group.__doc__).split(".")[0][:40]), (
-                    path,
-                    name,
-                )
+                assert box and box[1].startswith(str(group.__doc__).split(".")[0][:40]), (path, name)
 
 
-ARGUMENTS = [
-    "--rate",
-    "--no_rate",
-    "--shuffle",
-    "--words",
-    "--count=1",
-    "1",
-    "-1",
-    "x",
-    "true",
-    "--x",
-    "=",
-    "--",
-    "-",
-]
+ARGUMENTS = ["--rate", "--no_rate", "--shuffle", "--words", "--count=1", "1", "-1", "x", "true", "--x", "=", "--", "-"]
 
 
 @settings(deadline=None, max_examples=50)
 @given(
     argv=st.lists(st.sampled_from(ARGUMENTS)),
-    text=st.text(
-        alphabet=st.sampled_from("ratelbwods: \n-[]{}'\"!&*#|>?%@,123.eE~\t"), max_size=60
-    ),
+    text=st.text(alphabet=st.sampled_from("ratelbwods: \n-[]{}'\"!&*#|>?%@,123.eE~\t"), max_size=60),
 )
 def test_any_input_gives_a_config_or_one_line(tmp_path_factory, argv, text):
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
@@ -392,9 +300,7 @@ def test_any_input_gives_a_config_or_one_line(tmp_path_factory, argv, text):
 
 # Saved and read back -------------------------------------------------------------------------------------------------
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
-    lambda text: text != "None"
-)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda text: text != "None")
 
 
 @settings(deadline=None, max_examples=60)
@@ -409,10 +315,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12
         careful=st.booleans(),
         shape=st.sampled_from(["round", "flat"]),
         group=st.builds(
-            Group,
-            st.integers(-(10**9), 10**15),
-            st.none() | st.integers(0, 9),
-            st.none() | TEXT.map(lambda t: Path("a", t)),
+            Group, st.integers(-(10**9), 10**15), st.none() | st.integers(0, 9), st.none() | TEXT.map(lambda t: Path("a", t))
         ),
     )
 )
@@ -425,16 +328,11 @@ def test_a_saved_config_is_read_back_equal(tmp_path_factory, config):
 @pytest.mark.parametrize("name", ["pretrain", "lora_finetune", "image_classification"])
 def test_a_template_saves_every_field_flat_and_reads_it_back(templates, tmp_path, name):
     (tmp_path / "a b.txt").write_text("x")
-    config = configs.replace(
-        getattr(templates, name).Config(), output_dir=Path("a/b"), learning_rate=1e-5
-    )
+    config = configs.replace(getattr(templates, name).Config(), output_dir=Path("a/b"), learning_rate=1e-5)
     if name == "pretrain":
         config = configs.replace(config, train_file=(str(tmp_path / "a b.txt"),) * 2)
     configs.save(config, tmp_path / "run.yaml")
-    content, names = (
-        yaml.safe_load((tmp_path / "run.yaml").read_text()),
-        [n for n, _, _ in configs.fields(type(config))],
-    )
+    content, names = yaml.safe_load((tmp_path / "run.yaml").read_text()), [n for n, _, _ in configs.fields(type(config))]
     assert list(content) == names and len(set(names)) == len(names)
     assert (content["output_dir"], content["learning_rate"]) == ("a/b", 1e-5)
     assert configs.parse(type(config), ["--config", str(tmp_path / "run.yaml")]) == config
@@ -453,16 +351,8 @@ def test_bounds():
     numbers = SimpleNamespace(a=1, b=0.5, c=math.nan, d=None)
     configs.require(numbers, "at least 0 and at most 1", "a", "b", "d")
     configs.require(numbers, "above 0 and below 2", "a")
-    for bounds, name in (
-        ("above 1", "a"),
-        ("at least 1", "b"),
-        ("at most 0.4", "b"),
-        ("above 0 and below 1", "a"),
-    ):
-        assert (
-            refused(configs.require, numbers, bounds, name)
-            == f"--{name} must be {bounds}, not {getattr(numbers, name)}"
-        )
+    for bounds, name in (("above 1", "a"), ("at least 1", "b"), ("at most 0.4", "b"), ("above 0 and below 1", "a")):
+        assert refused(configs.require, numbers, bounds, name) == f"--{name} must be {bounds}, not {getattr(numbers, name)}"
     refused(configs.require, numbers, "at least 0", "c")
 
 
@@ -488,43 +378,15 @@ def test_a_value_out_of_its_range_is_refused():
 @pytest.mark.parametrize(
     ("group", "values", "message"),
     [
-        (
-            BatchConfig,
-            {"max_steps": 1, "num_train_epochs": 1.0},
-            "--max_steps and --num_train_epochs",
-        ),
-        (
-            options.SpeedConfig,
-            {"gradient_checkpointing": "0"},
-            "--gradient_checkpointing is none, full or a number",
-        ),
-        (
-            OptimConfig,
-            {"warmup_steps": 1.5},
-            "--warmup_steps is a whole number of steps or, below 1, a share of the run",
-        ),
-        (
-            EvaluationConfig,
-            {"early_stopping_patience": 1, "metric_for_best_model": "none"},
-            "patience needs",
-        ),
-        (
-            DataConfig,
-            {"train_file": ("a",), "dataset_name": "b"},
-            "--train_file and --dataset_name",
-        ),
+        (BatchConfig, {"max_steps": 1, "num_train_epochs": 1.0}, "--max_steps and --num_train_epochs"),
+        (options.SpeedConfig, {"gradient_checkpointing": "0"}, "--gradient_checkpointing is none, full or a number"),
+        (OptimConfig, {"warmup_steps": 1.5}, "--warmup_steps is a whole number of steps or, below 1, a share of the run"),
+        (EvaluationConfig, {"early_stopping_patience": 1, "metric_for_best_model": "none"}, "patience needs"),
+        (DataConfig, {"train_file": ("a",), "dataset_name": "b"}, "--train_file and --dataset_name"),
         (DataConfig, {"validation_file": ("a",)}, "--validation_file needs --train_file"),
         (DataConfig, {"train_split_name": "x"}, "--train_split_name needs --dataset_name"),
-        (
-            DataConfig,
-            {"validation_split_percentage": 100.0},
-            "--validation_split_percentage must be above 0 and below 100",
-        ),
-        (
-            CorpusConfig,
-            {"streaming": True, "preprocess_only": True},
-            "--streaming works with none of",
-        ),
+        (DataConfig, {"validation_split_percentage": 100.0}, "--validation_split_percentage must be above 0 and below 100"),
+        (CorpusConfig, {"streaming": True, "preprocess_only": True}, "--streaming works with none of"),
         (CorpusConfig, {"vocab_size": 299}, "--vocab_size must be at least 300"),
         (ChatConfig, {"train_file": ("no/such.txt",)}, "--train_file no/such.txt: no such file"),
     ],
@@ -539,29 +401,20 @@ def test_the_default_cadence_is_that_of_a_demo_in_a_short_run_and_a_share_of_a_l
     for name, (evaluations, saves) in steps.items():
         config = getattr(templates, name).Config()
         for total in (1, 40, 400):
-            assert (config.evaluation.every(total, 7), config.checkpoint.every(total)) == (
-                evaluations,
-                saves,
-            )
+            assert (config.evaluation.every(total, 7), config.checkpoint.every(total)) == (evaluations, saves)
         assert 20_000 // config.checkpoint.every(20_000) == saves
     assert (config.evaluation.every(19_073, None), config.checkpoint.every(19_073)) == (381, 381)
     given = configs.parse(templates.pretrain.Config, ["--eval_steps", "50", "--save_steps", "0.1"])
     assert (given.evaluation.every(10**6, None), given.checkpoint.every(10**6)) == (50, 10**5)
     assert EvaluationConfig(eval_steps=None).every(10**6, 7) == 7
-    assert "a whole number of steps or, below 1, a share" in refused(
-        options.CheckpointConfig, save_steps=1.5
-    )
+    assert "a whole number of steps or, below 1, a share" in refused(options.CheckpointConfig, save_steps=1.5)
 
 
 @pytest.mark.parametrize(
     ("template", "argv", "message"),
     [
         ("pretrain", "--model_preset 9M", "--model_preset 9M"),
-        (
-            "pretrain",
-            "--config_name a --model_name_or_path b",
-            "--config_name and --model_name_or_path",
-        ),
+        ("pretrain", "--config_name a --model_name_or_path b", "--config_name and --model_name_or_path"),
         ("pretrain", "--max_tokens 10 --max_steps 1", "--max_tokens and --max_steps"),
         ("pretrain", "--seq_length 0", "--seq_length must be at least"),
         ("lora_finetune", "--load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit"),
@@ -578,9 +431,7 @@ def test_the_batch_must_divide_over_the_processes_that_were_launched(templates, 
     monkeypatch.setenv("WORLD_SIZE", "3")
     message = refused(configs.parse, templates.pretrain.Config, ["--global_batch_size", "32"])
     assert "32 is not a multiple of the 3 processes that read data: 30 or 33 would be" in message
-    assert "2 is not a multiple of the 3 processes that read data: 3 would be" in refused(
-        BatchConfig(2, 4).micro_batch
-    )
+    assert "2 is not a multiple of the 3 processes that read data: 3 would be" in refused(BatchConfig(2, 4).micro_batch)
     assert BatchConfig(24, 4).micro_batch() == (4, 2)
 
 
@@ -625,9 +476,7 @@ def test_total_steps_is_the_budget_that_was_given():
     assert BatchConfig(max_steps=7).total_steps(100) == 7
     assert BatchConfig(num_train_epochs=2.5).total_steps(100) == 250
     assert BatchConfig(num_train_epochs=0.001).total_steps(100) == 1
-    assert (
-        BatchConfig(num_train_epochs=1.5).total_steps(3) == 5
-    )  # rounded up: no part of the budget is lost
+    assert BatchConfig(num_train_epochs=1.5).total_steps(3) == 5  # rounded up: no part of the budget is lost
     assert BatchConfig().total_steps(100) == 100
 
 
@@ -640,11 +489,7 @@ class Stop(CleanExit):
 
 @pytest.mark.parametrize(
     ("error", "code", "line"),
-    [
-        (ConfigError("a"), 2, "error: a\n"),
-        (Stop("saved"), 143, "saved\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-    ],
+    [(ConfigError("a"), 2, "error: a\n"), (Stop("saved"), 143, "saved\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
 )
 def test_a_clean_exit_is_one_line_and_its_code(capsys, monkeypatch, error, code, line):
     with pytest.raises(SystemExit) as end, clean_exit():
@@ -661,11 +506,7 @@ def test_a_clean_exit_is_one_line_and_its_code(capsys, monkeypatch, error, code,
 def test_what_an_error_quotes_cannot_break_its_line_or_fill_the_console():
     assert str(ConfigError("a\n\x1b[2J\u2028\ud800 é🙂")) == r"a\n\x1b[2J\u2028\ud800 é🙂"
     long = str(ConfigError("file.jsonl:3: " + "x" * 10**6 + "; name it with --text_column"))
-    assert (
-        len(long) < 2100
-        and long.startswith("file.jsonl:3: ")
-        and long.endswith("; name it with --text_column")
-    )
+    assert len(long) < 2100 and long.startswith("file.jsonl:3: ") and long.endswith("; name it with --text_column")
 
 
 def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(capsys, monkeypatch):
@@ -684,13 +525,7 @@ def test_another_rank_waits_for_the_main_one_to_tell_and_then_says_who_it_is(cap
 
 def run_python(*argv):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "SHOW_TRACEBACK")}
-    return subprocess.run(
-        [sys.executable, *argv],
-        capture_output=True,
-        text=True,
-        env=env | {"COLUMNS": "80"},
-        timeout=60,
-    )
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=env | {"COLUMNS": "80"}, timeout=60)
 
 
 def test_a_mistake_of_a_command_is_one_line_and_exit_code_2():
@@ -702,14 +537,10 @@ def test_a_mistake_of_a_command_is_one_line_and_exit_code_2():
 @pytest.mark.parametrize(("on_cpu", "seen"), [("true", "''"), ("false", "'0'")])
 def test_who_is_told_to_use_the_cpu_sees_no_gpu(on_cpu, seen):
     code = "import dataclasses, os; from shared.config import parse\n"
-    code += (
-        "parse.parse_or_exit(dataclasses.make_dataclass('Config', [('x', int, 1)], frozen=True))\n"
-    )
+    code += "parse.parse_or_exit(dataclasses.make_dataclass('Config', [('x', int, 1)], frozen=True))\n"
     code += "print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     environment = os.environ | {"ACCELERATE_USE_CPU": on_cpu, "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == seen, done.stderr
 
 

@@ -57,12 +57,8 @@ def test_it_gives_the_records_and_places_of_the_plain_file(tmp_path, suffix, nam
     plain, packed = tmp_path / name, tmp_path / (name + suffix)
     plain.write_bytes(content)
     middle = len(content) // 2
-    packed.write_bytes(
-        PACK[suffix](content[:middle]) + PACK[suffix](content[middle:])
-    )  # as `cat a.gz b.gz` leaves it
-    assert read(packed) == [
-        (where.replace(str(plain), str(packed)), record) for where, record in read(plain)
-    ]
+    packed.write_bytes(PACK[suffix](content[:middle]) + PACK[suffix](content[middle:]))  # as `cat a.gz b.gz` leaves it
+    assert read(packed) == [(where.replace(str(plain), str(packed)), record) for where, record in read(plain)]
     packed.rename(upper := packed.with_suffix(suffix.upper()))
     assert [record for _, record in read(upper)] == [record for _, record in read(plain)]
 
@@ -87,16 +83,9 @@ def test_an_error_names_the_file_and_the_line(tmp_path, suffix, name, content, w
 def test_a_damaged_or_truncated_file_is_named(tmp_path, suffix):
     path = tmp_path / f"a.jsonl{suffix}"
     content = PACK[suffix](b"".join(b'{"n": %d}\n' % n for n in range(9000)))
-    for damaged in (
-        content[:-3],
-        content[: len(content) // 2],
-        content[:40] + b"\xff" * 9 + content[49:],
-        LINES,
-    ):
+    for damaged in (content[:-3], content[: len(content) // 2], content[:40] + b"\xff" * 9 + content[49:], LINES):
         path.write_bytes(damaged)
-        assert refusal(path).startswith(
-            (f"{path}: cannot be unpacked, damaged or incomplete (", f"{path}:")
-        )
+        assert refusal(path).startswith((f"{path}: cannot be unpacked, damaged or incomplete (", f"{path}:"))
     path.write_bytes(content[: len(content) // 2])
     assert "cannot be unpacked" in refusal(path)
 
@@ -110,10 +99,7 @@ def test_a_bomb_is_refused_early_and_in_little_memory(tmp_path, suffix, name):
     assert path.stat().st_size < 11e6
     tracemalloc.start()
     try:
-        assert (
-            refusal(path)
-            == f"{path}: unpacks to more than 500 times its size; if you trust it, unpack it first"
-        )
+        assert refusal(path) == f"{path}: unpacks to more than 500 times its size; if you trust it, unpack it first"
         assert tracemalloc.get_traced_memory()[1] < 1e8
     finally:
         tracemalloc.stop()
@@ -123,10 +109,7 @@ def test_a_bomb_is_refused_early_and_in_little_memory(tmp_path, suffix, name):
 def test_a_log_that_compresses_well_passes(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(files, "FREE", 2**16)
     path = tmp_path / f"worker.log{suffix}"
-    lines = [
-        f"2026-01-01T{i // 3600:02}:{i // 60 % 60:02}:{i % 60:02}Z INFO worker heartbeat ok\n"
-        for i in range(43_200)
-    ]
+    lines = [f"2026-01-01T{i // 3600:02}:{i // 60 % 60:02}:{i % 60:02}Z INFO worker heartbeat ok\n" for i in range(43_200)]
     content = "".join(lines)
     path.write_bytes(PACK[suffix](content.encode()))
     assert "".join(record["text"] for _, record in read(path)) == content
@@ -167,38 +150,25 @@ def test_a_folder_may_hold_compressed_files_and_what_is_packed_twice_is_refused(
     config = CorpusConfig(train_file=(str(tmp_path),), validation_file=(str(tmp_path / "c*"),))
     train, validation = open_sources(config, demo=corpus.DEMO)
     assert train.identity() == [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"]
-    assert [record["text"] for source in (train, validation) for _, record in source.read()] == [
-        "0",
-        "1",
-        "2",
-    ]
+    assert [record["text"] for source in (train, validation) for _, record in source.read()] == ["0", "1", "2"]
     streamed, _ = open_sources(config, demo=corpus.DEMO, streaming=True)
     assert list(streamed.read()) == list(train.read())
     with pytest.raises(ConfigError, match="unpack it first"):
-        find_files(
-            [str(tmp_path)], flag="dataset_name"
-        )  # `datasets` would unpack it without a limit
+        find_files([str(tmp_path)], flag="dataset_name")  # `datasets` would unpack it without a limit
     for name in ("a.tar.gz", "a.tgz", "a.zip", "a.parquet.gz", "a.jsonl.gz.gz", "a.jsonl.lz4"):
         (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(
-            ConfigError, match=f"{name}: an archive or compressed file: unpack it first"
-        ):
+        with pytest.raises(ConfigError, match=f"{name}: an archive or compressed file: unpack it first"):
             find_files([str(tmp_path / name)], flag="train_file")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_its_tokens_are_those_of_the_plain_file(
-    text_file, tiny_model, tmp_path, monkeypatch, workers
-):
+def test_its_tokens_are_those_of_the_plain_file(text_file, tiny_model, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(store, "BATCH", 500)
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     packed = tmp_path / "text.jsonl.zst"
     packed.write_bytes(PACK[".zst"](text_file.read_bytes()))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    configs = [
-        CorpusConfig(train_file=(str(p),), preprocessing_num_workers=workers)
-        for p in (text_file, packed)
-    ]
+    configs = [CorpusConfig(train_file=(str(p),), preprocessing_num_workers=workers) for p in (text_file, packed)]
     encode = corpus.EncodeDocuments(tokenizer, "text")
     plain, unpacked = (corpus.prepare_sources(config, encode)[0] for config in configs)
     assert plain.folder != unpacked.folder and plain.identity == unpacked.identity

@@ -15,15 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.data.loader import Loader, Share
-from shared.data.order import (
-    IGNORED,
-    EvenSubset,
-    Order,
-    is_validation,
-    micro_batches,
-    permute,
-    seed_all,
-)
+from shared.data.order import IGNORED, EvenSubset, Order, is_validation, micro_batches, permute, seed_all
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError
 from shared.text import corpus
@@ -53,13 +45,7 @@ def end_readers():
 
 
 def test_permute_is_a_bijection_for_all_small_sizes_and_many_up_to_2000():
-    for size in [
-        *range(1, 300),
-        *range(300, 1000, 11),
-        *range(1020, 1030),
-        *range(1030, 2001, 11),
-        2000,
-    ]:
+    for size in [*range(1, 300), *range(300, 1000, 11), *range(1020, 1030), *range(1030, 2001, 11), 2000]:
         image = permute(np.arange(size), size, (size, 7))
         assert np.array_equal(np.sort(image), np.arange(size)), size
 
@@ -90,9 +76,7 @@ def test_the_order_of_a_seed_never_changes():
 
 
 def test_seeds_and_epochs_give_different_orders():
-    orders = {
-        tuple(permute(np.arange(50), 50, (seed, epoch))) for seed in range(5) for epoch in range(5)
-    }
+    orders = {tuple(permute(np.arange(50), 50, (seed, epoch))) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
 
@@ -110,9 +94,7 @@ def test_each_place_is_about_equally_likely():
     counts = np.zeros((10, 10))
     for seed in range(1000):
         counts[np.arange(10), permute(np.arange(10), 10, (seed, 0))] += 1
-    chi_square = ((counts - 100) ** 2 / 100).sum(
-        axis=1
-    )  # 9 degrees of freedom: 99.99 % lie below 33.7
+    chi_square = ((counts - 100) ** 2 / 100).sum(axis=1)  # 9 degrees of freedom: 99.99 % lie below 33.7
     assert chi_square.max() < 33.7
 
 
@@ -195,10 +177,7 @@ def test_without_the_smaller_batch_all_are_whole_and_nothing_repeats(num_samples
 
 def test_which_samples_are_left_out_differs_from_epoch_to_epoch():
     order = Order(10, 4, 0, drop_last=True)
-    left_out = [
-        set(range(10)) - {int(i) for s in (2 * e, 2 * e + 1) for i in order.indices(s)}
-        for e in range(40)
-    ]
+    left_out = [set(range(10)) - {int(i) for s in (2 * e, 2 * e + 1) for i in order.indices(s)} for e in range(40)]
     assert {len(out) for out in left_out} == {2}
     assert set().union(*left_out) == set(range(10))
 
@@ -225,10 +204,7 @@ class Numbers:
 
 
 def collate(rows):
-    return {
-        key: torch.from_numpy(np.stack([row[key] for row in rows]))
-        for key in ("input_ids", "labels")
-    }
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in ("input_ids", "labels")}
 
 
 def loader(num=22, size=8, *, per_device=2, rank=0, world_size=1, num_workers=0):
@@ -243,9 +219,7 @@ def loader(num=22, size=8, *, per_device=2, rank=0, world_size=1, num_workers=0)
 
 
 def plain(window):
-    batches = [
-        {key: value.tolist() for key, value in batch.items()} for batch in window.micro_batches
-    ]
+    batches = [{key: value.tolist() for key, value in batch.items()} for batch in window.micro_batches]
     return batches, window.num_targets, window.num_samples
 
 
@@ -254,9 +228,7 @@ def test_starting_at_a_later_step_gives_the_tail_of_the_same_windows(num_workers
     whole = [plain(w) for w in loader().windows(0, 7)]
     assert len(whole) == 7
     for start in (0, 2, 3, 5):
-        assert [plain(w) for w in loader(num_workers=num_workers).windows(start, 7)] == whole[
-            start:
-        ]
+        assert [plain(w) for w in loader(num_workers=num_workers).windows(start, 7)] == whole[start:]
 
 
 def test_an_empty_range_of_steps_gives_no_window():
@@ -269,30 +241,22 @@ def test_nothing_is_read_before_the_step_that_is_asked_for():
     fetch = samples.__getitem__
     subject = loader()
     subject.samples = type(
-        "Spy",
-        (),
-        {"__getitem__": lambda _, i: read.append(i) or fetch(i), "num_targets": lambda _, i: 0},
+        "Spy", (), {"__getitem__": lambda _, i: read.append(i) or fetch(i), "num_targets": lambda _, i: 0}
     )()
     window = next(subject.windows(4, 5))
     assert not read
     batches = iter(window.micro_batches)
-    assert (
-        next(batches)["input_ids"][:, 0].tolist() == read
-    )  # and no micro-batch before it is asked for
+    assert next(batches)["input_ids"][:, 0].tolist() == read  # and no micro-batch before it is asked for
     list(batches)
     assert sorted(read) == sorted(Order(22, 8, seed=5).indices(4).tolist())
 
 
 @pytest.mark.parametrize(("world", "per_device"), [(1, 8), (1, 2), (2, 4), (2, 2), (4, 1), (8, 1)])
 def test_over_all_ranks_a_window_holds_the_global_batch_once(world, per_device):
-    ranks = [
-        loader(per_device=per_device, rank=r, world_size=world).windows(0, 6) for r in range(world)
-    ]
+    ranks = [loader(per_device=per_device, rank=r, world_size=world).windows(0, 6) for r in range(world)]
     for step, windows in enumerate(zip(*ranks, strict=True)):
         read = [list(w.micro_batches) for w in windows]
-        assert {len(batches) for batches in read} == {len(w.indices) for w in windows} and len(
-            set(map(len, read))
-        ) == 1
+        assert {len(batches) for batches in read} == {len(w.indices) for w in windows} and len(set(map(len, read))) == 1
         expected = Order(22, 8, seed=5).indices(step)
         batches = [batch for batches in read for batch in batches]
         labels = torch.cat([batch["labels"] for batch in batches])
@@ -333,40 +297,22 @@ def noisy(row):
 
 
 def collate_noisy(rows):
-    return {
-        key: torch.from_numpy(np.stack([row[key] for row in rows]))
-        for key in ("labels", "noise", "index")
-    }
+    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in ("labels", "noise", "index")}
 
 
-def noise_of(
-    start, stop, *, world_size=1, per_device=2, num_workers=0, num=22, seed=5, drop_last=False
-):
+def noise_of(start, stop, *, world_size=1, per_device=2, num_workers=0, num=22, seed=5, drop_last=False):
     """{(step, sample): what was drawn} over all ranks; each sample is in a step once."""
     found = {}
     for rank in range(world_size):
         order = Order(num, 8, seed=seed, drop_last=drop_last)
         options = {"per_device": per_device, "num_workers": num_workers}
-        subject = Loader(
-            Numbers(num),
-            collate_noisy,
-            order,
-            Share(rank, world_size, CPU),
-            transform=noisy,
-            **options,
-        )
+        subject = Loader(Numbers(num), collate_noisy, order, Share(rank, world_size, CPU), transform=noisy, **options)
         for step, window in zip(range(start, stop), subject.windows(start, stop), strict=True):
             for batch in window.micro_batches:
-                for index, noise in zip(
-                    batch["index"].tolist(), batch["noise"].tolist(), strict=True
-                ):
+                for index, noise in zip(batch["index"].tolist(), batch["noise"].tolist(), strict=True):
                     known = found.setdefault((step, index), noise)
                     assert noise == known  # a row that fills up is sample 0's
-    return {
-        key: found[key]
-        for key in found
-        if key[1] in Order(num, 8, seed, drop_last=drop_last).indices(key[0])
-    }
+    return {key: found[key] for key in found if key[1] in Order(num, 8, seed, drop_last=drop_last).indices(key[0])}
 
 
 def test_what_a_transform_draws_differs_between_samples_epochs_and_seeds():
@@ -375,14 +321,11 @@ def test_what_a_transform_draws_differs_between_samples_epochs_and_seeds():
     for generator in range(3):
         assert len({noise[generator] for noise in found.values()}) == 44
     other = noise_of(0, 6, seed=6)
-    assert not {tuple(noise) for noise in found.values()} & {
-        tuple(noise) for noise in other.values()
-    }
+    assert not {tuple(noise) for noise in found.values()} & {tuple(noise) for noise in other.values()}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "per_device", "num_workers"),
-    [(1, 8, 0), (2, 4, 0), (4, 1, 0), (4, 2, 0), (1, 2, 2), (2, 2, 2)],
+    ("world_size", "per_device", "num_workers"), [(1, 8, 0), (2, 4, 0), (4, 1, 0), (4, 2, 0), (1, 2, 2), (2, 2, 2)]
 )
 def test_what_a_transform_draws_does_not_depend_on_the_launch(world_size, per_device, num_workers):
     options = {"world_size": world_size, "per_device": per_device, "num_workers": num_workers}
@@ -390,24 +333,15 @@ def test_what_a_transform_draws_does_not_depend_on_the_launch(world_size, per_de
 
 
 @settings(deadline=None, max_examples=8)
-@given(
-    start=st.integers(0, 9),
-    steps=st.integers(1, 4),
-    world=st.sampled_from([1, 2, 4]),
-    drop=st.booleans(),
-)
-def test_what_a_transform_draws_does_not_depend_on_the_step_of_a_resumption(
-    start, steps, world, drop
-):
+@given(start=st.integers(0, 9), steps=st.integers(1, 4), world=st.sampled_from([1, 2, 4]), drop=st.booleans())
+def test_what_a_transform_draws_does_not_depend_on_the_step_of_a_resumption(start, steps, world, drop):
     whole = noise_of(0, 13, drop_last=drop)
     part = noise_of(start, start + steps, world_size=world, drop_last=drop)
     assert part == {key: noise for key, noise in whole.items() if start <= key[0] < start + steps}
 
 
 def test_draws_in_between_change_nothing():
-    subject = Loader(
-        Numbers(22), collate_noisy, Order(22, 8, 5), Share(0, 1, CPU), per_device=2, transform=noisy
-    )
+    subject = Loader(Numbers(22), collate_noisy, Order(22, 8, 5), Share(0, 1, CPU), per_device=2, transform=noisy)
     windows = []
     for window in subject.windows(0, 3):
         torch.manual_seed(len(windows))
@@ -421,9 +355,7 @@ def test_draws_in_between_change_nothing():
 def test_reading_within_a_step_draws_nothing_from_it():
     """Micro-batches are read between the draws of the step: dropout must not depend on who reads them."""
     order = Order(22, 8, 5)
-    subject = Loader(
-        Numbers(22), collate_noisy, order, Share(0, 1, CPU), per_device=2, transform=noisy
-    )
+    subject = Loader(Numbers(22), collate_noisy, order, Share(0, 1, CPU), per_device=2, transform=noisy)
     draws = []
     for batches in (next(subject.windows(0, 1)).micro_batches, range(4)):
         seed_all(1)
@@ -451,10 +383,7 @@ def test_readers_stay_for_all_passes_over_one_range():
 
     subject = loader(num=16, num_workers=1)
     subject.samples = Process(16)
-    passes = [
-        {int(b["input_ids"][0, 0]) for w in subject.windows(0, 2) for b in w.micro_batches}
-        for _ in range(3)
-    ]
+    passes = [{int(b["input_ids"][0, 0]) for w in subject.windows(0, 2) for b in w.micro_batches} for _ in range(3)]
     assert passes[0] == passes[1] == passes[2]
     assert len(passes[0]) == 1
     assert passes[0] != {os.getpid()}
@@ -463,9 +392,7 @@ def test_readers_stay_for_all_passes_over_one_range():
 
 
 def test_windows_know_their_epoch():
-    assert [(w.epoch, w.epoch_samples) for w in loader().windows(1, 7)] == [(0, 22)] * 2 + [
-        (1, 22)
-    ] * 3 + [(2, 22)]
+    assert [(w.epoch, w.epoch_samples) for w in loader().windows(1, 7)] == [(0, 22)] * 2 + [(1, 22)] * 3 + [(2, 22)]
 
 
 def test_an_evaluation_counts_the_targets_of_the_samples_that_it_uses():
@@ -499,9 +426,7 @@ class Damaged(Numbers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    "error", [ConfigError("a.png: the file is empty"), CheckpointError("gone")]
-)
+@pytest.mark.parametrize("error", [ConfigError("a.png: the file is empty"), CheckpointError("gone")])
 def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(num_workers, error, end_readers):
     subject = loader(num=8, size=2, num_workers=num_workers)
     subject.samples = Damaged(8, error)
@@ -530,9 +455,7 @@ def test_a_transform_that_changes_what_is_counted_is_refused():
     """The loss of a step is divided by the targets that the samples say."""
     subject = loader()
     subject.transform = lambda row: {**row, "labels": np.full_like(row["labels"], IGNORED)}
-    with pytest.raises(
-        ConfigError, match=r"sample \d+: the transform makes 0 targets of \d+: keep their number"
-    ):
+    with pytest.raises(ConfigError, match=r"sample \d+: the transform makes 0 targets of \d+: keep their number"):
         plain(next(subject.windows(0, 1)))
     subject = loader()
     subject.transform = lambda row: {**row, "position_ids": np.array([0, 1, 0, 1, 3])}
@@ -581,9 +504,7 @@ gc.collect()
 
 @pytest.mark.slow
 def test_a_program_that_caught_an_error_of_a_reading_process_can_end():
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENDS], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", ENDS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         output, _ = process.communicate(timeout=40)
     except subprocess.TimeoutExpired:

@@ -32,11 +32,7 @@ def test_what_labels_look_like(raw, expected):
 
 def test_labels_of_each_kind():
     one = read_labels([10, "9", "b ", 9], None, place)
-    assert (one.problem_type, one.classes, one.values.tolist()) == (
-        "single_label",
-        ("9", "10", "b"),
-        [1, 0, 2, 0],
-    )
+    assert (one.problem_type, one.classes, one.values.tolist()) == ("single_label", ("9", "10", "b"), [1, 0, 2, 0])
     several = read_labels(["b|a", [], "", 3, ["a", "a"]], "multi_label", place)
     assert several.classes == ("3", "a", "b")
     assert several.values.tolist() == [[0, 1, 1], [0, 0, 0], [0, 0, 0], [1, 0, 0], [0, 1, 0]]
@@ -51,29 +47,13 @@ def test_labels_of_each_kind():
     ("raw", "problem_type", "message"),
     [
         (["a", None], None, ":3: the label is null, expected a name or a number"),
-        (
-            [1, "x|y"],
-            None,
-            ":3: the label is 'x|y': for several labels add --problem_type multi_label",
-        ),
+        ([1, "x|y"], None, ":3: the label is 'x|y': for several labels add --problem_type multi_label"),
         (["a", "a, b"], "multi_label", ":3: the label is 'a, b': write name|name for several"),
-        (
-            ["a", ["a", 0.5]],
-            "multi_label",
-            ":3: one of the labels is a float, expected a name or a number",
-        ),
-        (
-            ["a", {}],
-            "multi_label",
-            ":3: the label is a dict, expected a list of names, or text: name|name",
-        ),
+        (["a", ["a", 0.5]], "multi_label", ":3: one of the labels is a float, expected a name or a number"),
+        (["a", {}], "multi_label", ":3: the label is a dict, expected a list of names, or text: name|name"),
         ([1, "x"], "regression", ":3: the label is 'x', expected a number"),
         ([1, "inf"], "regression", ":3: the label is 'inf', expected a number"),
-        (
-            [1, -100],
-            "regression",
-            ":3: the label is -100, which marks rows without a label: rescale the labels",
-        ),
+        ([1, -100], "regression", ":3: the label is -100, which marks rows without a label: rescale the labels"),
     ],
 )
 def test_what_is_no_label_is_refused_with_its_place(raw, problem_type, message):
@@ -83,9 +63,7 @@ def test_what_is_no_label_is_refused_with_its_place(raw, problem_type, message):
 
 
 def test_a_label_to_validate_on_must_be_trained():
-    with pytest.raises(
-        ConfigError, match=r"data.csv:5: the label 'c' is none of the training data \(a, b\)"
-    ):
+    with pytest.raises(ConfigError, match=r"data.csv:5: the label 'c' is none of the training data \(a, b\)"):
         read_labels(["a", "b", "a", "c"], None, place, trained=3)
     assert read_labels(["a", "b", "a", "c"], None, place).classes == ("a", "b", "c")
 

@@ -50,8 +50,7 @@ def test_equals_a_table_of_the_whole_run(weights, data, batch, seed):
 def test_rows_that_are_padded_are_sorted_within_their_batch():
     lengths = np.random.default_rng(0).integers(1, 100, 70)
     plain, grouped = (
-        Mixture(70, 8, 0, sources=(("a", 20), ("b", 50)), weights=(1, 1), lengths=given)
-        for given in (None, lengths)
+        Mixture(70, 8, 0, sources=(("a", 20), ("b", 50)), weights=(1, 1), lengths=given) for given in (None, lengths)
     )
     for step in range(20):
         assert sorted(grouped.indices(step)) == sorted(plain.indices(step))
@@ -67,12 +66,8 @@ def test_a_packed_row_is_of_one_source():
     alone = [best_fit_decreasing(part, 64) for part in (samples.lengths[:30], samples.lengths[30:])]
     assert bins == alone[0] + [[30 + index for index in row] for row in alone[1]]
     again = Packed(samples, 64)  # from the files
-    assert [
-        again.bin(number).tolist() for number in range(len(again))
-    ] == bins and again.sources == packed.sources
-    assert packed.lengths.tolist() == [
-        samples.lengths[row].sum() + 1 - 1 / len(row) for row in bins
-    ]
+    assert [again.bin(number).tolist() for number in range(len(again))] == bins and again.sources == packed.sources
+    assert packed.lengths.tolist() == [samples.lengths[row].sum() + 1 - 1 / len(row) for row in bins]
     assert packed.sources == {"a": len(alone[0]), "b": len(alone[1])}
 
 
@@ -101,46 +96,27 @@ def test_a_loader_reads_the_same_from_any_step_on_any_number_of_processes():
 
     def rows(start, stop, rank=0, world=1, workers=0):
         share = Share(rank, world, torch.device("cpu"))
-        loader = Loader(
-            samples,
-            default_collate,
-            order,
-            share,
-            per_device=2,
-            num_workers=workers,
-            transform=draw,
-        )
+        loader = Loader(samples, default_collate, order, share, per_device=2, num_workers=workers, transform=draw)
         for window in loader.windows(start, stop):
             batches = list(window.micro_batches)
-            found = torch.cat(
-                [
-                    torch.cat([batch["labels"].double(), batch["draw"].double()], 1)
-                    for batch in batches
-                ]
-            )
+            found = torch.cat([torch.cat([batch["labels"].double(), batch["draw"].double()], 1) for batch in batches])
             yield window, sorted(map(tuple, found.tolist()))
 
     whole = [seen for _, seen in rows(0, 12)]
     for step, (window, seen) in enumerate(rows(0, 12)):
-        assert [source for source, _, _ in seen] == [0] * 6 + [
-            1
-        ] * 2 and window.num_targets == 6 + 2 * 2
+        assert [source for source, _, _ in seen] == [0] * 6 + [1] * 2 and window.num_targets == 6 + 2 * 2
         assert window.sources == {"a": (5, 6 * (step + 1)), "b": (33, 2 * (step + 1))}
     again = [seen for _, seen in rows(7, 12, workers=1)]
     halves = [list(rows(7, 12, rank, 2)) for rank in (0, 1)]
     assert again == whole[7:] == [sorted(a + b) for (_, a), (_, b) in zip(*halves, strict=True)]
     drawn = [row for seen in whole for row in seen if row[0] == 0]
     assert len({index for _, index, _ in drawn}) == 5
-    assert (
-        len(set(drawn)) == len(drawn) == 72
-    )  # augmented anew each time, also within an epoch of the mixture
+    assert len(set(drawn)) == len(drawn) == 72  # augmented anew each time, also within an epoch of the mixture
     both = [{source for source, *_ in seen} for _, seen in halves[0]]
     assert {0.0, 1.0} in both  # no rank reads one source alone
 
 
-@pytest.mark.parametrize(
-    "weights", [(0.7, 0.3), (1, 1, 1), (0.5, *[0.01] * 50), (1e9, 1), (0.693584, 0.306416)]
-)
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1, 1), (0.5, *[0.01] * 50), (1e9, 1), (0.693584, 0.306416)])
 def test_shares_hold_in_every_stretch(weights):
     whose, before = turns(weights)
     assert len(whose) <= PERIOD + len(weights)

@@ -22,18 +22,7 @@ from shared.images.options import ImageConfig
 from shared.process.errors import ConfigError
 from tests.conftest import paint
 
-LABELS = [
-    ["cat"],
-    [],
-    ["dog", "cat"],
-    ["7"],
-    ["dog", "7"],
-    ["cat"],
-    ["dog"],
-    ["cat", "dog", "7"],
-    [],
-    ["7"],
-]
+LABELS = [["cat"], [], ["dog", "cat"], ["7"], ["dog", "7"], ["cat"], ["dog"], ["cat", "dog", "7"], [], ["7"]]
 
 
 def evaluation_of(labels, scores, classes, thresholds=None):
@@ -57,10 +46,7 @@ def listings(folder):
     csv = [f"{name}, {' | '.join(labels)}" for name, labels in zip(names, LABELS, strict=True)]
     (folder / "a.csv").write_text("\n".join(["file_name,label", *csv]) + "\n")
     rows = [
-        {
-            "file_name": name,
-            "label": [int(label) if label == "7" else label for label in labels * 2],
-        }
+        {"file_name": name, "label": [int(label) if label == "7" else label for label in labels * 2]}
         for name, labels in zip(names, LABELS, strict=True)
     ]
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -72,9 +58,9 @@ def listings(folder):
     hub = datasets.Dataset.from_dict({"image": pictures, "label": LABELS}, features=features)
     (folder / "hub").mkdir()
     hub.to_parquet(folder / "hub/train-00000-of-00001.parquet")
-    return {
-        "train_file": [(str(folder / f"a.{kind}"),) for kind in ("csv", "jsonl", "parquet")]
-    } | {"dataset_name": [(str(folder / "hub"),)]}
+    return {"train_file": [(str(folder / f"a.{kind}"),) for kind in ("csv", "jsonl", "parquet")]} | {
+        "dataset_name": [(str(folder / "hub"),)]
+    }
 
 
 def hot_of(labels, classes):
@@ -87,9 +73,7 @@ def test_lists_and_texts_in_any_file_are_the_same_data(tmp_path, monkeypatch):
     found = []
     for flag, values in listings(tmp_path).items():
         for value in values:
-            config = ImageConfig(
-                **{flag: value}, problem_type="multi_label", validation_split_percentage=30
-            )
+            config = ImageConfig(**{flag: value}, problem_type="multi_label", validation_split_percentage=30)
             data = prepare(config)
             assert data.classes == ("7", "cat", "dog")
             assert "; 1.20 labels an image" in data.about
@@ -98,53 +82,31 @@ def test_lists_and_texts_in_any_file_are_the_same_data(tmp_path, monkeypatch):
                 numbers = part.index[:, 1].tolist()
                 rows = [part[number]["labels"] for number in range(len(part))]
                 assert all((row.dtype, row.shape) == (np.float32, (3,)) for row in rows)
-                assert [row.tolist() for row in rows] == hot_of(
-                    [LABELS[n] for n in numbers], data.classes
-                )
+                assert [row.tolist() for row in rows] == hot_of([LABELS[n] for n in numbers], data.classes)
                 parts.append(numbers)
             found.append(parts)
             other = data.numbered_as(("dog", "7", "cat"))
-            assert other.train.labels.values.tolist() == hot_of(
-                [LABELS[n] for n in parts[0]], ("dog", "7", "cat")
-            )
+            assert other.train.labels.values.tolist() == hot_of([LABELS[n] for n in parts[0]], ("dog", "7", "cat"))
     assert all(parts == found[0] for parts in found)
     train, validation = found[0]
-    assert (
-        sorted(train + validation) == [*range(10)] and len(validation) == 3
-    )  # of 7, of cat, and of those without a label
-    with pytest.raises(
-        ConfigError,
-        match=r"a\.jsonl:1: the label is a list, .*; --problem_type multi_label takes lists",
-    ):
+    assert sorted(train + validation) == [*range(10)] and len(validation) == 3  # of 7, of cat, and of those without a label
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the label is a list, .*; --problem_type multi_label takes lists"):
         prepare(ImageConfig(train_file=(str(tmp_path / "a.jsonl"),)))
-    (tmp_path / "b.csv").write_text(
-        "image,label\n" + "".join(f"{n}.png,{'a|b' if n % 2 else 'c'}\n" for n in range(8))
-    )
+    (tmp_path / "b.csv").write_text("image,label\n" + "".join(f"{n}.png,{'a|b' if n % 2 else 'c'}\n" for n in range(8)))
     one = prepare(ImageConfig(train_file=(str(tmp_path / "b.csv"),), problem_type="single_label"))
     assert one.classes == ("a|b", "c")
 
 
 def test_a_mixture_joins_the_labels_of_its_sources_and_weighs_them_as_drawn(tmp_path):
-    for name, labels in {
-        "x": ["cat", "cat|dog", "", "cat", "dog"],
-        "y": ["owl|dog", "owl", "owl", "dog", ""],
-    }.items():
+    for name, labels in {"x": ["cat", "cat|dog", "", "cat", "dog"], "y": ["owl|dog", "owl", "owl", "dog", ""]}.items():
         for number in range(5):
             paint(tmp_path / name / f"{number}.png", 0, number, (8, 8))
         rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels))
         (tmp_path / name / "list.csv").write_text("image,label\n" + rows)
     files = tuple(str(tmp_path / name / "list.csv") for name in "xy")
-    config = ImageConfig(
-        train_file=files,
-        mix_weights=(3.0, 1.0),
-        problem_type="multi_label",
-        validation_file=(files[0],),
-    )
+    config = ImageConfig(train_file=files, mix_weights=(3.0, 1.0), problem_type="multi_label", validation_file=(files[0],))
     data = prepare(config)
-    assert data.classes == ("cat", "dog", "owl") and data.train.sources == {
-        files[0]: 5,
-        files[1]: 5,
-    }
+    assert data.classes == ("cat", "dog", "owl") and data.train.sources == {files[0]: 5, files[1]: 5}
     trained = data.train.labels.values.tolist()
     assert trained[:2] == [[1, 0, 0], [1, 1, 0]] and trained[5] == [0, 1, 1]
     assert data.validation.labels.values.tolist() == trained[:5]
@@ -161,10 +123,7 @@ def test_images_are_held_out_by_their_rarest_class():
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 7))
 def test_one_label_in_a_row_of_many_is_mixed_as_the_class_is(seed, rows):
     generator = torch.Generator().manual_seed(seed)
-    images, labels = (
-        torch.rand(rows, 3, 6, 5, generator=generator),
-        torch.randint(0, 4, (rows,), generator=generator),
-    )
+    images, labels = torch.rand(rows, 3, 6, 5, generator=generator), torch.randint(0, 4, (rows,), generator=generator)
     draws = torch.rand(rows, 4, generator=generator)
     draws[:, 0] = (draws[:, 0] > 0.5).float()
     hot = torch.nn.functional.one_hot(labels, 4).float()
@@ -193,10 +152,7 @@ def test_no_threshold_has_a_better_f1(data, size):
     labels = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     scores = np.array(data.draw(st.lists(st.integers(1, 9), min_size=size, max_size=size))) / 10
     chosen = f1_score(labels, scores >= best_threshold(labels, scores), zero_division=0)
-    assert (
-        chosen >= max(f1_score(labels, scores >= cut, zero_division=0) for cut in scores) - 1e-9
-        or not labels.any()
-    )
+    assert chosen >= max(f1_score(labels, scores >= cut, zero_division=0) for cut in scores) - 1e-9 or not labels.any()
 
 
 def test_the_files_of_an_evaluation(tmp_path, capsys):
@@ -227,8 +183,7 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     assert float(row["score of class number 3"]) == pytest.approx(scores[5, 4], abs=1e-4)
     content = json.loads((tmp_path / "run/evaluation.json").read_text())
     assert (
-        content["classes"]["class number 6"]
-        | {"recall": 0.0, "f1": 0.0, "support": 0, "threshold": 0.5}
+        content["classes"]["class number 6"] | {"recall": 0.0, "f1": 0.0, "support": 0, "threshold": 0.5}
         == (content["classes"]["class number 6"])
     )
     average = [each["average_precision"] for each in content["classes"].values() if each["support"]]
@@ -242,16 +197,12 @@ def test_thresholds_of_a_model_are_kept_and_forgotten():
     rng = np.random.default_rng(0)
     own = {"b": 0.25, "a": 0.75}
     labels, scores = rng.random((40, 2)) < 0.4, rng.random((40, 2))
-    kept, best = (
-        evaluation_of(labels, scores, ("a", "b"), thresholds) for thresholds in (own, None)
-    )
+    kept, best = (evaluation_of(labels, scores, ("a", "b"), thresholds) for thresholds in (own, None))
     assert kept.by_class["threshold"].tolist() == [0.75, 0.25]
     assert kept.predicted.tolist() == (scores >= [0.75, 0.25]).tolist()
     assert kept.summary["eval_macro_f1"] < best.summary["eval_macro_f1"]
     config = SimpleNamespace(thresholds=own)
     best.update(config)
-    assert (
-        config.thresholds == best.thresholds and config.problem_type == "multi_label_classification"
-    )
+    assert config.thresholds == best.thresholds and config.problem_type == "multi_label_classification"
     of_one_label(np.zeros((1, 5)), ("a",), "images").update(config)
     assert not hasattr(config, "thresholds")

@@ -109,15 +109,11 @@ def test_a_disk_that_is_full_or_closed_says_what_to_set(tmp_path, monkeypatch, w
         monkeypatch.setattr(Path, "mkdir" if when == "at first" else "rename", refuse)
     message = f"^{tmp_path}: prepared data cannot be written .*No space left.* set TEMPLATES_CACHE to a writable folder"
     with pytest.raises(ConfigError, match=message):
-        prepared.build_once(
-            tmp_path / "a", refuse if when == "while it is built" else lambda folder: None
-        )
+        prepared.build_once(tmp_path / "a", refuse if when == "while it is built" else lambda folder: None)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "how", ["a bit", "its length", "a file more", "a file less", "its checksums", "no checksums"]
-)
+@pytest.mark.parametrize("how", ["a bit", "its length", "a file more", "a file less", "its checksums", "no checksums"])
 def test_a_damaged_folder_is_prepared_again(tmp_path, capsys, how, monkeypatch):
     monkeypatch.setattr(prepared, "PIECE", 2**20)
     content, folder = os.urandom(5 * 2**19), tmp_path / "a"
@@ -146,9 +142,7 @@ def test_a_damaged_folder_is_prepared_again(tmp_path, capsys, how, monkeypatch):
         prepared.build_once(folder, build)
         assert another_run_reads.read(1)
     said = capsys.readouterr().err
-    assert (
-        said.startswith(f"warning: {folder}: prepared data is damaged (") and said.count("\n") == 1
-    )
+    assert said.startswith(f"warning: {folder}: prepared data is damaged (") and said.count("\n") == 1
     assert (folder / "part" / "x").read_bytes() == content and not (folder / "part" / "z").exists()
     prepared.build_once(folder, lambda _: pytest.fail("built"))
     assert len([*tmp_path.iterdir()]) == 2  # the damaged one is removed by a run after a day
@@ -156,14 +150,10 @@ def test_a_damaged_folder_is_prepared_again(tmp_path, capsys, how, monkeypatch):
 
 def test_files_that_have_not_changed_are_read_once_a_day(tmp_path, monkeypatch):
     read, checksums = [], prepared._checksums
-    monkeypatch.setattr(
-        prepared, "_checksums", lambda folder: read.append(folder) or checksums(folder)
-    )
+    monkeypatch.setattr(prepared, "_checksums", lambda folder: read.append(folder) or checksums(folder))
     folder = tmp_path / "a"
     days = [1, 1, 2, 2]
-    monkeypatch.setattr(
-        prepared, "date", type("Day", (), {"today": lambda: datetime.date(2026, 1, days[0])})
-    )
+    monkeypatch.setattr(prepared, "date", type("Day", (), {"today": lambda: datetime.date(2026, 1, days[0])}))
     while days:
         prepared.build_once(folder, lambda folder: (folder / "x").write_text("x"))
         days.pop(0) if len(days) > 1 else days.clear()
@@ -176,14 +166,7 @@ def test_files_that_have_not_changed_are_read_once_a_day(tmp_path, monkeypatch):
 @pytest.mark.parametrize("built", [True, False])
 def test_what_killed_runs_have_left_is_removed_once_nobody_writes_it_any_more(tmp_path, built):
     long_ago = time.time() - prepared.ABANDONED_AFTER - 60
-    for name in (
-        ".a.11111111",
-        ".a.22222222",
-        ".b.new",
-        ".a.new",
-        ".a.new-44444444",
-        ".a.new-55555555",
-    ):
+    for name in (".a.11111111", ".a.22222222", ".b.new", ".a.new", ".a.new-44444444", ".a.new-55555555"):
         (tmp_path / name / "tokenizer").mkdir(parents=True)
         for path in (tmp_path / name / "tokenizer/half", tmp_path / name / "half"):
             path.write_text("x")
@@ -197,20 +180,13 @@ def test_what_killed_runs_have_left_is_removed_once_nobody_writes_it_any_more(tm
     for _ in range(1 + built):
         prepared.build_once(tmp_path / "a", lambda folder: None)
     os.close(lock)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".a.22222222",
-        ".a.new",
-        ".a.new-55555555",
-        "a",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.22222222", ".a.new", ".a.new-55555555", "a"]
 
 
 def test_another_rank_waits_for_the_folder_and_builds_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     waiting = threading.Thread(
-        target=prepared.build_once,
-        args=(tmp_path / "a", lambda folder: pytest.fail("built")),
-        daemon=True,
+        target=prepared.build_once, args=(tmp_path / "a", lambda folder: pytest.fail("built")), daemon=True
     )
     waiting.start()
     waiting.join(0.3)
@@ -236,11 +212,7 @@ def test_results_come_in_the_order_of_the_items_and_few_are_read_ahead(processes
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_that_a_user_can_act_on_arrives_as_it_was_raised(processes):
-    items = [
-        "pass",
-        "from shared.process.errors import ConfigError as E; raise E('line 7: no text')",
-        "pass",
-    ]
+    items = ["pass", "from shared.process.errors import ConfigError as E; raise E('line 7: no text')", "pass"]
     results = parallel_map(exec, items, processes)
     assert next(results) is None
     with pytest.raises(ConfigError, match=r"^line 7: no text$"):
@@ -262,13 +234,9 @@ for process in parallel_map(eval, ["__import__('os').getpid()"] * 99, 2):
 
 
 def test_processes_do_not_outlive_a_run_that_is_killed():
-    with subprocess.Popen(
-        [sys.executable, "-c", OUTLIVED], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as run:
+    with subprocess.Popen([sys.executable, "-c", OUTLIVED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        workers = [
-            psutil.Process(number) for number in {int(run.stdout.readline()) for _ in range(3)}
-        ]
+        workers = [psutil.Process(number) for number in {int(run.stdout.readline()) for _ in range(3)}]
         run.kill()
     _, alive = psutil.wait_procs(workers, 20)
     assert workers and not alive

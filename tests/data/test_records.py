@@ -52,18 +52,10 @@ def find(*paths):
             [(":1", {"text": "one", "n": 1}), (":4", {"text": None, "l": [1.5, {"k": True}]})],
         ),
         ("A.NDJSON", '{"a": "1"}\n{"a": "2"}\n', [(":1", {"a": "1"}), (":2", {"a": "2"})]),
-        (
-            "a.jsonl",
-            '{"a": "b\u2028c\x85d"}\n{"a": "e"}\n',
-            [(":1", {"a": "b\u2028c\x85d"}), (":2", {"a": "e"})],
-        ),
+        ("a.jsonl", '{"a": "b\u2028c\x85d"}\n{"a": "e"}\n', [(":1", {"a": "b\u2028c\x85d"}), (":2", {"a": "e"})]),
         ("a.jsonl", '{"a": "\\ud83d\\ude42"}', [(":1", {"a": "🙂"})]),
         ("a.jsonl", '\ufeff{"a": "1"}', [(":1", {"a": "1"})]),
-        (
-            "a.json",
-            '\ufeff [{"a": 1},\n {"a": "é"}]',
-            [(": record 1", {"a": 1}), (": record 2", {"a": "é"})],
-        ),
+        ("a.json", '\ufeff [{"a": 1},\n {"a": "é"}]', [(": record 1", {"a": 1}), (": record 2", {"a": "é"})]),
         ("a.json", '{"a": 1}\n{"a": 2}\n', [(":1", {"a": 1}), (":2", {"a": 2})]),
         (
             "a.csv",
@@ -83,24 +75,16 @@ def test_each_format_gives_values_and_places(tmp_path, name, content, expected):
 
 def test_parquet_gives_values_and_row_numbers_over_batches(tmp_path):
     path = tmp_path / "a.parquet"
-    rows = [
-        {"text": f"é{i}", "turns": [{"role": "user"}] * (i % 3), "none": None} for i in range(1100)
-    ]
+    rows = [{"text": f"é{i}", "turns": [{"role": "user"}] * (i % 3), "none": None} for i in range(1100)]
     pq.write_table(pa.Table.from_pylist(rows), path)
     result = read(path)
     assert [record for _, record in result] == rows
     assert [result[i][0] for i in (0, 1024, 1099)] == [f"{path}: row {n}" for n in (1, 1025, 1100)]
 
 
-def test_a_large_text_file_is_several_records_of_which_all_but_the_last_say_so(
-    tmp_path, monkeypatch
-):
+def test_a_large_text_file_is_several_records_of_which_all_but_the_last_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "PIECE", 8)
-    path = write(
-        tmp_path,
-        "a.txt",
-        b"\xef\xbb\xbf" + "one\r\ntwo\rthree é four five🙂six seven eight nine".encode(),
-    )
+    path = write(tmp_path, "a.txt", b"\xef\xbb\xbf" + "one\r\ntwo\rthree é four five🙂six seven eight nine".encode())
     texts = ["one\ntwo\n", "three é ", "four ", "five🙂six", " seven ", "eight ", "nine"]
     marked = [{"text": text, records.CONTINUES: True} for text in texts[:-1]]
     assert read(path) == [(str(path), record) for record in [*marked, {"text": texts[-1]}]]
@@ -118,9 +102,7 @@ def test_pieces_joined_are_the_text_and_end_with_a_line_or_a_word(text, block):
         assert len(piece) <= 8
         if continues and not piece.endswith("\n"):
             assert "\n" not in piece
-            assert piece[-1].isspace() or (
-                len(piece) == 8 and len(piece.split()) == 1 and not piece[0].isspace()
-            )
+            assert piece[-1].isspace() or (len(piece) == 8 and len(piece.split()) == 1 and not piece[0].isspace())
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.json", "a.csv"])
@@ -137,10 +119,7 @@ def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
 
 def test_several_files_are_read_in_order(tmp_path):
     first, second = write(tmp_path, "b.jsonl", '{"n": 1}'), write(tmp_path, "a.txt", "x")
-    assert list(read_records([first, second])) == [
-        (f"{first}:1", {"n": 1}),
-        (str(second), {"text": "x"}),
-    ]
+    assert list(read_records([first, second])) == [(f"{first}:1", {"n": 1}), (str(second), {"text": "x"})]
 
 
 # What cannot be read -------------------------------------------------------------------------------------------------
@@ -206,9 +185,7 @@ def read_or_refuse(path):
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=5)
-)
+@given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=5))
 def test_a_damaged_parquet_file_gives_records_or_a_config_error(tmp_path_factory, flips):
     path = tmp_path_factory.getbasetemp() / "damaged.parquet"
     pq.write_table(pa.table({"text": ["abc"] * 20, "n": list(range(20))}), path)
@@ -234,28 +211,12 @@ def test_linked_folders_are_followed_and_none_is_read_twice(tmp_path):
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for folder in (data / "sub", elsewhere / "deep"):
         folder.mkdir(parents=True)
-    for name in (
-        "data/a.txt",
-        "data/sub/b.txt",
-        "elsewhere/c.txt",
-        "elsewhere/deep/d.txt",
-        "not_data.txt",
-    ):
+    for name in ("data/a.txt", "data/sub/b.txt", "elsewhere/c.txt", "elsewhere/deep/d.txt", "not_data.txt"):
         write(tmp_path, name, "x")
-    for link, target in {
-        "link": elsewhere,
-        "same": elsewhere,
-        "sub/up": data,
-        "sub/out": tmp_path,
-    }.items():
+    for link, target in {"link": elsewhere, "same": elsewhere, "sub/up": data, "sub/out": tmp_path}.items():
         (data / link).symlink_to(target)
     (elsewhere / "back").symlink_to(data)
-    assert find(data) == [
-        data / "a.txt",
-        data / "link/c.txt",
-        data / "link/deep/d.txt",
-        data / "sub/b.txt",
-    ]
+    assert find(data) == [data / "a.txt", data / "link/c.txt", data / "link/deep/d.txt", data / "sub/b.txt"]
     (tmp_path / "to_data").symlink_to(data)
     assert find(tmp_path / "to_data")[0] == tmp_path / "to_data" / "a.txt"
 
@@ -315,31 +276,21 @@ def test_a_file_that_is_named_for_validation_is_not_trained_on(tmp_path, monkeyp
         assert [path.resolve() for path in train.identity()] == [a, b]
         assert [record["n"] for _, record in train.read()] == ["a", "b"]
         assert [record["n"] for _, record in validation.read()] == ["val"]
-        assert (
-            capsys.readouterr().err
-            == "--validation_file names 2 of the 4 files of --train_file: left out\n"
-        )
+        assert capsys.readouterr().err == "--validation_file names 2 of the 4 files of --train_file: left out\n"
 
 
 def test_the_same_file_for_training_and_validation_is_taken_at_its_word(tmp_path, capsys):
     path = write(tmp_path, "a.jsonl", '{"n": 1}')
-    train, validation = open_sources(
-        DataConfig(train_file=(str(path),), validation_file=(str(path),)), demo=DEMO
-    )
+    train, validation = open_sources(DataConfig(train_file=(str(path),), validation_file=(str(path),)), demo=DEMO)
     assert list(train.read()) == list(validation.read()) and len(list(train.read())) == 1
     assert "warning: --validation_file names all that is trained on" in capsys.readouterr().err
 
 
 def test_a_folder_that_datasets_loads_is_read_with_its_rows_numbered(tmp_path):
     write(tmp_path, "train.jsonl", '{"text": "a"}\n{"text": "b"}\n')
-    train, validation = open_sources(
-        CorpusConfig(dataset_name=(str(tmp_path),)), demo=DEMO, streaming=True
-    )
+    train, validation = open_sources(CorpusConfig(dataset_name=(str(tmp_path),)), demo=DEMO, streaming=True)
     assert validation is None
-    assert list(train.read()) == [
-        (f"{tmp_path}:train: row 0", {"text": "a"}),
-        (f"{tmp_path}:train: row 1", {"text": "b"}),
-    ]
+    assert list(train.read()) == [(f"{tmp_path}:train: row 0", {"text": "a"}), (f"{tmp_path}:train: row 1", {"text": "b"})]
 
 
 def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
@@ -348,10 +299,7 @@ def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
         folder.mkdir()
         file = write(folder, "a.jsonl", '{"text": "a"}\n')
         os.utime(file, (1, len(str(folder))))
-    sources = [
-        open_sources(CorpusConfig(train_file=(str(f),)), demo=DEMO, streaming=True)[0]
-        for f in (first, second)
-    ]
+    sources = [open_sources(CorpusConfig(train_file=(str(f),)), demo=DEMO, streaming=True)[0] for f in (first, second)]
     assert sources[0].identity() == sources[1].identity() == [["a.jsonl", 14]]
 
 
@@ -361,24 +309,9 @@ def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
         (ConnectionResetError("reset"), True),
         (TimeoutError("slow"), True),
         (httpx.ConnectTimeout("slow"), True),
-        (
-            httpx.HTTPStatusError(
-                "x", request=httpx.Request("GET", "http://x"), response=httpx.Response(503)
-            ),
-            True,
-        ),
-        (
-            httpx.HTTPStatusError(
-                "x", request=httpx.Request("GET", "http://x"), response=httpx.Response(429)
-            ),
-            True,
-        ),
-        (
-            httpx.HTTPStatusError(
-                "x", request=httpx.Request("GET", "http://x"), response=httpx.Response(404)
-            ),
-            False,
-        ),
+        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(503)), True),
+        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(429)), True),
+        (httpx.HTTPStatusError("x", request=httpx.Request("GET", "http://x"), response=httpx.Response(404)), False),
         (OfflineModeIsEnabled("offline"), False),
         (FileNotFoundError("typed wrong"), False),
         (ValueError("typed wrong"), False),
@@ -386,9 +319,7 @@ def test_a_stream_is_the_same_after_its_files_were_copied(tmp_path):
 )
 def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error, expected):
     def fail(*_args, **_options):
-        outer = (
-            ConnectionError if isinstance(error, OfflineModeIsEnabled) else RuntimeError
-        )  # as `datasets` does
+        outer = ConnectionError if isinstance(error, OfflineModeIsEnabled) else RuntimeError  # as `datasets` does
         raise outer("as a library wraps it") from error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
@@ -405,23 +336,12 @@ def test_a_server_that_does_not_answer_is_nobodys_wrong_input(monkeypatch, error
 
 def test_splits_of_a_data_set_are_chosen_by_name(tmp_path):
     for split, texts in (("train_sft", "ab"), ("test_sft", "c")):
-        write(
-            tmp_path, f"{split}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
-    files = "".join(
-        f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train_sft", "test_sft")
-    )
-    write(
-        tmp_path, "README.md", f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n"
-    )
+        write(tmp_path, f"{split}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train_sft", "test_sft"))
+    write(tmp_path, "README.md", f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
     named = {"dataset_name": (str(tmp_path),), "train_split_name": "train_sft"}
-    train, validation = open_sources(
-        CorpusConfig(**named, validation_split_name="test_sft"), demo=DEMO
-    )
-    assert [[record["text"] for _, record in source.read()] for source in (train, validation)] == [
-        ["a", "b"],
-        ["c"],
-    ]
+    train, validation = open_sources(CorpusConfig(**named, validation_split_name="test_sft"), demo=DEMO)
+    assert [[record["text"] for _, record in source.read()] for source in (train, validation)] == [["a", "b"], ["c"]]
     assert train.identity() != validation.identity()
     assert open_sources(CorpusConfig(**named), demo=DEMO)[1] is None
     with pytest.raises(ConfigError, match=r': Unknown split "train"'):

@@ -93,10 +93,7 @@ class Handler(BaseHTTPRequestHandler):
             if int(first) >= len(content):
                 return self.answer(416, Content_Range=f"bytes */{len(content)}")
             body = content[int(first) : int(last) + 1 if last else None]
-            status, headers["Content-Range"] = (
-                206,
-                f"bytes {first}-{int(first) + len(body) - 1}/{len(content)}",
-            )
+            status, headers["Content-Range"] = 206, f"bytes {first}-{int(first) + len(body) - 1}/{len(content)}"
         self.answer(status, Content_Length=len(body), **headers)
         if self.command == "GET" and len(body) > 1:
             cut = server.drops.pop(0) if server.drops else len(body)
@@ -114,14 +111,7 @@ def server(tmp_path, monkeypatch):
     """A server of its own cache, with pauses of no time and no login of the machine's."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "PAUSES", (0.0, 0.01, 0.02))
-    for name in (
-        "AWS_PROFILE",
-        "AWS_SESSION_TOKEN",
-        "HTTP_PROXY",
-        "http_proxy",
-        "ALL_PROXY",
-        "all_proxy",
-    ):
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     with Server() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -151,17 +141,9 @@ def parquet(path, rows=3000):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("scheme", ["http", "s3", "hf"])
-@pytest.mark.parametrize(
-    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv.bz2", "a.txt"]
-)
-def test_a_remote_file_gives_the_records_of_the_local_one(
-    server, tmp_path, monkeypatch, name, scheme, streaming
-):
-    pack = {
-        ".gz": gzip.compress,
-        ".bz2": bz2.compress,
-        ".zst": lambda c: pa.compress(c, codec="zstd", asbytes=True),
-    }
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv.bz2", "a.txt"])
+def test_a_remote_file_gives_the_records_of_the_local_one(server, tmp_path, monkeypatch, name, scheme, streaming):
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda c: pa.compress(c, codec="zstd", asbytes=True)}
     plain = b"text,n\na,1\n" + b"b,2\n" * 5000 if "csv" in name else ROWS
     local = tmp_path / name
     content = parquet(local) if "parquet" in name else pack.get(local.suffix, bytes)(plain)
@@ -169,19 +151,11 @@ def test_a_remote_file_gives_the_records_of_the_local_one(
     place = "/datasets/org/name/resolve/v1/sub/" if scheme == "hf" else "/bucket/sub/"
     server.files[place + name] = server.files[AT_COMMIT + "sub/" + name] = content
     monkeypatch.setattr(remote, "BLOCK", 10_000)
-    root = {
-        "http": f"{server.root}/bucket/sub/",
-        "s3": "s3://bucket/sub/",
-        "hf": "hf://datasets/org/name@v1/sub/",
-    }[scheme]
+    root = {"http": f"{server.root}/bucket/sub/", "s3": "s3://bucket/sub/", "hf": "hf://datasets/org/name@v1/sub/"}[scheme]
     found = list(source(root + name, streaming=streaming).read())
     expected = list(source(str(local)).read())
-    assert [record for _, record in found] == [record for _, record in expected] and len(
-        found
-    ) > 1 - (name == "a.txt")
-    assert [where for where, _ in found] == [
-        where.replace(str(local), root + name) for where, _ in expected
-    ]
+    assert [record for _, record in found] == [record for _, record in expected] and len(found) > 1 - (name == "a.txt")
+    assert [where for where, _ in found] == [where.replace(str(local), root + name) for where, _ in expected]
     assert len(list((tmp_path / "cache").glob("*/*"))) == 1
 
 
@@ -224,9 +198,7 @@ def test_a_url_that_is_signed_anew_is_the_same_file(server):
 def test_a_dropped_connection_is_taken_up_where_it_broke(server, ranges):
     content = gzip.compress(random.Random(0).randbytes(300_000).hex().encode() + b"\n" + ROWS)
     server.files, server.ranges = {"/a.txt.gz": content}, ranges
-    server.drops = (
-        [100_000, 50_000] if ranges else [0, 100_000, 150_000]
-    )  # without, the first question is answered in full
+    server.drops = [100_000, 50_000] if ranges else [0, 100_000, 150_000]  # without, the first question is answered in full
     (first, *rest) = read(f"{server.root}/a.txt.gz")
     texts = [first["text"], *(record["text"] for record in rest)]
     assert "".join(texts).encode() == gzip.decompress(content)
@@ -241,9 +213,7 @@ def test_a_dropped_connection_is_taken_up_where_it_broke(server, ranges):
     # In s3, pyarrow tries for 6 seconds itself.
     [("http", "a.jsonl"), ("http", "a.parquet"), slow("s3", "a.jsonl")],
 )
-def test_a_network_that_fails_for_ever_is_one_line_and_exit_code_1(
-    server, tmp_path, monkeypatch, name, scheme
-):
+def test_a_network_that_fails_for_ever_is_one_line_and_exit_code_1(server, tmp_path, monkeypatch, name, scheme):
     if scheme == "s3":
         monkeypatch.setattr(remote, "PAUSES", (0.0,))
     server.files[f"/b/{name}"] = ROWS if "jsonl" in name else parquet(tmp_path / name)
@@ -293,9 +263,7 @@ def test_nobody_listens(server):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_file_that_changes_while_it_is_read_is_not_mixed_with_the_new_one(
-    server, tmp_path, ranges
-):
+def test_a_file_that_changes_while_it_is_read_is_not_mixed_with_the_new_one(server, tmp_path, ranges):
     server.files["/a.jsonl"], server.ranges = ROWS, ranges
     server.drops = [100_000] if ranges else [0, 100_000]
     changed = {"/a.jsonl": ROWS.replace(b"line 9", b"line 8")}
@@ -363,9 +331,7 @@ def test_a_full_disk_leaves_nothing_and_says_where_room_is_needed(server, tmp_pa
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # EFBIG in place of ENOSPC
     try:
-        with pytest.raises(
-            ConfigError, match=r"prepared data cannot be written .* TEMPLATES_CACHE"
-        ):
+        with pytest.raises(ConfigError, match=r"prepared data cannot be written .* TEMPLATES_CACHE"):
             read(url)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -412,9 +378,7 @@ def test_what_cannot_be_read_is_refused_before_anything_is_asked(server, url, wh
 def test_what_a_server_does_not_say_is_not_guessed(server, monkeypatch):
     server.files |= {"/a.jsonl": ROWS, "/empty.jsonl": b""}
     server.tags = False
-    with pytest.raises(
-        ConfigError, match="no ETag and no time, so a change could not be seen: download it"
-    ):
+    with pytest.raises(ConfigError, match="no ETag and no time, so a change could not be seen: download it"):
         source(f"{server.root}/a.jsonl")
     with pytest.raises(ConfigError, match="the file is empty"):
         read(f"{server.root}/empty.jsonl")
@@ -430,9 +394,7 @@ def test_what_a_server_does_not_say_is_not_guessed(server, monkeypatch):
 
 def test_a_list_in_a_file_is_never_followed(server, tmp_path, tiny_model):
     """Neither a list of images, nor URLs in the records of a file."""
-    with pytest.raises(
-        ConfigError, match="a list names images beside it, so it has to be a local file"
-    ):
+    with pytest.raises(ConfigError, match="a list names images beside it, so it has to be a local file"):
         ImageConfig(train_file=(f"{server.root}/list.csv",))
     (tmp_path / "list.txt").write_text(f"{server.root}/a.jsonl\n" * 50)
     (tmp_path / "list.jsonl").write_text(json.dumps({"text": f"{server.root}/a.jsonl"}) + "\n")
@@ -473,36 +435,19 @@ def test_a_stream_of_a_remote_file_is_that_of_the_local_one(server, text_file, t
         stream = Stream(source(url, streaming=True), tokenizer, 16, CorpusConfig(), batch, share)
         return [window.micro_batches[0]["input_ids"].tolist() for window in stream.windows(0, 90)]
 
-    assert (
-        windows("s3://b/text.jsonl")
-        == windows(f"{server.root}/b/text.jsonl")
-        == windows(str(text_file))
-    )
+    assert windows("s3://b/text.jsonl") == windows(f"{server.root}/b/text.jsonl") == windows(str(text_file))
 
 
 @pytest.mark.slow
-def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(
-    server, chat_file, tiny_model, tmp_path
-):
+def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(server, chat_file, tiny_model, tmp_path):
     """Two processes, a dropped connection, and a login and a signature in the URL that no file and no line tells."""
     server.files["/chats.jsonl.gz"] = content = gzip.compress(chat_file.read_bytes())
-    flags = (
-        "--model_name_or_path",
-        tiny_model,
-        "--max_steps",
-        3,
-        "--global_batch_size",
-        4,
-        "--num_generations",
-        0,
-    )
+    flags = ("--model_name_or_path", tiny_model, "--max_steps", 3, "--global_batch_size", 4, "--num_generations", 0)
     flags += ("--per_device_train_batch_size", 1, "--seq_length", 64, "--save_steps", 2)
     expected = run("lora_finetune", tmp_path / "local", "--train_file", chat_file, *flags)
     secrets = password, signature, token = canary(40), canary(40), canary(40)
     url = f"http://me:{password}@127.0.0.1:{server.server_port}/chats.jsonl.gz?X-Amz-Signature={signature}&token={token}"
-    settings = (
-        tmp_path / "run.yaml"
-    )  # not on the command line, which the launcher prints when a run fails
+    settings = tmp_path / "run.yaml"  # not on the command line, which the launcher prints when a run fails
     settings.write_text(f"train_file: {url}\n")
     flags += ("--config", settings)
     server.drops = [100]
@@ -514,23 +459,13 @@ def test_a_run_on_a_remote_file_learns_what_it_learns_from_a_local_one(
     refused = run("lora_finetune", tmp_path / "refused", *flags, check=False)
     cause = json.loads((tmp_path / "refused" / "exit.json").read_text())
     assert cause["exit_code"] == 2 and "error: http://***@127" in refused.output
-    assert (
-        "X-Amz-Signature=***" in refused.output
-        and "the server answers 403 Forbidden" in refused.output
-    )
+    assert "X-Amz-Signature=***" in refused.output and "the server answers 403 Forbidden" in refused.output
     settings.unlink()
     (tmp_path / "console.txt").write_text(result.output + refused.output)
     for secret in secrets:
         assert files_with(secret, tmp_path) == []
-    assert (
-        base64.b64encode(f"me:{password}".encode()).decode() not in result.output + refused.output
-    )
-    for name in (
-        "run/config.yaml",
-        "run/final/README.md",
-        "run/checkpoint-000002/MANIFEST.json",
-        "refused/exit.json",
-    ):
+    assert base64.b64encode(f"me:{password}".encode()).decode() not in result.output + refused.output
+    for name in ("run/config.yaml", "run/final/README.md", "run/checkpoint-000002/MANIFEST.json", "refused/exit.json"):
         assert "X-Amz-Signature=***" in (tmp_path / name).read_text()
     assert files_with("X-Amz-Signature=***", tmp_path / "run" / "wandb")
 

@@ -39,50 +39,37 @@ def prepare(kind, path, processes):
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     options = {"train_file": (str(path),), "preprocessing_num_workers": processes}
     if kind == "corpus":
-        return corpus.prepare_sources(
-            CorpusConfig(**options), corpus.EncodeDocuments(tokenizer, "text")
-        )[0]
+        return corpus.prepare_sources(CorpusConfig(**options), corpus.EncodeDocuments(tokenizer, "text"))[0]
     if kind == "labelled":
         return labelled.open_texts(LabelledTextConfig(**options), tokenizer).train.stores[0]
     if kind == "preferences":
-        return chat.open_samples(PreferenceConfig(**options), tokenizer, preferences.ToPairs)[
-            0
-        ].stores[0]
+        return chat.open_samples(PreferenceConfig(**options), tokenizer, preferences.ToPairs)[0].stores[0]
     return chat.open_samples(ChatConfig(**options), tokenizer)[0].stores[0]
 
 
 def content(folder):
-    return {
-        file.name: file.read_bytes() for file in folder.iterdir() if file.name != prepared.VERIFIED
-    }
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != prepared.VERIFIED}
 
 
 @pytest.mark.parametrize(
-    ("kind", "processes"),
-    [slow("corpus", 2), ("corpus", 1), ("chat", 2), slow("preferences", 1), slow("labelled", 1)],
+    ("kind", "processes"), [slow("corpus", 2), ("corpus", 1), ("chat", 2), slow("preferences", 1), slow("labelled", 1)]
 )
 def test_a_killed_preparation_goes_on_where_it_stood(kind, processes, tmp_path, monkeypatch, capfd):
     """With the same bits as one that was not killed, in the same places, also if a file lost what was written last."""
     for name in ("BATCH", "SAVE_EVERY"):
         monkeypatch.setattr(store, name, getattr(store, name))
     rng, path, cache = random.Random(0), tmp_path / "data.jsonl", tmp_path / "cache"
-    records = [
-        RECORDS[kind](sentence(rng, rng.randint(5, 60)), sentence(rng, 9), n) for n in range(150)
-    ]
+    records = [RECORDS[kind](sentence(rng, rng.randint(5, 60)), sentence(rng, 9), n) for n in range(150)]
     if marked := {"chat": "completion", "preferences": "prompt"}.get(kind):
         records[70][marked] += " <image>"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "whole"))
     whole = prepare(kind, path, 1)
 
-    code = (
-        f"from tests.data.test_store import prepare; prepare({kind!r}, {str(path)!r}, {processes})"
-    )
+    code = f"from tests.data.test_store import prepare; prepare({kind!r}, {str(path)!r}, {processes})"
     for fault in ("prepare:kill@3", "prepare:kill@2"):
         environment = os.environ | {"TEMPLATES_FAULT": fault, "TEMPLATES_CACHE": str(cache)}
-        killed = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert killed.returncode != 0, killed.stderr
         (partial,) = cache.glob(f"{kind}/.*.new")
         done = json.loads((partial / "state.json").read_text())["items"]
@@ -160,38 +147,23 @@ def test_samples_are_read_as_they_were_written(cache, monkeypatch, batch):
     monkeypatch.setattr(store, "BATCH", batch)
     opened = store.prepare("letters", source_of(TEXTS), Letters(), processes=1)
     for kept in (opened, pickle.loads(pickle.dumps(opened))):
-        found = [
-            "".join(map(chr, kept["letters"][kept.span(number)])) for number in range(len(kept))
-        ]
+        found = ["".join(map(chr, kept["letters"][kept.span(number)])) for number in range(len(kept))]
         assert found == TEXTS == [*kept.lines()] == [kept.line(number) for number in range(5)]
         assert kept["sizes"].tolist() == [[len(text), 1] for text in TEXTS] and "sizes" in kept
-        assert kept.notes.counts == {"read": 5, "with z": 2} and kept.notes.first == {
-            "with z": "here:2"
-        }
+        assert kept.notes.counts == {"read": 5, "with z": 2} and kept.notes.first == {"with z": "here:2"}
     assert len(pickle.dumps(opened)) < 500  # no array travels to a worker
     limited = store.prepare("letters", source_of(TEXTS), Letters(), limit=2, processes=1)
     assert len(limited) == 2 and limited.identity != opened.identity
     mixed = Split({"a": opened, "b": limited}, [np.array([4, 0]), np.array([1])])
-    assert [bytes(mixed.values(index, "letters")[0]).decode() for index in range(3)] == [
-        "zebra",
-        "ab",
-        "",
-    ]
-    assert mixed.sources == {"a": 2, "b": 1} and mixed.column("sizes")[
-        :, 0
-    ].tolist() == mixed.lengths.tolist() == [5, 2, 0]
+    assert [bytes(mixed.values(index, "letters")[0]).decode() for index in range(3)] == ["zebra", "ab", ""]
+    assert mixed.sources == {"a": 2, "b": 1} and mixed.column("sizes")[:, 0].tolist() == mixed.lengths.tolist() == [5, 2, 0]
 
 
 def test_nothing_at_all_and_an_error_leave_nothing_behind(cache):
     with pytest.raises(ConfigError, match=r"^here: no records in it$"):
         store.prepare("letters", source_of([]), Letters(), processes=1)
     with pytest.raises(KeyError):
-        store.prepare(
-            "letters",
-            Source("here", lambda: 0, lambda: iter([("here:0", {})])),
-            Letters(),
-            processes=1,
-        )
+        store.prepare("letters", Source("here", lambda: 0, lambda: iter([("here:0", {})])), Letters(), processes=1)
     assert not list(cache.glob("letters/*")) + list(cache.glob("letters/.*"))
 
 
@@ -205,22 +177,14 @@ def test_a_second_run_waits_for_the_first_and_takes_what_it_made(cache, monkeypa
 
     monkeypatch.setattr(store, "_encode_batch", counted)
     runs = [
-        threading.Thread(
-            target=store.prepare,
-            args=("letters", source_of(TEXTS, 0.1), Letters()),
-            kwargs={"processes": 1},
-        )
+        threading.Thread(target=store.prepare, args=("letters", source_of(TEXTS, 0.1), Letters()), kwargs={"processes": 1})
         for _ in range(2)
     ]
     for run in runs:
         run.start()
     for run in runs:
         run.join(30)
-    assert (
-        len(made) == 1
-        and len(list(cache.glob("letters/*"))) == 1
-        and not list(cache.glob("letters/.*"))
-    )
+    assert len(made) == 1 and len(list(cache.glob("letters/*"))) == 1 and not list(cache.glob("letters/.*"))
 
 
 def test_without_locks_each_run_prepares_for_itself(cache, monkeypatch):
@@ -241,10 +205,7 @@ def test_a_state_that_says_more_than_the_files_hold_is_not_believed(cache):
     for name in (prepared.CHECKSUMS, prepared.VERIFIED):
         (partial / name).unlink()
     os.truncate(partial / "ends.bin", 8)
-    assert (
-        content(store.prepare("letters", source_of(TEXTS), Letters(), processes=1).folder)
-        == expected
-    )
+    assert content(store.prepare("letters", source_of(TEXTS), Letters(), processes=1).folder) == expected
 
 
 def test_notes_of_batches_add_up_and_the_first_place_stays():

@@ -40,10 +40,7 @@ def test_scores_of_a_batch_by_hand():
 @given(seed=st.integers(0, 1000), classes=st.integers(2, 9))
 def test_the_classes_above_the_true_one_give_any_top_k(seed, classes):
     generator = torch.Generator().manual_seed(seed)
-    logits, labels = (
-        torch.randn(7, classes, generator=generator),
-        torch.randint(0, classes, (7,), generator=generator),
-    )
+    logits, labels = torch.randn(7, classes, generator=generator), torch.randint(0, classes, (7,), generator=generator)
     above = scores(logits, labels)[:, 4]
     for k in range(1, classes + 1):
         top = logits.topk(k).indices
@@ -61,9 +58,7 @@ def test_gathering_drops_the_filling_and_keeps_the_order():
     result = of_one_label(rows, ("a", "b", "c"), "images")
     assert result.labels.tolist() == labels[:10].tolist()
     assert result.predicted.tolist() == logits[:10].argmax(1).tolist()
-    assert result.columns["confidence"] == pytest.approx(
-        logits[:10].softmax(1).amax(1).numpy(), abs=1e-6
-    )
+    assert result.columns["confidence"] == pytest.approx(logits[:10].softmax(1).amax(1).numpy(), abs=1e-6)
     expected = torch.nn.functional.cross_entropy(logits[:10], labels[:10], reduction="none")
     assert rows[:, 3] == pytest.approx(expected.numpy(), rel=1e-5)
     assert {result.labels.dtype, result.predicted.dtype} == {np.dtype(np.int64)}
@@ -85,9 +80,7 @@ def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set(monk
             theirs[..., 0] += 2
             return torch.cat([mine, theirs])
 
-    batches = [
-        torch.tensor([[base + row, 0, 0.5, 1, 0] for row in range(2)]) for base in (0.0, 4.0)
-    ]
+    batches = [torch.tensor([[base + row, 0, 0.5, 1, 0] for row in range(2)]) for base in (0.0, 4.0)]
     assert gather_rows(Two(), batches, 8)[:, 0].tolist() == list(range(8))
 
 
@@ -123,9 +116,7 @@ def test_a_class_without_images_counts_once_it_is_predicted():
     assert by_class["f1"].tolist() == pytest.approx([2 / 3, 1, 0])
     assert predictions.summary["eval_macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
     assert predictions.summary["eval_balanced_accuracy"] == pytest.approx((1 / 2 + 1) / 2)
-    assert made([0, 0, 1, 1], [0, 1, 1, 1], "abc").summary["eval_macro_f1"] == pytest.approx(
-        (2 / 3 + 4 / 5) / 2
-    )
+    assert made([0, 0, 1, 1], [0, 1, 1, 1], "abc").summary["eval_macro_f1"] == pytest.approx((2 / 3 + 4 / 5) / 2)
     assert all(type(value) is float for value in predictions.summary.values())
 
 
@@ -149,9 +140,7 @@ def test_the_figures_are_scikit_learns(data, classes, size):
 
 
 def test_the_most_confident_mistake_comes_first():
-    predictions = made(
-        [0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5]
-    )
+    predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
     assert [sample for sample, _ in predictions.mistakes] == [2, 4, 1, 3]
 
 
@@ -187,16 +176,9 @@ def run_dir(tmp_path):
 
 def test_the_files_of_an_evaluation(run_dir, pictures):
     predictions = made(
-        [0, 0, 1, 1],
-        [0, 1, 1, 0],
-        ["cat", "dog", "eel"],
-        confidence=[0.9, 0.6, 0.8, 0.7000004],
-        losses=[0, 1, 2, 5],
+        [0, 0, 1, 1], [0, 1, 1, 0], ["cat", "dog", "eel"], confidence=[0.9, 0.6, 0.8, 0.7000004], losses=[0, 1, 2, 5]
     )
-    assert predictions.write(run_dir, pictures(4)) == [
-        run_dir / "confusion_matrix.png",
-        run_dir / "mistakes.png",
-    ]
+    assert predictions.write(run_dir, pictures(4)) == [run_dir / "confusion_matrix.png", run_dir / "mistakes.png"]
     content = json.loads((run_dir / "evaluation.json").read_text())
     assert content == {
         "loss": 2.0,
@@ -220,15 +202,8 @@ def test_the_files_of_an_evaluation(run_dir, pictures):
     assert sorted(p.name for p in run_dir.iterdir()) == names
     with (run_dir / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["image"] for row in rows] == [
-        f"image {1000 + i}" for i in range(4)
-    ]  # in the order of the data
-    assert rows[1] == {
-        "image": "image 1001",
-        "label": "cat",
-        "predicted": "dog",
-        "confidence": "0.6",
-    }
+    assert [row["image"] for row in rows] == [f"image {1000 + i}" for i in range(4)]  # in the order of the data
+    assert rows[1] == {"image": "image 1001", "label": "cat", "predicted": "dog", "confidence": "0.6"}
     for name in ("confusion_matrix.png", "mistakes.png"):
         with Image.open(run_dir / name) as image:
             image.load()
@@ -252,27 +227,18 @@ def test_many_classes_and_odd_names_are_drawn(run_dir, pictures, capsys):
     written = made(labels, (labels + 1) % 100, names).write(run_dir, pictures(100))
     assert [path.name for path in written] == ["confusion_matrix.png", "mistakes.png"]
     assert "warning" not in capsys.readouterr().err
-    assert set(names) == set(
-        json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["classes"]
-    )
+    assert set(names) == set(json.loads((run_dir / "evaluation.json").read_text(encoding="utf-8"))["classes"])
     assert "caf\\udce9" in (run_dir / "predictions.csv").read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("error")  # matplotlib warns of characters without a font
-def test_names_that_a_font_has_are_drawn_and_others_are_numbered(
-    run_dir, pictures, tmp_path, monkeypatch
-):
+def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictures, tmp_path, monkeypatch):
     classes = ("cat", "кошка", "猫", "犬")
     manager = font_manager.fontManager
     matplotlib = [font for font in manager.ttflist if "mpl-data" in font.fname]
     monkeypatch.setattr(manager, "ttflist", matplotlib)  # whatever this machine has besides
     monkeypatch.setitem(rcParams, "font.family", ["sans-serif"])
-    assert list(class_pictures.picture_names(classes).values()) == [
-        "cat",
-        "кошка",
-        "class 2",
-        "class 3",
-    ]
+    assert list(class_pictures.picture_names(classes).values()) == ["cat", "кошка", "class 2", "class 3"]
 
     square, font = TTGlyphPen(None), FontBuilder(1000)
     square.moveTo((0, 0))
@@ -301,15 +267,10 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, ca
         def where(self, index):
             return "none.png"
 
-    images = Images(
-        [Gone()], np.array([[0, 0], [0, 1]]), Labels("single_label", (), np.zeros(2, int))
-    )
+    images = Images([Gone()], np.array([[0, 0], [0, 1]]), Labels("single_label", (), np.zeros(2, int)))
     assert made([0, 1], [1, 0], "ab").write(run_dir, images) == [run_dir / "confusion_matrix.png"]
     said = capsys.readouterr().err
-    assert (
-        "warning: a picture of the evaluation cannot be drawn" in said
-        and "none.png: no such file" in said
-    )
+    assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
     assert (run_dir / "evaluation.json").exists()
     assert evaluation.SHOWN == 32
 
@@ -320,14 +281,7 @@ def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
             return {"where": "a.csv:2", "label": "old", "id": 7}
 
     line = evaluation.record_of(Record(), 0, row_of(made([0], [1], "ab").columns, 0))
-    assert line == {
-        "where": "a.csv:2",
-        "label (data)": "old",
-        "id": 7,
-        "label": "a",
-        "predicted": "b",
-        "confidence": 0.5,
-    }
+    assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
 
 
 def test_numbers_that_hardly_vary_are_told():
@@ -339,9 +293,7 @@ def test_numbers_that_hardly_vary_are_told():
         "eval_pearson": 0.0,
         "eval_spearman": 0.0,
     }
-    assert constant.headline.endswith(
-        "on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)"
-    )
+    assert constant.headline.endswith("on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)")
     good = of_numbers(np.stack([labels, labels + 1], axis=1), "texts")
     assert good.headline == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
     assert row_of(good.columns, 1) == {"label": 20.0, "predicted": 21.0}

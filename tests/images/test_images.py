@@ -152,23 +152,16 @@ def test_a_large_jpeg_is_shrunk_while_it_is_decoded_and_keeps_its_colours():
     content = encoded(Image.fromarray(smooth(256, 256)), "JPEG", quality=95)
     image = decode(content, at_least=32)
     assert image.size == (32, 32)
-    expected = np.asarray(
-        Image.fromarray(smooth(256, 256)).resize((32, 32), Image.Resampling.BOX)
-    ).astype(int)
+    expected = np.asarray(Image.fromarray(smooth(256, 256)).resize((32, 32), Image.Resampling.BOX)).astype(int)
     assert np.abs(np.asarray(image) - expected).max() <= 6
     assert decode(content).size == (256, 256)
 
 
 HELD = dict.fromkeys(("JPEG", "MPO"), ("RGB", "L", "CMYK", "1"))
-HELD |= {
-    "PNG": ("RGB", "L", "RGBA", "P", "1", "I;16"),
-    "TIFF": ("RGB", "L", "CMYK", "RGBA", "P", "1", "I;16"),
-}
+HELD |= {"PNG": ("RGB", "L", "RGBA", "P", "1", "I;16"), "TIFF": ("RGB", "L", "CMYK", "RGBA", "P", "1", "I;16")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"), [(kind, mode) for kind, modes in HELD.items() for mode in modes]
-)
+@pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in HELD.items() for mode in modes])
 def test_tensors_hold_what_pictures_hold(kind, mode, tmp_path):
     """Whatever decodes them: of JPEGs, too, bit for bit."""
     grey = Image.fromarray(pixels(33, 50, channels=1).astype(np.uint16) << 8)
@@ -180,16 +173,12 @@ def test_tensors_hold_what_pictures_hold(kind, mode, tmp_path):
 
 
 @pytest.mark.parametrize("orientation", TURNS)
-@pytest.mark.parametrize(
-    "options", [{}, {"quality": 30, "subsampling": 2}, {"progressive": True}, {"subsampling": 0}]
-)
+@pytest.mark.parametrize("options", [{}, {"quality": 30, "subsampling": 2}, {"progressive": True}, {"subsampling": 0}])
 def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
     exif = Image.Exif()
     exif[0x0112] = orientation
     content = encoded(Image.fromarray(pixels(67, 101)), "JPEG", exif=exif, **options)
-    assert np.array_equal(
-        decode_tensor(content).permute(1, 2, 0).numpy(), np.asarray(decode(content))
-    )
+    assert np.array_equal(decode_tensor(content).permute(1, 2, 0).numpy(), np.asarray(decode(content)))
 
 
 # What does not -------------------------------------------------------------------------------------------------------
@@ -200,22 +189,10 @@ def test_a_jpeg_is_the_same_tensor_and_picture(orientation, options):
     [
         (b"", "the file is empty"),
         (b"hello, not a picture", f"not an image ({', '.join(FORMATS)})"),
-        (
-            np.array([[0, 0x10000]], dtype=np.int32),
-            "32-bit grey values, whose range is not known: give --white_level",
-        ),
-        (
-            np.array([[0, -1]], dtype=np.int32),
-            "32-bit grey values, whose range is not known: give --white_level",
-        ),
-        (
-            np.arange(256, dtype=np.int32).reshape(16, 16),
-            "32-bit grey values, whose range is not known: give --white_level",
-        ),
-        (
-            np.array([[0.5, 1e4]], dtype=np.float32),
-            "floating-point values, whose range is not known: give --white_level",
-        ),
+        (np.array([[0, 0x10000]], dtype=np.int32), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.array([[0, -1]], dtype=np.int32), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.arange(256, dtype=np.int32).reshape(16, 16), "32-bit grey values, whose range is not known: give --white_level"),
+        (np.array([[0.5, 1e4]], dtype=np.float32), "floating-point values, whose range is not known: give --white_level"),
     ],
 )
 def test_what_is_no_image_says_why(content, expected, tmp_path):
@@ -231,9 +208,7 @@ def test_an_image_that_is_cut_off_is_bad(kind, at_least, tmp_path):
     content = encoded(Image.fromarray(pixels(64, 64)), kind)
     assert decode(content, at_least=at_least).mode == "RGB"
     for source in both(content[: len(content) // 2], tmp_path):
-        assert not reason(source, at_least=at_least).startswith(
-            ("not an image", "the file is empty")
-        )
+        assert not reason(source, at_least=at_least).startswith(("not an image", "the file is empty"))
 
 
 WHOLE = {
@@ -248,9 +223,7 @@ WHOLE = {
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_look_finds_what_is_cut_off_empty_or_no_image(kind, tmp_path):
     """And all that it misses is found when the image is decoded, which training does."""
-    content = encoded(
-        Image.fromarray(pixels(300, 400)), "JPEG" if kind == "progressive" else kind, **WHOLE[kind]
-    )
+    content = encoded(Image.fromarray(pixels(300, 400)), "JPEG" if kind == "progressive" else kind, **WHOLE[kind])
     size = len(content)
     assert size > 2 * 2**14
     damage = {
@@ -282,11 +255,7 @@ def test_a_look_finds_what_is_cut_off_empty_or_no_image(kind, tmp_path):
 def test_what_a_look_takes_for_whole_is_not_decoded(monkeypatch):
     monkeypatch.setattr("shared.images.decoding.decode", lambda *_, **__: pytest.fail("decoded"))
     for kind in ("JPEG", "progressive", "PNG", "WEBP"):
-        content = encoded(
-            Image.fromarray(pixels(300, 400)),
-            "JPEG" if kind == "progressive" else kind,
-            **WHOLE[kind],
-        )
+        content = encoded(Image.fromarray(pixels(300, 400)), "JPEG" if kind == "progressive" else kind, **WHOLE[kind])
         check(content, in_full=False)
 
 
@@ -348,15 +317,10 @@ def test_train_and_val_folders_are_found(tmp_path, validation):
     class_folders(tmp_path / "test", {"bird": 1})  # is not looked at
     data = prepare(ImageConfig(train_dir=(tmp_path,)))
     assert data.classes == ("cat", "dog")
-    assert names(data) == {
-        "cat": ["cat00.png", "cat01.png", "cat02.png"],
-        "dog": ["dog00.png", "dog01.png"],
-    }
+    assert names(data) == {"cat": ["cat00.png", "cat01.png", "cat02.png"], "dog": ["dog00.png", "dog01.png"]}
     assert names(data, "validation") == {"cat": ["cat00.png"], "dog": ["dog00.png", "dog01.png"]}
     assert data.validation.where(0) == str(tmp_path / validation / "cat" / "cat00.png")
-    assert (
-        data.about == f"{tmp_path}: 5 images of 2 classes; validation: 3, {tmp_path / validation}"
-    )
+    assert data.about == f"{tmp_path}: 5 images of 2 classes; validation: 3, {tmp_path / validation}"
 
 
 def test_a_share_of_each_class_is_held_out(tmp_path):
@@ -393,9 +357,7 @@ def test_a_class_without_validation_images_is_a_warning(tmp_path, capsys):
     class_folders(tmp_path / "val", {"cat": 1})
     data = prepare(ImageConfig(train_dir=(tmp_path,)))
     assert (data.classes, len(data.validation)) == (("cat", "dog", "eel"), 1)
-    assert (
-        "warning: no validation image of 2 of 3 classes ('dog' for one)" in capsys.readouterr().err
-    )
+    assert "warning: no validation image of 2 of 3 classes ('dog' for one)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -447,8 +409,7 @@ def test_bad_images_are_left_out_and_counted_on_demand(with_bad, capsys):
     assert names(data, "validation") == {"cat": ["cat00.png", "cat01.png"], "dog": ["dog01.png"]}
     said = capsys.readouterr().err
     assert (
-        f"skipped 3 of 12 images that cannot be read; the first is {with_bad}/train/cat/cat02.png: the file is empty"
-        in said
+        f"skipped 3 of 12 images that cannot be read; the first is {with_bad}/train/cat/cat02.png: the file is empty" in said
     )
     assert data.about.endswith("; 3 that cannot be read are left out")
     with pytest.raises(ConfigError):  # what was seen is remembered, the flag is not
@@ -471,9 +432,7 @@ def test_an_image_that_goes_bad_later_names_its_path(tmp_path):
 def reads(monkeypatch):
     """The images that are looked at from now on."""
     seen = []
-    monkeypatch.setattr(
-        images, "check", lambda source, **options: seen.append(source) or check(source, **options)
-    )
+    monkeypatch.setattr(images, "check", lambda source, **options: seen.append(source) or check(source, **options))
     return seen
 
 
@@ -484,11 +443,7 @@ def test_a_second_run_reads_no_image_again(tmp_path, reads):
     assert len(reads) == 6
     second = prepare(config)
     assert len(reads) == 6
-    assert (first.identity, first.about, first.classes) == (
-        second.identity,
-        second.about,
-        second.classes,
-    )
+    assert (first.identity, first.about, first.classes) == (second.identity, second.about, second.classes)
     assert np.array_equal(first.train.index, second.train.index)
 
 
@@ -545,9 +500,7 @@ def test_the_demo_is_ten_digits_in_16_shades():
     row = data.train[0]
     assert row["image"].size == (8, 8)
     assert int(row["labels"]) == 0
-    assert set(np.unique(np.asarray(row["image"]))) <= {
-        int(shade * 255 / 16) for shade in range(17)
-    }
+    assert set(np.unique(np.asarray(row["image"]))) <= {int(shade * 255 / 16) for shade in range(17)}
 
 
 # Lists ---------------------------------------------------------------------------------------------------------------
@@ -563,22 +516,14 @@ def listed(root, lines, name="list.csv"):
 
 
 def csv_lines(header="image,label", files=4):
-    rows = [
-        f"pictures/{label}{number}.png,{label}"
-        for label in ("cat", "dog")
-        for number in range(files)
-    ]
+    rows = [f"pictures/{label}{number}.png,{label}" for label in ("cat", "dog") for number in range(files)]
     return "\n".join([header, *rows]) + "\n"
 
 
 @pytest.mark.parametrize("header", ["image,label", "path,class", "file_name,target"])
 def test_a_csv_names_paths_that_count_from_its_folder(tmp_path, header, monkeypatch):
     monkeypatch.chdir("/")
-    data = prepare(
-        ImageConfig(
-            train_file=(listed(tmp_path, csv_lines(header)),), validation_split_percentage=25
-        )
-    )
+    data = prepare(ImageConfig(train_file=(listed(tmp_path, csv_lines(header)),), validation_split_percentage=25))
     assert data.classes == ("cat", "dog")
     assert {k: len(v) for k, v in names(data).items()} == {"cat": 3, "dog": 3}
     assert data.train.where(0).startswith(str(tmp_path / "pictures" / "cat"))
@@ -590,10 +535,7 @@ def test_columns_of_other_names_are_named_by_flags(tmp_path):
         "image, img, image_path, path, file_name, filename, file, jpg, jpeg, png or webp",
         "label, labels, class, fine_label, target or cls",
     )
-    for flag, named, usual in (
-        ("image_column", {}, images),
-        ("label_column", {"image_column": "Bild"}, labels),
-    ):
+    for flag, named, usual in (("image_column", {}, images), ("label_column", {"image_column": "Bild"}, labels)):
         message = refused(train_file=(file,), **named)
         assert message == f"{file}:2: no column {usual} (has: Bild, Art); name it with --{flag}"
     message = refused(train_file=(file,), image_column="image", label_column="Art")
@@ -605,10 +547,7 @@ def test_columns_of_other_names_are_named_by_flags(tmp_path):
 def test_json_lines_may_hold_numbers_and_absolute_paths(tmp_path):
     listed(tmp_path, "")
     rows = [
-        {
-            "image": str(tmp_path / "pictures" / f"{name}{i}.png"),
-            "label": 10 if name == "cat" else 9,
-        }
+        {"image": str(tmp_path / "pictures" / f"{name}{i}.png"), "label": 10 if name == "cat" else 9}
         for name in ("cat", "dog")
         for i in range(4)
     ]
@@ -623,15 +562,10 @@ def test_validation_images_within_the_training_folder_are_no_class(tmp_path, cap
     for folder in ("a", "b", "check/a", "check/b"):
         paint(tmp_path / folder / "1.png", 0, 1, (8, 8))
         paint(tmp_path / folder / "2.png", 0, 2, (8, 8))
-    with pytest.raises(
-        ConfigError,
-        match=f"{tmp_path}/check: lies within {tmp_path}, whose folders are all trained on",
-    ):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/check: lies within {tmp_path}, whose folders are all trained on"):
         prepare(ImageConfig(train_dir=(tmp_path,), validation_dir=tmp_path / "check"))
     prepare(ImageConfig(train_dir=(tmp_path / "check",), validation_dir=tmp_path / "check"))
-    assert (
-        "warning: 4 of the 4 images to validate on are trained on, too" in capsys.readouterr().err
-    )
+    assert "warning: 4 of the 4 images to validate on are trained on, too" in capsys.readouterr().err
 
 
 def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
@@ -639,21 +573,12 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
     (tmp_path / "other").mkdir()
     check = tmp_path / "other" / "check.csv"
     (tmp_path / "linked").symlink_to(tmp_path / "pictures")
-    rows = (
-        "../pictures/dog0.png",
-        f"{tmp_path}/pictures/dog1.png",
-        "../linked/dog2.png",
-        "../pictures/dog3.png",
-    )
+    rows = ("../pictures/dog0.png", f"{tmp_path}/pictures/dog1.png", "../linked/dog2.png", "../pictures/dog3.png")
     check.write_text("label,image\n" + "".join(f"dog,{row}\n" for row in rows))
     prepare(ImageConfig(train_file=(train,), validation_file=(str(check),)))
-    assert (
-        "warning: 3 of the 4 images to validate on are trained on, too" in capsys.readouterr().err
-    )
+    assert "warning: 3 of the 4 images to validate on are trained on, too" in capsys.readouterr().err
     prepare(ImageConfig(train_file=(train,), validation_file=(train,)))
-    assert (
-        "warning: 6 of the 6 images to validate on are trained on, too" in capsys.readouterr().err
-    )
+    assert "warning: 6 of the 6 images to validate on are trained on, too" in capsys.readouterr().err
     twice = csv_lines(files=3) + "./pictures/cat0.png,cat\n" * 9
     prepare(ImageConfig(train_file=(listed(tmp_path, twice),), validation_split_percentage=50))
     assert "images to validate on are trained on, too" in capsys.readouterr().err
@@ -687,9 +612,7 @@ def test_images_on_both_sides_of_the_split_are_told(tmp_path, capsys):
 )
 def test_a_record_without_a_path_or_a_label_is_refused_with_its_line(tmp_path, row, problem):
     file = listed(
-        tmp_path,
-        json.dumps({"image": "pictures/cat0.png", "label": 1}) + "\n" + json.dumps(row) + "\n",
-        "a.jsonl",
+        tmp_path, json.dumps({"image": "pictures/cat0.png", "label": 1}) + "\n" + json.dumps(row) + "\n", "a.jsonl"
     )
     assert refused(train_file=(file,)) == f"{file}:2: {problem}"
 
@@ -715,9 +638,7 @@ def picture(seed):
 def samples(numbers, says=lambda label: (".cls", str(label).encode())):
     """WebDataset's samples, of classes 0 and 1."""
     return [
-        member
-        for i in numbers
-        for member in ((f"{i:03d}{says(i % 2)[0]}", says(i % 2)[1]), (f"{i:03d}.png", picture(i)))
+        member for i in numbers for member in ((f"{i:03d}{says(i % 2)[0]}", says(i % 2)[1]), (f"{i:03d}.png", picture(i)))
     ]
 
 
@@ -727,9 +648,7 @@ def contents(data):
 
 
 @pytest.mark.parametrize("how", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_a_tar_file_of_class_folders_is_those_folders_and_is_not_unpacked(
-    tmp_path, how, monkeypatch
-):
+def test_a_tar_file_of_class_folders_is_those_folders_and_is_not_unpacked(tmp_path, how, monkeypatch):
     folder = class_folders(tmp_path / "photos", {"cat": 8, "dog": 5})
     put(folder / "dog" / f"{'ä' * 50}{'long' * 20}.png")
     put(folder / "dog" / "._hidden.png")
@@ -743,18 +662,13 @@ def test_a_tar_file_of_class_folders_is_those_folders_and_is_not_unpacked(
         prepare(ImageConfig(**{flag: (named,)}))
         for flag, named in {"train_file": str(tmp_path / "photos.tar"), "train_dir": folder}.items()
     )
-    assert (data.identity, data.classes) == (
-        plain.identity,
-        plain.classes,
-    )  # a run on one goes on with the other
+    assert (data.identity, data.classes) == (plain.identity, plain.classes)  # a run on one goes on with the other
     assert (names(data), names(data, "validation")) == (names(plain), names(plain, "validation"))
     for part in ("train", "validation"):
         ours, theirs = getattr(data, part), getattr(plain, part)
         for i in range(len(theirs)):
             assert np.array_equal(np.asarray(ours[i]["image"]), np.asarray(theirs[i]["image"]))
-    assert data.train.where(0) == f"{tmp_path}/photos.tar/./photos/cat/cat00.png".replace(
-        "/./", "/"
-    )
+    assert data.train.where(0) == f"{tmp_path}/photos.tar/./photos/cat/cat00.png".replace("/./", "/")
     assert sorted(tmp_path.rglob("*")) == there
 
 
@@ -766,11 +680,7 @@ MULTI = {"problem_type": "multi_label"}
     [
         (lambda label: (".cls", b"%d\n" % label), {}, ("0", "1")),
         (lambda label: (".json", b'{"width": 8, "label": %d}' % label), {}, ("0", "1")),
-        (
-            lambda label: (".json", b'{"kind": "k%d"}' % label),
-            {"label_column": "kind"},
-            ("k0", "k1"),
-        ),
+        (lambda label: (".json", b'{"kind": "k%d"}' % label), {"label_column": "kind"}, ("k0", "k1")),
         (lambda label: (".txt", b"t%d" % label), {"label_column": "txt"}, ("t0", "t1")),
         (
             lambda label: (".json", b'{"label": ["a", "b"]}' if label else b'{"label": []}'),
@@ -783,11 +693,7 @@ def test_samples_of_webdataset_have_the_labels_beside_them(tmp_path, says, optio
     packed(tmp_path / "train-0.tar", samples(range(5), says))
     packed(tmp_path / "train-1.tar", [*samples(range(5, 12), says)][::-1])  # in any order
     packed(tmp_path / "test.tar", samples(range(20, 24), says))
-    config = ImageConfig(
-        train_file=(f"{tmp_path}/train-*.tar",),
-        validation_file=(f"{tmp_path}/test.tar",),
-        **options,
-    )
+    config = ImageConfig(train_file=(f"{tmp_path}/train-*.tar",), validation_file=(f"{tmp_path}/test.tar",), **options)
     data = prepare(config)
     assert (data.classes, len(data.train), len(data.validation)) == (tuple(classes), 12, 4)
     for part in (data.train, data.validation):
@@ -795,17 +701,13 @@ def test_samples_of_webdataset_have_the_labels_beside_them(tmp_path, says, optio
             number = int(Path(part.where(row)).stem)
             assert part[row]["labels"].ravel()[-1] == number % 2
             assert np.array_equal(np.asarray(part[row]["image"]), pixels(seed=number))
-    assert data.about.startswith(
-        f"{tmp_path}/train-*.tar: 12 images of 2 classes; validation: 4, {tmp_path}/test.tar"
-    )
+    assert data.about.startswith(f"{tmp_path}/train-*.tar: 12 images of 2 classes; validation: 4, {tmp_path}/test.tar")
 
 
 def test_tar_files_are_listed_once_and_again_when_one_changes(tmp_path, monkeypatch):
     listed, original = [], shards._samples
     monkeypatch.setattr(shards, "parallel_map", lambda work, items, _: map(work, items))
-    monkeypatch.setattr(
-        shards, "_samples", lambda file, *rest: listed.append(file.name) or original(file, *rest)
-    )
+    monkeypatch.setattr(shards, "_samples", lambda file, *rest: listed.append(file.name) or original(file, *rest))
     for number in range(3):
         packed(tmp_path / f"{number}.tar", samples(range(10 * number, 10 * number + 4)))
     config = ImageConfig(train_file=(str(tmp_path),))
@@ -819,19 +721,9 @@ def test_tar_files_are_listed_once_and_again_when_one_changes(tmp_path, monkeypa
 def test_what_else_is_in_a_tar_file_is_said_or_passed_over(tmp_path, capfd):
     link, hard, device, pipe = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE
     odd = [(f"cat/{i}.png", b"", kind) for i, kind in enumerate((link, hard, device, pipe))]
-    more = [
-        ("cat", b"", tarfile.DIRTYPE),
-        ("README.md", b"text"),
-        ("cat/notes.txt", b""),
-        ("../cat/up.png", picture(1)),
-    ]
+    more = [("cat", b"", tarfile.DIRTYPE), ("README.md", b"text"), ("cat/notes.txt", b""), ("../cat/up.png", picture(1))]
     good = [(f"{label}/a{i}.b.png", picture(i)) for label in ("cat", "dog") for i in range(4)]
-    mixed = [
-        ("s0.seg.png", picture(0)),
-        ("s0.cls", b"cat"),
-        ("s0.jpg", picture(5)),
-        ("s1.cls", b"dog"),
-    ]
+    mixed = [("s0.seg.png", picture(0)), ("s0.cls", b"cat"), ("s0.jpg", picture(5)), ("s1.cls", b"dog")]
     packed(tmp_path / "a.tar", [*odd, *more, *good, *mixed])
     (tmp_path / "README.md").write_text("text")
     data = prepare(ImageConfig(train_file=(str(tmp_path),)))
@@ -839,35 +731,21 @@ def test_what_else_is_in_a_tar_file_is_said_or_passed_over(tmp_path, capfd):
     assert sorted(found) == ["a0.b.png", "a1.b.png", "a2.b.png", "a3.b.png", "s0.jpg"]
     said = capfd.readouterr().err
     assert data.about.endswith("; left out: 4 links or devices, 1 labels without an image")
-    assert (
-        f"--train_file: of 2 files only the 1 tar files are read, not {tmp_path}/README.md" in said
-    )
+    assert f"--train_file: of 2 files only the 1 tar files are read, not {tmp_path}/README.md" in said
 
 
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        (
-            [("1.png", picture(0))],
-            "/1: an image without a label: neither 1.cls, 1.json nor a class folder",
-        ),
+        ([("1.png", picture(0))], "/1: an image without a label: neither 1.cls, 1.json nor a class folder"),
         ([("1.json", b"{"), ("1.png", picture(0))], "/1.json: cannot be read ("),
         ([("1.json", b'{"a": 1}'), ("1.png", picture(0))], "/1: no column label, labels, "),
-        (
-            [("1.cls", b""), ("1.png", picture(0))],
-            "/1: the label is empty, expected a name or a number",
-        ),
+        ([("1.cls", b""), ("1.png", picture(0))], "/1: the label is empty, expected a name or a number"),
         ([("1.cls", b"\xff"), ("1.png", picture(0))], "/1.cls: cannot be read ("),
-        (
-            [("1.cls", b"1"), ("1.png", picture(0)), ("1.jpg", picture(0))],
-            "/1: several images (png, jpg): name one",
-        ),
+        ([("1.cls", b"1"), ("1.png", picture(0)), ("1.jpg", picture(0))], "/1: several images (png, jpg): name one"),
         ([("a/1.png", picture(0)), ("a/1.png", picture(1))], "/a/1.png: is there twice"),
         ([("a/1.txt", b"")], ": no images in it (.apng, .avif, "),
-        (
-            [("p/train/a/1.png", picture(0)), ("p/val/a/2.png", picture(1))],
-            ": holds train/ and val/; pack them apart",
-        ),
+        ([("p/train/a/1.png", picture(0)), ("p/val/a/2.png", picture(1))], ": holds train/ and val/; pack them apart"),
     ],
 )
 def test_a_tar_file_that_cannot_serve_says_why(tmp_path, members, message):
@@ -876,15 +754,9 @@ def test_a_tar_file_that_cannot_serve_says_why(tmp_path, members, message):
 
 
 def test_tar_files_are_named_as_files(tmp_path):
-    train, val = (
-        packed(tmp_path / f"{name}.tar", samples(range(4))) for name in ("in-train-0", "in-val-0")
-    )
-    assert refused(train_file=(str(tmp_path),)).endswith(
-        f"{val} for one: give these as --validation_file"
-    )
-    assert (
-        refused(train_dir=(train,)) == f"--train_dir {train}: a tar file; give it as --train_file"
-    )
+    train, val = (packed(tmp_path / f"{name}.tar", samples(range(4))) for name in ("in-train-0", "in-val-0"))
+    assert refused(train_file=(str(tmp_path),)).endswith(f"{val} for one: give these as --validation_file")
+    assert refused(train_dir=(train,)) == f"--train_dir {train}: a tar file; give it as --train_file"
     assert refused(train_dir=(tmp_path,)).endswith("; --train_file takes tar files")
     list_ = listed(tmp_path, csv_lines())
     expected = f"to validate on {list_}: no tar file, but --train_file names some"
@@ -909,9 +781,7 @@ def test_a_damaged_tar_file_is_named_wherever_the_damage_is(tmp_path):
     damaged[at + 10 : at + 40] = bytes(30)
     file.write_bytes(damaged)
     data = prepare(ImageConfig(train_file=(str(file),)))  # its header and its end are there
-    with pytest.raises(
-        ConfigError, match=rf"^{file}/002\.png: .*; repair it or add --skip_bad_images"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{file}/002\.png: .*; repair it or add --skip_bad_images"):
         contents(data)
     data = prepare(ImageConfig(train_file=(str(file),), skip_bad_images=True))
     assert len(contents(data)) == 5
@@ -931,13 +801,9 @@ def table(tmp_path, monkeypatch):
         pictures = [encoded(Image.fromarray(pixels(seed=i)), "PNG") for i in range(len(labels))]
         for row, content in dict(bad).items():
             pictures[row] = content
-        features = datasets.Features(
-            {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
-        )
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
         rows = {"image": [p and {"bytes": p, "path": None} for p in pictures], "label": labels}
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(
-            folder / f"{split}-00000-of-00001.parquet"
-        )
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
         return str(folder)
 
     return write
@@ -949,11 +815,7 @@ def test_a_data_set_with_its_own_validation_split(tmp_path, table):
     data = prepare(ImageConfig(dataset_name=(name,)))
     assert data.classes == ("cat", "dog")
     assert data.train.labels.values.tolist() == [1, 0, 1, 0]
-    assert [data.classes[int(data.validation[i]["labels"])] for i in range(3)] == [
-        "cat",
-        "cat",
-        "dog",
-    ]
+    assert [data.classes[int(data.validation[i]["labels"])] for i in range(3)] == ["cat", "cat", "dog"]
     assert np.array_equal(np.asarray(data.train[3]["image"]), pixels(seed=3))
     assert np.array_equal(np.asarray(data.validation[2]["image"]), pixels(seed=2))
     assert data.train.where(3) == f"{name}:train: row 3"
@@ -964,25 +826,17 @@ def test_a_data_set_with_its_own_validation_split(tmp_path, table):
 def test_columns_of_bytes_and_samples_of_webdataset_are_images(tmp_path, table):
     pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     pictures = [picture(i) for i in range(8)]
-    columns = {
-        "binary": pictures,
-        "struct": [{"bytes": content, "path": None} for content in pictures],
-    }
+    columns = {"binary": pictures, "struct": [{"bytes": content, "path": None} for content in pictures]}
     for kind, column in columns.items():  # as pandas or Spark write them
         (tmp_path / kind).mkdir()
-        pq.write_table(
-            pa.table({"image": column, "label": [i % 2 for i in range(8)]}),
-            tmp_path / kind / "train.parquet",
-        )
+        pq.write_table(pa.table({"image": column, "label": [i % 2 for i in range(8)]}), tmp_path / kind / "train.parquet")
     (tmp_path / "tars").mkdir()
     packed(tmp_path / "tars" / "train-0.tar", samples(range(8)))
     for kind in (*columns, "tars"):
         data = prepare(ImageConfig(dataset_name=(str(tmp_path / kind),)))
         assert len(data.train) + len(data.validation) == len(contents(data)) == 8, kind
     message = refused(train_file=(str(tmp_path / "binary" / "train.parquet"),))
-    assert message.endswith(
-        "expected a path; images in its rows: give its folder as --dataset_name"
-    )
+    assert message.endswith("expected a path; images in its rows: give its folder as --dataset_name")
 
 
 def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):
@@ -993,16 +847,10 @@ def test_a_data_set_without_a_validation_split_is_split(tmp_path, table):
     named = prepare(ImageConfig(dataset_name=(name,), validation_split_name="test"))
     assert (len(named.train), len(named.validation)) == (8, 2)
     assert named.validation.where(0) == f"{name}:test: row 0"
-    assert "no split 'val' (has: train, test)" in refused(
-        dataset_name=(name,), validation_split_name="val"
-    )
-    other = prepare(
-        ImageConfig(dataset_name=(name,), train_split_name="test", validation_split_name="train")
-    )
+    assert "no split 'val' (has: train, test)" in refused(dataset_name=(name,), validation_split_name="val")
+    other = prepare(ImageConfig(dataset_name=(name,), train_split_name="test", validation_split_name="train"))
     assert (len(other.train), len(other.validation)) == (2, 8)
-    assert "no split 'all' (has: train, test)" in refused(
-        dataset_name=(name,), train_split_name="all"
-    )
+    assert "no split 'all' (has: train, test)" in refused(dataset_name=(name,), train_split_name="all")
 
 
 def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):
@@ -1016,33 +864,20 @@ def test_damaged_rows_of_a_data_set_are_named_or_skipped(tmp_path, table):
 def test_a_data_set_that_cannot_serve_says_why(tmp_path, table):
     for label in (-1, None):
         name = table(tmp_path / str(label), "train", [0, label, 1])
-        assert (
-            refused(dataset_name=(name,))
-            == f"{name}:train: row 1: the label is {label}, expected a class"
-        )
+        assert refused(dataset_name=(name,)) == f"{name}:train: row 1: the label is {label}, expected a class"
     name = table(tmp_path / "set", "validation", [0, 1])
-    assert (
-        refused(dataset_name=(name,))
-        == f"--dataset_name {name}: no split 'train' (has: validation)"
-    )
-    assert refused(dataset_name=(str(tmp_path / "none"),)).startswith(
-        f"--dataset_name {tmp_path}/none: "
-    )
+    assert refused(dataset_name=(name,)) == f"--dataset_name {name}: no split 'train' (has: validation)"
+    assert refused(dataset_name=(str(tmp_path / "none"),)).startswith(f"--dataset_name {tmp_path}/none: ")
     name = table(tmp_path / "other", "train", [0, 1])
     assert (
-        refused(dataset_name=(name,), image_column="label")
-        == f"--dataset_name {name}: the column 'label' holds no images"
+        refused(dataset_name=(name,), image_column="label") == f"--dataset_name {name}: the column 'label' holds no images"
     )
-    assert refused(dataset_name=(name,), label_column="x").startswith(
-        f"{name}: no column 'x' (has: image, label)"
-    )
+    assert refused(dataset_name=(name,), label_column="x").startswith(f"{name}: no column 'x' (has: image, label)")
 
 
 # The split -----------------------------------------------------------------------------------------------------------
 
-LABELS = st.lists(st.integers(0, 5), min_size=1, max_size=200).map(
-    lambda labels: np.array(labels, dtype=np.int64)
-)
+LABELS = st.lists(st.integers(0, 5), min_size=1, max_size=200).map(lambda labels: np.array(labels, dtype=np.int64))
 PERCENTS = st.floats(0.1, 99.9)
 
 
@@ -1061,10 +896,7 @@ def test_the_same_share_of_each_class_is_held_out_at_least_one_and_never_all(lab
             assert not members.any()
         else:
             assert 1 <= members.sum() < len(members)
-            assert abs(members.sum() - len(members) * percent / 100) <= 0.5 or members.sum() in (
-                1,
-                len(members) - 1,
-            )
+            assert abs(members.sum() - len(members) * percent / 100) <= 0.5 or members.sum() in (1, len(members) - 1)
 
 
 @settings(deadline=None, max_examples=100)
@@ -1083,26 +915,16 @@ def test_classes_are_renumbered_as_a_model_numbers_them(tmp_path):
     other = data.numbered_as(("eel", "cat", "dog"))
     assert other.classes == ("eel", "cat", "dog")
     assert (names(other), names(other, "validation")) == (names(data), names(data, "validation"))
-    assert other.train.labels.values.tolist() == [
-        {0: 1, 1: 2, 2: 0}[n] for n in data.train.labels.values.tolist()
-    ]
+    assert other.train.labels.values.tolist() == [{0: 1, 1: 2, 2: 0}[n] for n in data.train.labels.values.tolist()]
     assert (other.identity, other.about) == (data.identity, data.about)
-    assert (
-        data.numbered_as(data.classes).train.labels.values.tolist()
-        == data.train.labels.values.tolist()
-    )
+    assert data.numbered_as(data.classes).train.labels.values.tolist() == data.train.labels.values.tolist()
 
 
 @settings(deadline=None, max_examples=50)
 @given(counts=st.lists(st.integers(1, 50), min_size=2, max_size=8))
 def test_class_weights_are_inverse_to_the_counts_and_1_on_average_over_the_images(counts):
     labels = np.repeat(np.arange(len(counts)), counts)
-    weights = (
-        Labels("single_label", tuple(map(str, counts)), labels)
-        .class_weights({}, ())
-        .double()
-        .numpy()
-    )
+    weights = Labels("single_label", tuple(map(str, counts)), labels).class_weights({}, ()).double().numpy()
     assert weights[labels].mean() == pytest.approx(1, rel=1e-6)
     products = weights * counts
     assert products == pytest.approx(products[0], rel=1e-6)

@@ -46,9 +46,7 @@ def test_rare_rows_are_not_updated_by_far_more_than_the_rate(shape):
     pytest.importorskip("torchao")
     from torchao.optim import AdamW8bit
 
-    plain, ours, theirs = (
-        updates(make, shape) for make in (torch.optim.AdamW, adamw_8bit, AdamW8bit)
-    )
+    plain, ours, theirs = (updates(make, shape) for make in (torch.optim.AdamW, adamw_8bit, AdamW8bit))
     assert ours[:-1].max() < 1.5 * plain[:-1].max() < 10
     assert ours[-1] < 1.5 * plain[-1]
     assert theirs[:-1].max() > 50  # else torchao needs no other table any more
@@ -64,14 +62,10 @@ def test_rare_rows_continue_bit_for_bit():
         if step == 13:
             weights[1].data.copy_(weights[0].data)
             fill_state(second)
-            for (_, key, saved), (_, same, loaded) in zip(
-                state_tensors(first), state_tensors(second), strict=True
-            ):
+            for (_, key, saved), (_, same, loaded) in zip(state_tensors(first), state_tensors(second), strict=True):
                 assert key == same
                 loaded.copy_(saved)
-        for weight, optimizer in list(zip(weights, (first, second), strict=True))[
-            : 1 + (step >= 13)
-        ]:
+        for weight, optimizer in list(zip(weights, (first, second), strict=True))[: 1 + (step >= 13)]:
             weight.grad = gradient(step)
             optimizer.step()
     assert torch.equal(*weights)

@@ -16,21 +16,12 @@ from shared.text.forms import read_example, recognise
 from shared.text.options import ChatConfig
 
 USER, ANSWER = {"role": "user", "content": "a line"}, {"role": "assistant", "content": "says what"}
-MORE, LAST = (
-    {"role": "user", "content": "comes next"},
-    {"role": "assistant", "content": "it saw many"},
-)
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"function": {"name": "look", "arguments": '{"city": "Rome"}'}}],
-}
+MORE, LAST = {"role": "user", "content": "comes next"}, {"role": "assistant", "content": "it saw many"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": '{"city": "Rome"}'}}]}
 HEADED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}BODY{% endfor %}"
 HEADED += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = HEADED.replace("BODY", "{{ m['content'] + '<|im_end|>\n' }}")
-ENDLESS = CHATML.replace(
-    "<|im_end|>\n", ""
-)  # the header of the next turn ends a turn, as in GLM-4.5's template
+ENDLESS = CHATML.replace("<|im_end|>\n", "")  # the header of the next turn ends a turn, as in GLM-4.5's template
 
 
 @pytest.fixture
@@ -39,9 +30,7 @@ def learns(tiny_model):
 
     def learned_runs(record, template=CHATML, loss_on="assistant"):
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|pause|>"]}
-        )
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|pause|>"]})
         tokenizer.chat_template = template
         notes = store.Notes()
         encoder = Encoder(tokenizer, loss_on)
@@ -55,46 +44,28 @@ def learns(tiny_model):
 
 def test_a_call_that_the_template_does_not_write_is_no_empty_answer(learns):
     """slime#330 (2025): a template without tools wrote a call as an empty answer, and that was learned."""
-    with pytest.raises(
-        ConfigError, match=r"^here: .*nothing of what the assistant says in message 2.*empty answer"
-    ):
+    with pytest.raises(ConfigError, match=r"^here: .*nothing of what the assistant says in message 2.*empty answer"):
         learns({"messages": [USER, CALL, MORE, LAST]})
     with pytest.raises(ConfigError, match="empty answer"):
         learns({"messages": [USER, CALL, MORE, LAST]}, loss_on="all")
-    assert learns({"messages": [USER, {**CALL, "weight": 0}, MORE, LAST]}) == [
-        "it saw many<|im_end|>"
-    ]
+    assert learns({"messages": [USER, {**CALL, "weight": 0}, MORE, LAST]}) == ["it saw many<|im_end|>"]
 
 
 CALLS = "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] + (c['function']['arguments'] | tojson) }}{% endfor %}"
-CALLS = "{{ tools | tojson if tools }}" + HEADED.replace(
-    "BODY", "{{ m['content'] }}" + CALLS + "{{ '<|im_end|>\n' }}"
-)
+CALLS = "{{ tools | tojson if tools }}" + HEADED.replace("BODY", "{{ m['content'] }}" + CALLS + "{{ '<|im_end|>\n' }}")
 LOOK = {"name": "look", "arguments": {"city": "Rome"}}
 TOOL = {"name": "look", "description": "sees", "parameters": {"type": "object", "properties": {}}}
 
 
-@pytest.mark.parametrize(
-    "value", [LOOK, [LOOK, LOOK], LOOK | {"arguments": '{"city": "Rome"}'}, {"function": LOOK}]
-)
+@pytest.mark.parametrize("value", [LOOK, [LOOK, LOOK], LOOK | {"arguments": '{"city": "Rome"}'}, {"function": LOOK}])
 def test_calls_and_results_of_sharegpt_records_are_those_of_messages(learns, value):
     """glaive_toolcall of LLaMA-Factory: calls, and the tools, are JSON in strings, without what is around a function."""
     calls = [{"type": "function", "function": LOOK}] * (2 if isinstance(value, list) else 1)
-    talk = [
-        ("human", "a line"),
-        ("function_call", json.dumps(value)),
-        ("observation", "it saw"),
-        ("gpt", "says what"),
-    ]
-    record = {
-        "conversations": [{"from": who, "value": said} for who, said in talk],
-        "tools": json.dumps([TOOL]),
-    }
+    talk = [("human", "a line"), ("function_call", json.dumps(value)), ("observation", "it saw"), ("gpt", "says what")]
+    record = {"conversations": [{"from": who, "value": said} for who, said in talk], "tools": json.dumps([TOOL])}
     messages = [USER, {**CALL, "tool_calls": calls}, {"role": "tool", "content": "it saw"}, ANSWER]
     alike = {"messages": messages, "tools": [{"type": "function", "function": TOOL}]}
-    read, expected = (
-        read_example(given, recognise(given, "here"), "here") for given in (record, alike)
-    )
+    read, expected = (read_example(given, recognise(given, "here"), "here") for given in (record, alike))
     assert (read.messages[0], read.messages[2:], read.tools) == (USER, messages[2:], expected.tools)
     written = 'look{"city": "Rome"}' * len(calls) + "<|im_end|>"
     assert learns(record, CALLS) == learns(alike, CALLS) == [written, "says what<|im_end|>"]
@@ -107,9 +78,7 @@ def test_calls_and_results_of_sharegpt_records_are_those_of_messages(learns, val
 def test_results_of_tools_that_the_template_does_not_write_are_counted(learns):
     """Phi-3's template passes over the role, and the answer was learned without what it rests on."""
     messages = [USER, ANSWER, {"role": "tool", "content": "sunny"}, LAST]
-    dropping = CHATML.replace(
-        "{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}"
-    )
+    dropping = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
     assert len(learns({"messages": messages}, dropping)) == 2
     assert learns.lost == ["here, message 3: 'sunny'"]
 
@@ -128,9 +97,7 @@ def test_a_call_that_cannot_be_read_is_refused(learns, value, said):
         learns({"conversations": [{"from": "function_call", "value": value}]}, CALLS)
 
 
-STRIPPED = CHATML.replace(
-    "m['content'] +", "m['content'].split('</think>')[-1] +"
-)  # as DeepSeek-R1's template does
+STRIPPED = CHATML.replace("m['content'] +", "m['content'].split('</think>')[-1] +")  # as DeepSeek-R1's template does
 
 
 @pytest.mark.parametrize(
@@ -138,11 +105,7 @@ STRIPPED = CHATML.replace(
     [
         (CHATML, {**ANSWER, "reasoning_content": "since a line"}, "since a line"),
         (CHATML, {**ANSWER, "tool_calls": CALL["tool_calls"]}, "look"),
-        (
-            STRIPPED,
-            {**ANSWER, "content": "<think>since</think>says what"},
-            "<think>since</think>says what",
-        ),
+        (STRIPPED, {**ANSWER, "content": "<think>since</think>says what"}, "<think>since</think>says what"),
     ],
     ids=["reasoning", "call", "thoughts in the answer"],
 )
@@ -150,11 +113,7 @@ def test_words_that_the_template_does_not_write_are_counted(learns, template, an
     """trl#6361 (2026): a template dropped the reasoning, and the rest was learned in silence."""
     assert learns({"messages": [USER, answer]}, template) == ["says what<|im_end|>"]
     assert learns.lost == [f"here, message 2: {lost!r}"]
-    written = {
-        **ANSWER,
-        "content": 'says\n "what"',
-        "tool_calls": [{"function": {"name": "a", "arguments": {"b": '"\n'}}}],
-    }
+    written = {**ANSWER, "content": 'says\n "what"', "tool_calls": [{"function": {"name": "a", "arguments": {"b": '"\n'}}}]}
     body = "{{ m['content'] | tojson }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}<|im_end|>"
     learns({"messages": [USER, written]}, HEADED.replace("BODY", body))
     assert learns.lost == []
@@ -162,34 +121,19 @@ def test_words_that_the_template_does_not_write_are_counted(learns, template, an
 
 def said(capsys) -> list[str]:
     """The notes but the one that all of these records are alike, to train and to validate on."""
-    return [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if not line.endswith("trained on, too, word for word")
-    ]
+    return [line for line in capsys.readouterr().err.splitlines() if not line.endswith("trained on, too, word for word")]
 
 
-def test_lost_words_are_said_once_with_their_number_and_first_place(
-    tiny_model, tmp_path, monkeypatch, capsys
-):
+def test_lost_words_are_said_once_with_their_number_and_first_place(tiny_model, tmp_path, monkeypatch, capsys):
     """trl#6361 (2026), as above, in a whole file: several chunks, by several processes."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
     monkeypatch.setattr(store, "BATCH", 200)
-    rows = [
-        {"messages": [USER, {**ANSWER, "thinking": "since"} if number in (3, 4, 7) else ANSWER]}
-        for number in range(9)
-    ]
+    rows = [{"messages": [USER, {**ANSWER, "thinking": "since"} if number in (3, 4, 7) else ANSWER]} for number in range(9)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = ChatConfig(
-        train_file=(str(tmp_path / "data.jsonl"),), seq_length=96, preprocessing_num_workers=2
-    )
+    config = ChatConfig(train_file=(str(tmp_path / "data.jsonl"),), seq_length=96, preprocessing_num_workers=2)
     chat.open_samples(config, AutoTokenizer.from_pretrained(tiny_model))
     (line,) = said(capsys)
-    assert (
-        line.startswith("warning: ")
-        and "3 turns" in line
-        and "data.jsonl:4, message 2: 'since'" in line
-    )
+    assert line.startswith("warning: ") and "3 turns" in line and "data.jsonl:4, message 2: 'since'" in line
 
 
 def test_the_history_of_alpaca_records_is_read_as_earlier_turns(learns):
@@ -198,55 +142,22 @@ def test_the_history_of_alpaca_records_is_read_as_earlier_turns(learns):
     for given in (history, json.dumps(history)):
         record = {"instruction": "comes next", "output": "it saw many", "history": given}
         assert learns(record) == ["says what<|im_end|>", "it saw many<|im_end|>"]
-    assert (
-        learns(record | {"history": []})
-        == learns(record | {"history": ""})
-        == ["it saw many<|im_end|>"]
-    )
-    with pytest.raises(
-        ConfigError, match=r"^here: 'history' is a list, not \[question, answer\] pairs"
-    ):
+    assert learns(record | {"history": []}) == learns(record | {"history": ""}) == ["it saw many<|im_end|>"]
+    with pytest.raises(ConfigError, match=r"^here: 'history' is a list, not \[question, answer\] pairs"):
         learns(record | {"history": ["a line"]})
 
 
 def test_turns_that_are_not_to_be_trained_on_are_not_in_each_form(learns):
     """axolotl#1703 (2024): a turn's own switch was ignored in one of the forms."""
-    for mark in (
-        {"weight": 0},
-        {"loss_weight": 0},
-        {"loss_weight": 0.0},
-        {"train": False},
-        {"loss": False},
-    ):
-        talk = [
-            ("human", "a line", {}),
-            ("gpt", "says what", mark),
-            ("human", "comes next", {}),
-            ("gpt", "it saw many", {}),
-        ]
+    for mark in ({"weight": 0}, {"loss_weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"loss": False}):
+        talk = [("human", "a line", {}), ("gpt", "says what", mark), ("human", "comes next", {}), ("gpt", "it saw many", {})]
         for record in (
             {"messages": [USER, {**ANSWER, **mark}, MORE, LAST]},
             {"prompt": [USER], "completion": [{**ANSWER, **mark}, MORE, LAST]},
-            {
-                "conversations": [
-                    {"from": who, "value": value, **marks} for who, value, marks in talk
-                ]
-            },
+            {"conversations": [{"from": who, "value": value, **marks} for who, value, marks in talk]},
         ):
             assert learns(record) == ["it saw many<|im_end|>"]
-    assert (
-        len(
-            learns(
-                {
-                    "messages": [
-                        USER,
-                        {**ANSWER, "train": True, "loss": 0.7, "loss_weight": 1, "weight": True},
-                    ]
-                }
-            )
-        )
-        == 1
-    )
+    assert len(learns({"messages": [USER, {**ANSWER, "train": True, "loss": 0.7, "loss_weight": 1, "weight": True}]})) == 1
     for key in ("weight", "loss_weight"):
         with pytest.raises(ConfigError, match=r"^here: weight of message 2 is 0\.5, not 0 or 1"):
             learns({"messages": [USER, {**ANSWER, key: 0.5}]})
@@ -258,10 +169,7 @@ def test_parts_of_a_message_are_read_as_its_text_or_refused(learns):
         parts = [{"type": "text", key: "says "}, {key: "what"}]
         assert learns({"messages": [USER, {**ANSWER, "content": parts}]}) == ["says what<|im_end|>"]
         for other in ({"type": "image"}, {"type": "tool_result", key: "what"}, "what"):
-            with pytest.raises(
-                ConfigError,
-                match=r"^here: content of message 2 is a list, expected text or parts of type",
-            ):
+            with pytest.raises(ConfigError, match=r"^here: content of message 2 is a list, expected text or parts of type"):
                 learns({"messages": [USER, {**ANSWER, "content": [*parts, other]}]})
 
 
@@ -275,23 +183,12 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
         (tmp_path / "data").mkdir(exist_ok=True)
         if request.param == "table":
             columns = {key: None for row in rows for key in row}
-            pq.write_table(
-                pa.Table.from_pylist([columns | row for row in rows]),
-                path := tmp_path / "data/train.parquet",
-            )
+            pq.write_table(pa.Table.from_pylist([columns | row for row in rows]), path := tmp_path / "data/train.parquet")
         else:
-            (path := tmp_path / "data/train.jsonl").write_text(
-                "".join(json.dumps(row) + "\n" for row in rows)
-            )
-        source = (
-            {"dataset_name": (str(path.parent),)}
-            if request.param == "datasets"
-            else {"train_file": (str(path),)}
-        )
+            (path := tmp_path / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"dataset_name": (str(path.parent),)} if request.param == "datasets" else {"train_file": (str(path),)}
         config = ChatConfig(**source, seq_length=96, **options)
-        return chat.describe(
-            chat.open_samples(config, AutoTokenizer.from_pretrained(tiny_model))[0], config
-        )
+        return chat.describe(chat.open_samples(config, AutoTokenizer.from_pretrained(tiny_model))[0], config)
 
     return about
 
@@ -299,88 +196,51 @@ def prepared(request, tiny_model, tmp_path, monkeypatch):
 def test_columns_and_keys_that_nobody_reads_are_said(prepared, capsys):
     """trl#6361 (2026), for whole columns. One that is empty everywhere is none."""
     rows = [
-        {
-            "id": number,
-            "tags": [],
-            "messages": [USER, ANSWER],
-            "images": None,
-            "source": "a" * number,
-        }
-        for number in (0, 1)
+        {"id": number, "tags": [], "messages": [USER, ANSWER], "images": None, "source": "a" * number} for number in (0, 1)
     ]
     assert prepared(rows * 2).endswith("; not used: id, source")
     rows[1] |= {"id": None, "messages": [USER, {**ANSWER, "at": "noon", "thinking": None}]}
     rows[0] |= {"id": None, "source": None}
     assert prepared(rows * 3).endswith("; not used: at (of messages), source")
-    assert (
-        ", from 1 of 4 records" in (line := prepared([{"messages": [USER, ANSWER]}] * 4))
-        and "not used" not in line
-    )
-    assert prepared([{"prompt": "a", "completion": "b", "tools": "[1]"}] * 3).endswith(
-        "; not used: tools"
-    )
+    assert ", from 1 of 4 records" in (line := prepared([{"messages": [USER, ANSWER]}] * 4)) and "not used" not in line
+    assert prepared([{"prompt": "a", "completion": "b", "tools": "[1]"}] * 3).endswith("; not used: tools")
     (line,) = said(capsys)
-    assert line.startswith(
-        "warning: 3 texts with a prompt are joined as they are, although the model has a chat template"
-    )
+    assert line.startswith("warning: 3 texts with a prompt are joined as they are, although the model has a chat template")
 
 
 @pytest.mark.parametrize(
     ("columns", "what"),
     [
         ({"label": False}, r"data with labels \(columns: label\), no template here takes it"),
-        (
-            {"label": 0, "score": 0.5},
-            r"data with labels and data with scores \(columns: label, score\), no template",
-        ),
+        ({"label": 0, "score": 0.5}, r"data with labels and data with scores \(columns: label, score\), no template"),
         ({"images": ["1.png"]}, r"data with images \(columns: images\), no template here takes it"),
         ({"chosen": "a"}, r"preference data \(columns: chosen\), no template here takes it"),
-        (
-            {"chosen": "a", "rejected": "b"},
-            r"preference data \(columns: chosen, rejected\), templates/dpo\.py takes it",
-        ),
+        ({"chosen": "a", "rejected": "b"}, r"preference data \(columns: chosen, rejected\), templates/dpo\.py takes it"),
     ],
 )
-def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name(
-    prepared, columns, what
-):
+def test_columns_that_change_what_an_answer_means_are_refused_or_allowed_by_name(prepared, columns, what):
     """Answers that people have marked as bad were learned as good ones (a common report)."""
     rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], **columns}] * 3
     names = tuple(columns)
     for _ in range(2):  # the second time, allowed data have been prepared
         with pytest.raises(
-            ConfigError,
-            match=rf"(row [12]|:2): this is {what}.*add --allow_unused_columns {' '.join(names)}$",
+            ConfigError, match=rf"(row [12]|:2): this is {what}.*add --allow_unused_columns {' '.join(names)}$"
         ):
             prepared(rows)
-        assert prepared(rows, allow_unused_columns=names).endswith(
-            f"; not used: {', '.join(sorted(names))}"
-        )
+        assert prepared(rows, allow_unused_columns=names).endswith(f"; not used: {', '.join(sorted(names))}")
 
 
 def test_data_of_other_kinds_are_named():
     """They are no chats with something missing."""
     for record, said in (
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            r"this is preference data .*, templates/dpo\.py takes it$",
-        ),
-        (
-            {"sentence": "a", "label": "b"},
-            r"this is data with labels .*, templates/text_classification\.py takes it$",
-        ),
-        (
-            {"prompt": "a", "kto_tag": True},
-            "this is data with labels .*, no template here takes it$",
-        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"this is preference data .*, templates/dpo\.py takes it$"),
+        ({"sentence": "a", "label": "b"}, r"this is data with labels .*, templates/text_classification\.py takes it$"),
+        ({"prompt": "a", "kto_tag": True}, "this is data with labels .*, no template here takes it$"),
         (
             {"image": "a.png", "label": 1},
             "this is data with images and data with labels .*templates/image_classification.py takes it$",
         ),
-        (
-            {"images": ["a.png"], "question": "b"},
-            "this is data with images .*, no template here takes it$",
-        ),
+        ({"images": ["a.png"], "question": "b"}, "this is data with images .*, no template here takes it$"),
         ({"question": "b"}, "columns question are of no known form"),
     ):
         with pytest.raises(ConfigError, match=f"^here: {said}"):
@@ -392,15 +252,12 @@ def test_marks_of_images_are_said_once_with_their_first_place(prepared, capsys):
     seen = {"role": "user", "content": "<image>\na line, <image>"}
     prepared([{"messages": [seen if number in (2, 5) else USER, ANSWER]} for number in range(7)])
     (line,) = said(capsys)
-    assert line.startswith(
-        "warning: 2 records mark a place for what is not text"
-    ) and line.endswith(": <image>")
+    assert line.startswith("warning: 2 records mark a place for what is not text") and line.endswith(": <image>")
     assert "row 2: " in line or "row 3: " in line or ":3: " in line
 
 
 @pytest.mark.parametrize(
-    "template",
-    [ENDLESS, "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"],
+    "template", [ENDLESS, "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"]
 )
 def test_an_end_is_learned_if_all_tokens_are(learns, template):
     """alpaca_lora_4bit#35 (2023): no end of text was learned, so the model never stopped."""
@@ -420,17 +277,9 @@ def test_a_marked_turn_that_ends_in_an_emoji_is_learned_whole(learns, loss_on):
     """transformers' mask begins and ends at the first token of a character, and an emoji has several."""
     marked = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}"
     template = HEADED.replace("BODY", marked + "{{ m['content'] }}{% endif %}{{ '<|im_end|>' }}")
-    answers = [
-        {"role": "assistant", "content": text}
-        for text in ("\U0001f642 says \U0001f642", "\U0001f643")
-    ]
+    answers = [{"role": "assistant", "content": text} for text in ("\U0001f642 says \U0001f642", "\U0001f643")]
     runs = learns({"messages": [USER, answers[0], MORE, answers[1]]}, template, loss_on)
-    assert (
-        runs
-        == ["\U0001f642 says \U0001f642<|im_end|>", "\U0001f643<|im_end|>"][
-            -2 if loss_on == "assistant" else -1 :
-        ]
-    )
+    assert runs == ["\U0001f642 says \U0001f642<|im_end|>", "\U0001f643<|im_end|>"][-2 if loss_on == "assistant" else -1 :]
     assert learns.lost == []
 
 
@@ -483,20 +332,11 @@ WITHIN = (  # what a tool answers, and then the text of the call, stand in the t
 def test_what_a_tool_answers_within_a_turn_is_not_learned(learns, content):
     """Found here in 2026, with Gemma 4's template: if the call had a text, the tool's answer was learned in silence."""
     call = {**CALL, "content": content}
-    messages = [
-        USER,
-        call,
-        {"role": "tool", "content": "sunny"},
-        {**call, "tool_calls": call["tool_calls"] * 2},
-    ]
+    messages = [USER, call, {"role": "tool", "content": "sunny"}, {**call, "tool_calls": call["tool_calls"] * 2}]
     messages += [{"role": "tool", "content": "it rains"}, LAST]
     text = f"{content}<|im_end|>\n" * bool(content)
     called = 'look{"city": "Rome"}<|pause|>'
-    assert learns({"messages": messages}, WITHIN) == [
-        called,
-        text + called * 2,
-        text + "it saw many<|im_end|>",
-    ]
+    assert learns({"messages": messages}, WITHIN) == [called, text + called * 2, text + "it saw many<|im_end|>"]
 
 
 def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
@@ -507,9 +347,7 @@ def test_an_answer_with_the_text_of_the_next_turn_in_it_is_refused(learns):
     assert learns({"messages": [USER, says, USER, LAST]}, PLAIN)[1] == "it saw many<|endoftext|>"
 
 
-THINKING = ENDLESS.replace(
-    "{{ m['content']", "{{ '<think>' if loop.last and m.role == 'assistant' }}{{ m['content']"
-)
+THINKING = ENDLESS.replace("{{ m['content']", "{{ '<think>' if loop.last and m.role == 'assistant' }}{{ m['content']")
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"

@@ -20,9 +20,7 @@ from tests.conftest import run_here
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_token_does_not_see_other_documents_of_its_sequence(
-    flat, text_file, tiny_model, tmp_path, monkeypatch
-):
+def test_a_token_does_not_see_other_documents_of_its_sequence(flat, text_file, tiny_model, tmp_path, monkeypatch):
     """Llama 3 (arXiv 2407.21783, 2024), section 3.2, masks attention between documents. Here there was no such option.
 
     The loss of sequences is that of their documents alone, and still counts the first token of the next document.
@@ -41,9 +39,7 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(
             bounds = [0, *(i for i in range(1, 64) if number * 64 + i in ends), 64]
             for start, end in pairwise(bounds):
                 logits = model(tokens[None, start:end]).logits[0]
-                expected = expected + F.cross_entropy(
-                    logits, tokens[start + 1 : end + 1], reduction="sum"
-                )
+                expected = expected + F.cross_entropy(logits, tokens[start + 1 : end + 1], reduction="sum")
             parts += len(bounds) - 1
         assert parts > 3
         torch.testing.assert_close(causal_lm_loss(model, collate_packed(rows)), expected)
@@ -51,30 +47,15 @@ def test_a_token_does_not_see_other_documents_of_its_sequence(
 
 def test_pretraining_says_whether_documents_see_each_other(text_file, tiny_model, tmp_path, capsys):
     """The template said nothing about it."""
-    flags = (
-        "--train_file",
-        text_file,
-        "--model_name_or_path",
-        tiny_model,
-        "--seq_length",
-        32,
-        "--max_steps",
-        1,
-    )
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 1)
     run = partial(run_here, "pretrain", *flags, "--eval_samples", 2, "--output_dir")
     run(tmp_path / "together")
-    assert (
-        "those of one sequence attend to each other (--isolate_documents keeps"
-        in capsys.readouterr().err
-    )
+    assert "those of one sequence attend to each other (--isolate_documents keeps" in capsys.readouterr().err
     run(tmp_path / "apart", "--isolate_documents", "--dataloader_num_workers", 1)
     assert "documents kept apart by an attention mask" in capsys.readouterr().err
     losses = [
-        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[1])["loss"]
-        for name in ("together", "apart")
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[1])["loss"] for name in ("together", "apart")
     ]
     assert losses[0] != losses[1]
-    with pytest.raises(
-        ConfigError, match="--isolate_documents needs the ends of documents, which --streaming"
-    ):
+    with pytest.raises(ConfigError, match="--isolate_documents needs the ends of documents, which --streaming"):
         CorpusConfig(streaming=True, isolate_documents=True)

@@ -16,18 +16,8 @@ from shared.process.errors import ConfigError
 from tests.conftest import Run, run_here
 from tests.small_models import VOCAB, tokens, words
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
-MIXTRAL = SIZES | {
-    "num_key_value_heads": 1,
-    "num_local_experts": 4,
-    "router_aux_loss_coef": 0.5,
-    "vocab_size": VOCAB,
-}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+MIXTRAL = SIZES | {"num_key_value_heads": 1, "num_local_experts": 4, "router_aux_loss_coef": 0.5, "vocab_size": VOCAB}
 
 
 @pytest.fixture(scope="module")
@@ -41,36 +31,13 @@ def losses_of(folder):
     return [(row["loss"], row.get("aux_loss")) for row in Run(folder, 0, "").rows if "loss" in row]
 
 
-def test_experts_are_balanced_when_they_are_trained_from_scratch(
-    architecture, text_file, tmp_path, capsys
-):
+def test_experts_are_balanced_when_they_are_trained_from_scratch(architecture, text_file, tmp_path, capsys):
     """Automodel#1408 (2025): the auxiliary loss was left out. Here also: it is the same in micro-batches of any size."""
-    flags = (
-        "--config_name",
-        architecture,
-        "--train_file",
-        text_file,
-        "--vocab_size",
-        320,
-        "--seq_length",
-        32,
-    )
+    flags = ("--config_name", architecture, "--train_file", text_file, "--vocab_size", 320, "--seq_length", 32)
     flags = (*flags, "--global_batch_size", 8, "--max_steps", 2, "--eval_samples", 2)
-    run_here(
-        "pretrain", *flags, "--per_device_train_batch_size", 8, "--output_dir", tmp_path / "at once"
-    )
-    assert (
-        "aux_loss balances the experts, times the config's router_aux_loss_coef 0.5"
-        in capsys.readouterr().err
-    )
-    run_here(
-        "pretrain",
-        *flags,
-        "--per_device_train_batch_size",
-        2,
-        "--output_dir",
-        tmp_path / "in parts",
-    )
+    run_here("pretrain", *flags, "--per_device_train_batch_size", 8, "--output_dir", tmp_path / "at once")
+    assert "aux_loss balances the experts, times the config's router_aux_loss_coef 0.5" in capsys.readouterr().err
+    run_here("pretrain", *flags, "--per_device_train_batch_size", 2, "--output_dir", tmp_path / "in parts")
     at_once, in_parts = (losses_of(tmp_path / name) for name in ("at once", "in parts"))
     for one, other in zip(at_once, in_parts, strict=True):
         assert one[1] > 0 and other == pytest.approx(one, rel=1e-5)
@@ -89,37 +56,21 @@ def test_the_balancing_loss_is_that_of_each_row_without_its_padding(tmp_path):
     plain, balance = torch.zeros(()), torch.zeros(())
     for row, length in ((0, 7), (2, 12)):
         outputs = model(batch["input_ids"][row : row + 1, :length])
-        plain = plain + F.cross_entropy(
-            outputs.logits[0], batch["labels"][row, :length], reduction="sum"
-        )
-        balance = (
-            balance
-            + length
-            * sum(load_balancing_loss_func((layer,), 4, 2) for layer in outputs.router_logits)
-            / 2
-        )
+        plain = plain + F.cross_entropy(outputs.logits[0], batch["labels"][row, :length], reduction="sum")
+        balance = balance + length * sum(load_balancing_loss_func((layer,), 4, 2) for layer in outputs.router_logits) / 2
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(logged["aux_loss"], balance)
-    for one, other in zip(
-        found, torch.autograd.grad(plain + 0.5 * balance, list(model.parameters())), strict=True
-    ):
+    for one, other in zip(found, torch.autograd.grad(plain + 0.5 * balance, list(model.parameters())), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_fine_tuning_balances_experts_as_the_config_says_and_says_so(capsys):
     """Automodel#1408 (2025): nobody was told."""
-    sizes = SIZES | {
-        "vocab_size": VOCAB,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 8,
-        "first_k_dense_replace": 0,
-    }
+    sizes = SIZES | {"vocab_size": VOCAB, "n_routed_experts": 4, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
     told = {
         "aux_loss balances the experts": MixtralConfig(**MIXTRAL, output_router_logits=True),
         "no loss balances the experts: output_router_logits is off": MixtralConfig(**MIXTRAL),
-        "no loss balances the experts: there is none for DeepseekV3ForCausalLM": DeepseekV3Config(
-            **sizes
-        ),
+        "no loss balances the experts: there is none for DeepseekV3ForCausalLM": DeepseekV3Config(**sizes),
     }
     for expected, config in told.items():
         with torch.device("meta"):
@@ -127,9 +78,7 @@ def test_fine_tuning_balances_experts_as_the_config_says_and_says_so(capsys):
         assert expected in capsys.readouterr().err
 
 
-def test_a_pipeline_does_not_leave_the_balancing_loss_out_in_silence(
-    architecture, tiny_model, monkeypatch
-):
+def test_a_pipeline_does_not_leave_the_balancing_loss_out_in_silence(architecture, tiny_model, monkeypatch):
     """Automodel#1408 (2025), for pipelines."""
     from accelerate import Accelerator, DistributedType
 

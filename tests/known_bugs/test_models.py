@@ -21,11 +21,7 @@ REFUSED = {
     "glm_moe_dsa": "values to unpack",
     "zaya": "values to unpack",
 }
-CUT = (
-    "llama",
-    "qwen3_moe",
-    *map(slow, ("gpt_oss", "olmo3", "deepseek_v3", "qwen3_next", "kimi_linear", "mixtral")),
-)
+CUT = ("llama", "qwen3_moe", *map(slow, ("gpt_oss", "olmo3", "deepseek_v3", "qwen3_next", "kimi_linear", "mixtral")))
 
 
 def build(name: str, **changes: object) -> torch.nn.Module:
@@ -46,40 +42,19 @@ def test_stages_in_a_row_are_the_whole_model(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_whose_stages_are_not_the_whole_is_refused(name):
     """Found here in 2026: only a list of settings was looked at."""
-    with pytest.raises(
-        ConfigError, match=f"ForCausalLM cannot be cut into pipeline stages .*{REFUSED[name]}"
-    ):
+    with pytest.raises(ConfigError, match=f"ForCausalLM cannot be cut into pipeline stages .*{REFUSED[name]}"):
         require_same(build(name), [0, 2, 4])
 
 
 def test_a_decoder_that_scales_its_input_in_each_stage_is_refused():
     """Found here in 2026: AFMoE with `mup_enabled` multiplied its input by the root of the width in each stage."""
     require_same(build("afmoe", mup_enabled=False), [0, 2, 4])
-    with pytest.raises(
-        ConfigError, match=r"AfmoeForCausalLM cannot be cut into pipeline stages .*logits differ"
-    ):
+    with pytest.raises(ConfigError, match=r"AfmoeForCausalLM cannot be cut into pipeline stages .*logits differ"):
         require_same(build("afmoe", mup_enabled=True), [0, 2, 4])
 
 
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
-OFFSET = (
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "mpnet",
-    "data2vec-text",
-    "longformer",
-    "esm",
-    "ibert",
-    "bert",
-    "opt",
-)
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+OFFSET = ("roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text", "longformer", "esm", "ibert", "bert", "opt")
 
 
 @pytest.mark.parametrize("name", OFFSET)
@@ -98,23 +73,17 @@ def test_weights_in_gguf_are_named(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "config.json").write_text("{}")
     for name in (tmp_path, tmp_path / "model.gguf"):
-        with pytest.raises(
-            ConfigError, match="GGUF weights, which are made for inference: take the safetensors"
-        ):
+        with pytest.raises(ConfigError, match="GGUF weights, which are made for inference: take the safetensors"):
             from_hub(AutoModelForCausalLM, name, use_safetensors=True)
 
 
-@pytest.mark.parametrize(
-    ("modules", "missing"), [(["embed_tokens"], "lm_head"), (["lm_head"], "embed_tokens")]
-)
+@pytest.mark.parametrize(("modules", "missing"), [(["embed_tokens"], "lm_head"), (["lm_head"], "embed_tokens")])
 def test_half_of_tied_weights_is_said(modules, missing, capsys):
     """PEFT warns of it since 2025: one of the two is trained, and the other stays."""
     model = build("llama", tie_word_embeddings=True)
     adapters._new_adapters(model, AdapterConfig(modules_to_save=(*modules,)), "CAUSAL_LM")
     assert f"name {missing}, too, to train both" in capsys.readouterr().err
     adapters._new_adapters(
-        build("llama", tie_word_embeddings=True),
-        AdapterConfig(modules_to_save=("embed_tokens", "lm_head")),
-        "CAUSAL_LM",
+        build("llama", tie_word_embeddings=True), AdapterConfig(modules_to_save=("embed_tokens", "lm_head")), "CAUSAL_LM"
     )
     assert "to train both" not in capsys.readouterr().err

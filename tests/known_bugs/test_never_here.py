@@ -36,16 +36,8 @@ from tests.conftest import load_template, paint
 from tests.run.test_checkpoint import make as checkpointer
 from tests.small_models import VOCAB, llama, tokens, words
 
-SHAPE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-}
-FP32_LAUNCH, BF16_LAUNCH = (
-    SimpleNamespace(mixed_precision=p, distributed_type=DistributedType.NO) for p in ("no", "bf16")
-)
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB}
+FP32_LAUNCH, BF16_LAUNCH = (SimpleNamespace(mixed_precision=p, distributed_type=DistributedType.NO) for p in ("no", "bf16"))
 
 
 def saved(folder, dtype=torch.bfloat16, **changes) -> str:
@@ -56,16 +48,12 @@ def saved(folder, dtype=torch.bfloat16, **changes) -> str:
 
 def to_pretrain(name):
     options = {"seq_length": 8, "attn_implementation": "sdpa", "tie_word_embeddings": False}
-    return pretraining.build_causal_lm(
-        ModelConfig(model_name_or_path=name), words(VOCAB), **options
-    )
+    return pretraining.build_causal_lm(ModelConfig(model_name_or_path=name), words(VOCAB), **options)
 
 
 def to_fine_tune(name, launched=FP32_LAUNCH, **options):
     adapter = AdapterConfig(**options)
-    return adapters.add_adapters(
-        adapters.load_base(name, adapter, SpeedConfig(), launched, torch.device("cpu")), adapter
-    )
+    return adapters.add_adapters(adapters.load_base(name, adapter, SpeedConfig(), launched, torch.device("cpu")), adapter)
 
 
 # The loss --------------------------------------------------------------------------------------------------------------
@@ -77,9 +65,7 @@ def test_class_weights_are_not_normalised_by_a_micro_batch():
     logits, labels = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 2, 2])
     weight, smoothing = torch.tensor([0.5, 4.0, 1.0]), 0.1
     smooth = (1 - smoothing) * F.one_hot(labels, 3) + smoothing / 3
-    expected = -(
-        smooth * weight * logits.log_softmax(1)
-    ).sum()  # each image by the weight of its class, and by no other
+    expected = -(smooth * weight * logits.log_softmax(1)).sum()  # each image by the weight of its class, and by no other
 
     def loss_of(rows, fill=0):
         def model(pixel_values):
@@ -89,19 +75,12 @@ def test_class_weights_are_not_normalised_by_a_micro_batch():
             "pixel_values": F.pad(logits[rows], (0, 0, 0, fill)),
             "labels": F.pad(labels[rows], (0, fill), value=IGNORED),
         }
-        options = {
-            "to_model": lambda images: images,
-            "num_classes": 3,
-            "weight": weight,
-            "label_smoothing": smoothing,
-        }
+        options = {"to_model": lambda images: images, "num_classes": 3, "weight": weight, "label_smoothing": smoothing}
         return load_template("image_classification").image_loss(model, batch, **options)
 
     for parts in ([slice(0, 6)], [slice(0, 3), slice(3, 6)], [slice(0, 2), slice(2, 6)]):
         torch.testing.assert_close(sum(map(loss_of, parts)), expected)
-    torch.testing.assert_close(
-        loss_of(slice(0, 4), fill=2) + loss_of(slice(4, 6), fill=1), expected
-    )
+    torch.testing.assert_close(loss_of(slice(0, 4), fill=2) + loss_of(slice(4, 6), fill=1), expected)
 
 
 def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
@@ -109,19 +88,12 @@ def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
     template, logged = load_template("lora_finetune"), {}
     sums = iter(torch.tensor(value) for value in (10.0, 1.0))  # of 5 targets, and of 1
     monkeypatch.setattr(template, "causal_lm_loss", lambda *_: next(sums))
-    run = SimpleNamespace(
-        device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=None
-    )
+    run = SimpleNamespace(device="cpu", sum=lambda v: v, log_evaluation=logged.update, is_last=False, config=None)
     run.mean_loss = partial(Run.mean_loss, run)
     run.state, run.evaluating = SimpleNamespace(step=1), lambda _: torch.no_grad()
-    run.read = lambda windows: [
-        SimpleNamespace(micro_batches=[{}], num_targets=count) for count in windows
-    ]
+    run.read = lambda windows: [SimpleNamespace(micro_batches=[{}], num_targets=count) for count in windows]
     template.evaluate(run, None, SimpleNamespace(validation=[5, 1], held_out=None), None)
-    assert logged == {
-        "eval_loss": pytest.approx(11 / 6),
-        "eval_perplexity": pytest.approx(math.exp(11 / 6)),
-    }
+    assert logged == {"eval_loss": pytest.approx(11 / 6), "eval_perplexity": pytest.approx(math.exp(11 / 6))}
 
 
 # Text ------------------------------------------------------------------------------------------------------------------
@@ -129,32 +101,14 @@ def test_perplexity_is_that_of_all_tokens_and_no_mean_of_means(monkeypatch):
 
 def test_a_prompt_whose_tokens_are_no_prefix_leaves_no_answer_out():
     """trl#598 (2023): SentencePiece writes a prompt otherwise if the answer follows; its length then masks the answer."""
-    scores = {
-        "<eos>": 0,
-        "▁a": -2,
-        "▁an": -1,
-        "s": -4,
-        "wer": -3,
-        "swer": -2,
-        "▁answer": -1,
-        "▁": -5,
-        "▁it": -2,
-        "n": -9,
-    }
+    scores = {"<eos>": 0, "▁a": -2, "▁an": -1, "s": -4, "wer": -3, "swer": -2, "▁answer": -1, "▁": -5, "▁it": -2, "n": -9}
     plain = Tokenizer(models.Unigram([*scores.items()], unk_id=0))
     plain.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>")
     prompt, completion = "it an", "swer it"
     alone = tokenizer.tokenize(prompt)
-    ids, learned = Encoder(tokenizer, "assistant")(
-        Example(prompt=prompt, completion=completion), "here"
-    )
-    assert tokenizer.convert_ids_to_tokens(ids) == [
-        "▁it",
-        "▁answer",
-        "▁it",
-        "<eos>",
-    ]  # as the model meets it
+    ids, learned = Encoder(tokenizer, "assistant")(Example(prompt=prompt, completion=completion), "here")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁it", "▁answer", "▁it", "<eos>"]  # as the model meets it
     assert alone == ["▁it", "▁an"] and learned.tolist() == [False, True, True, True]
 
 
@@ -168,10 +122,7 @@ def test_an_answer_that_is_cut_is_counted_and_does_not_end(tiny_model):
         work = chat.ToSamples(encoder, ChatConfig(seq_length=length))
         found, facts = work([("prompt and completion", "here", record)])
         ids = found["ids"].tolist()
-        assert (
-            ids == whole[: length + 1]
-            and found["learned"].tolist() == learned[: length + 1].tolist()
-        )
+        assert ids == whole[: length + 1] and found["learned"].tolist() == learned[: length + 1].tolist()
         assert (ids[-1] == end) == (not cut) and facts["counts"]["cut"] == cut
 
 
@@ -182,11 +133,7 @@ def test_an_answer_that_is_cut_is_counted_and_does_not_end(tiny_model):
 def test_small_updates_of_weights_that_were_saved_in_bf16_are_not_rounded_away(tmp_path, way):
     """torchao#1124 (2024): a step of 1e-5 on a weight of 1 leaves bf16 as it was, and training stands still."""
     name = saved(tmp_path)
-    model = (
-        to_pretrain(name)
-        if way == "pretrain"
-        else to_fine_tune(name, BF16_LAUNCH, modules_to_save=("lm_head", "norm"))
-    )
+    model = to_pretrain(name) if way == "pretrain" else to_fine_tune(name, BF16_LAUNCH, modules_to_save=("lm_head", "norm"))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert any("norm" in name for name in trained)
     before = {name: p.detach().clone() for name, p in trained.items()}
@@ -195,19 +142,14 @@ def test_small_updates_of_weights_that_were_saved_in_bf16_are_not_rounded_away(t
         p.grad = torch.ones_like(p)
     optimizer.step()
     for name, p in trained.items():
-        torch.testing.assert_close(
-            before[name] - p.detach(), torch.full_like(p, 1e-5), rtol=0.02, atol=0
-        )
+        torch.testing.assert_close(before[name] - p.detach(), torch.full_like(p, 1e-5), rtol=0.02, atol=0)
 
 
 def test_positions_of_a_16_bit_base_are_computed_in_fp32(tmp_path):
     """transformers#29285 (2024): angles of rotary embeddings in bf16 cannot tell the position 2049 from 2048."""
     model = to_fine_tune(saved(tmp_path), BF16_LAUNCH)
     rotary = model.get_base_model().model.rotary_emb
-    positions, width = (
-        torch.tensor([[1, 2048, 2049]]),
-        SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
-    )
+    positions, width = torch.tensor([[1, 2048, 2049]]), SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
     angles = positions[0, :, None].double() / 10000 ** (torch.arange(0, width, 2).double() / width)
     cos, _ = rotary(torch.zeros(1), positions)
     torch.testing.assert_close(cos[0, :, : width // 2].double(), angles.cos(), rtol=0, atol=2e-3)
@@ -232,9 +174,7 @@ def test_recomputed_blocks_behind_a_frozen_embedding_have_gradients():
         model = llama().train()
         model.get_input_embeddings().requires_grad_(False)
         set_gradient_checkpointing(model, setting)
-        causal_lm_loss(
-            model, {"input_ids": tokens(2, 8), "labels": tokens(2, 8, seed=1)}
-        ).backward()
+        causal_lm_loss(model, {"input_ids": tokens(2, 8), "labels": tokens(2, 8, seed=1)}).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient)
@@ -247,13 +187,9 @@ def test_gradients_of_fp16_are_clipped_without_the_loss_scale(monkeypatch):
     monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
     monkeypatch.setattr(accelerator, "native_amp", True)
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    monkeypatch.setattr(
-        accelerator, "_optimizers", optim.build(layer, OptimConfig(learning_rate=3e-4))
-    )
+    monkeypatch.setattr(accelerator, "_optimizers", optim.build(layer, OptimConfig(learning_rate=3e-4)))
     inputs = torch.ones(1, 3)
-    step.backward(
-        accelerator, layer(inputs).sum(), 1.0
-    )  # a gradient of 1 for each of 6 weights and 2 biases
+    step.backward(accelerator, layer(inputs).sum(), 1.0)  # a gradient of 1 for each of 6 weights and 2 biases
     norm = step.clip_gradients(accelerator, [layer], 1.0)
     assert norm.item() == pytest.approx(8**0.5)
     assert layer.weight.grad.flatten().tolist() == pytest.approx([8**-0.5] * 6)
@@ -262,19 +198,14 @@ def test_gradients_of_fp16_are_clipped_without_the_loss_scale(monkeypatch):
 # Images ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_validation_folder_without_the_first_class_has_the_class_numbers_of_training(
-    tmp_path, monkeypatch
-):
+def test_a_validation_folder_without_the_first_class_has_the_class_numbers_of_training(tmp_path, monkeypatch):
     """A common report: two ImageFolders number their classes on their own, so a class that one lacks shifts the others."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     for split, names in (("train", ("cat", "dog", "owl")), ("val", ("dog", "owl"))):
         for kind, name in enumerate(names):
             paint(tmp_path / "data" / split / name / "0.png", kind, 0, (8, 8))
     data = files.prepare(ImageConfig(train_dir=(tmp_path / "data",)))
-    found = [
-        (data.validation.where(i).split("/")[-2], int(data.validation[i]["labels"]))
-        for i in range(2)
-    ]
+    found = [(data.validation.where(i).split("/")[-2], int(data.validation[i]["labels"])) for i in range(2)]
     assert data.classes == ("cat", "dog", "owl") and found == [("dog", 1), ("owl", 2)]
 
 
@@ -283,15 +214,9 @@ def test_neither_a_save_nor_an_evaluation_changes_statistics_of_batch_norm(tmp_p
     model, _, saver = checkpointer(tmp_path / "run")
     accelerator = saver.accelerator
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    monkeypatch.setattr(
-        Accelerator, "reduce", lambda _, value, how: (value + 3) / 2
-    )  # the other rank's are all 3
+    monkeypatch.setattr(Accelerator, "reduce", lambda _, value, how: (value + 3) / 2)  # the other rank's are all 3
     before = {name: value.clone() for name, value in model.named_buffers()}
-    mean = {
-        f"model.{name}": (value + 3) / 2
-        for name, value in before.items()
-        if value.is_floating_point()
-    }
+    mean = {f"model.{name}": (value + 3) / 2 for name, value in before.items() if value.is_floating_point()}
     written, _ = saver._to_save(1)
     during = {}
     with evaluation_weights(accelerator, model, None):
@@ -306,14 +231,8 @@ def test_an_evaluation_leaves_a_frozen_backbone_at_rest():
     """A common report: `model.train()` after an evaluation also wakes frozen BatchNorm, whose statistics then move."""
     model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 2), nn.Dropout(0.5))
     nothing = contextlib.nullcontext
-    run = SimpleNamespace(
-        logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, replicas=None, ema=None
-    )
-    run._stop_if_asked, run.accelerator, run.unwrap = (
-        lambda now: None,
-        Accelerator(cpu=True),
-        lambda model: model,
-    )
+    run = SimpleNamespace(logger=SimpleNamespace(pause=nothing), _complete_step=lambda: None, replicas=None, ema=None)
+    run._stop_if_asked, run.accelerator, run.unwrap = lambda now: None, Accelerator(cpu=True), lambda model: model
     with Run.evaluating(run, model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, False, True, True]

@@ -15,13 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen2AudioProcessor,
-    pipeline,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen2AudioProcessor, pipeline
 from transformers.models.auto import modeling_auto
 from transformers.models.llama4 import processing_llama4
 from transformers.models.smolvlm import processing_smolvlm
@@ -64,32 +58,15 @@ SIZES = {
     512: "max_position_embeddings n_positions",
 }
 SMALL: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names.split()}
-SMALL |= {
-    "final_logit_softcapping": 5.0,
-    "logits_scaling": 4.0,
-    "lm_head_multiplier": 0.5,
-    "logits_soft_cap": 5.0,
-}
-SMALL |= {
-    "num_kv_shared_layers": 0,
-    "is_decoder": True,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL |= {"final_logit_softcapping": 5.0, "logits_scaling": 4.0, "lm_head_multiplier": 0.5, "logits_soft_cap": 5.0}
+SMALL |= {"num_kv_shared_layers": 0, "is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 KINDS, ROPE = ["sliding_attention", "full_attention"], {"rope_type": "default", "rope_theta": 1e4}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 32}
 INDEXER |= {"indexer_compress_ratio": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 OWN: dict[str, dict[str, Any]] = {  # what these need beside SMALL
     "blt": {"encoder_hash_byte_group_vocab": 100, "patch_in_forward": False},
-    "cohere_compass_text": {
-        "layer_types": KINDS * 2,
-        "rope_parameters": dict.fromkeys(KINDS, ROPE),
-    },
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
-        "ffn_config": {"ffn_hidden_size": 48},
-    },
+    "cohere_compass_text": {"layer_types": KINDS * 2, "rope_parameters": dict.fromkeys(KINDS, ROPE)},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 48}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 40},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 2},
@@ -101,34 +78,19 @@ OWN: dict[str, dict[str, Any]] = {  # what these need beside SMALL
     "roc_bert": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     "xmod": {"default_language": "en_XX"},
     **{name: {"layer_types": ["conv", "full_attention"] * 2} for name in ("lfm2", "lfm2_moe")},
-    **{
-        name: {"layers_block_type": ["mamba", "hybrid"] * 2, "head_dim": 16}
-        for name in ("zamba", "zamba2")
-    },
+    **{name: {"layers_block_type": ["mamba", "hybrid"] * 2, "head_dim": 16} for name in ("zamba", "zamba2")},
     **{name: {"window_size": 2} for name in ("swin", "donut-swin")},
     "zaya": {"num_experts_per_tok": 1},
 }
 UNBUILT = {
-    **dict.fromkeys(
-        ("dots3_note", "dots3_note_text"), "its config fixes the sizes of each of 42 layers"
-    ),
-    **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant"),
-        "drafts for another model, with that one's cache",
-    ),
-    **dict.fromkeys(
-        ("musicgen", "musicgen_melody"),
-        "its config is of a model of text and audio, which is no causal one",
-    ),
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), "its config fixes the sizes of each of 42 layers"),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for another model, with that one's cache"),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "its config is of a model of text and audio, which is no causal one"),
     "gemma3n": "its vision tower has one size; gemma3n_text is tried",
 }
 SEES_MORE = {"cpmant", "mllama", "prophetnet", "xlm", "xlnet"}  # later tokens, or images
-OTHER_LOSS = {"git"}  # counts an image's tokens
-BY_LENGTH = {"reformer"}  # sorts all positions of a row into buckets
-SHIFTED = {
-    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"),
-    *("pegasus", "plbart", "trocr", "whisper"),
-}
+OTHER_LOSS, BY_LENGTH = {"git"}, {"reformer"}  # counts an image's tokens; sorts all positions of a row into buckets
+SHIFTED = set("bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper".split())  # noqa: SIM905
 FIXED = {"hiera", "pvt"}  # bugs that this test found
 NO_CLASSIFIER = {
     "dinat": "needs the package natten",
@@ -143,14 +105,8 @@ NO_CLASSIFIER = {
 def small(config_class: Any, own: dict[str, Any]) -> Any:
     """A config of this class with the sizes of SMALL that it has, in the configs within it, too."""
     default, alias = config_class(), getattr(config_class, "attribute_map", None) or {}
-    known = {
-        name: vars(default).get(alias.get(name, name)) for name in {*default.to_dict(), *alias}
-    }
-    values = {
-        name: size
-        for name, size in SMALL.items()
-        if name in known and not isinstance(known[name], list | tuple)
-    }
+    known = {name: vars(default).get(alias.get(name, name)) for name in {*default.to_dict(), *alias}}
+    values = {name: size for name, size in SMALL.items() if name in known and not isinstance(known[name], list | tuple)}
     if isinstance(known.get("depths"), list | tuple):  # blocks of each stage
         values["depths"] = [1] * len(known["depths"])
     if known.get("num_key_value_heads", 0) in (None, known.get("num_attention_heads")):
@@ -158,9 +114,7 @@ def small(config_class: Any, own: dict[str, Any]) -> Any:
     for name in (inner := set(getattr(config_class, "sub_configs", None) or {})):
         if type(getattr(default, name, None)).__module__.startswith("transformers.models."):
             values[name] = small(type(getattr(default, name)), own.get(name, {}))
-    return config_class(
-        **values | {name: value for name, value in own.items() if name not in inner}
-    )
+    return config_class(**values | {name: value for name, value in own.items() if name not in inner})
 
 
 @torch.no_grad()
@@ -198,9 +152,7 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     if name in UNBUILT:
         pytest.skip(UNBUILT[name])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        small(CONFIG_MAPPING[name], OWN.get(name, {})), dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_config(small(CONFIG_MAPPING[name], OWN.get(name, {})), dtype=torch.float32).eval()
     try:
         require_fit(model, words(VOCAB), 200)
     except ConfigError:
@@ -215,15 +167,11 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
     labels = torch.cat([tokens[:, 1:], torch.full((2, 1), IGNORED)], dim=1)
     loss = float(causal_lm_loss(model, {"input_ids": tokens, "labels": labels}))
     if name not in OTHER_LOSS:
-        own = model(
-            input_ids=tokens, labels=labels if name in SHIFTED else tokens, use_cache=False
-        ).loss
+        own = model(input_ids=tokens, labels=labels if name in SHIFTED else tokens, use_cache=False).loss
         assert loss == alike(float(own) * 2 * 39)
 
     later = torch.cat([tokens[:, :20], tokens[:, 20:].flip(1)], dim=1)
-    before, after = (
-        model(input_ids=ids, use_cache=False).logits[:, :20] for ids in (tokens, later)
-    )
+    before, after = (model(input_ids=ids, use_cache=False).logits[:, :20] for ids in (tokens, later))
     assert (before - after).abs().max() <= 1e-4 * before.abs().max(), "it sees later tokens"
 
     documents = Documents()
@@ -233,16 +181,12 @@ def test_a_causal_model_learns_its_own_loss_of_each_document_alone(name: str) ->
         assert float(causal_lm_loss(model, collate_padded(every))) == alike(alone)
     rows = Packed(documents, 200)
     if isolate_documents(model, CPU, VOCAB, len(rows))[0]:
-        assert float(
-            causal_lm_loss(model, collate_packed([rows[number] for number in range(len(rows))]))
-        ) == alike(alone)
+        assert float(causal_lm_loss(model, collate_packed([rows[number] for number in range(len(rows))]))) == alike(alone)
 
 
 @pytest.mark.parametrize("name", [*sorted(FIXED), *map(slow, sorted(CLASSIFIERS.keys() - FIXED))])
 @torch.no_grad()
-def test_final_classifies_as_the_evaluation_did(
-    name: str, image_folder: Any, tmp_path: Any
-) -> None:
+def test_final_classifies_as_the_evaluation_did(name: str, image_folder: Any, tmp_path: Any) -> None:
     """Found here in 2026: PVT got as many classes as its config says, not as the data have; Hiera could not be built."""
     if name in NO_CLASSIFIER:
         pytest.skip(NO_CLASSIFIER[name])
@@ -250,30 +194,21 @@ def test_final_classifies_as_the_evaluation_did(
     architecture.architectures = np.atleast_1d(CLASSIFIERS[name]).tolist()[:1]
     architecture.save_pretrained(tmp_path / "config")
     template, names = load_template("image_classification"), ("cat", "dog", "owl")
-    config = configs.parse(
-        template.Config, ["--config_name", str(tmp_path / "config"), "--image_size", "64"]
-    )
+    config = configs.parse(template.Config, ["--config_name", str(tmp_path / "config"), "--image_size", "64"])
     model, classes = template.build_model(config, names, 64)
     enlarge(model)
     make_shardable(model)
 
     processor = image_processor(None, 64, None)
-    paths = [
-        path for name in names for path in sorted((image_folder / "val" / name).glob("*.png"))[:2]
-    ]
-    rows = [
-        eval_row({"image": Image.open(path).convert("RGB"), "labels": 0}, processor)["pixel_values"]
-        for path in paths
-    ]
+    paths = [path for name in names for path in sorted((image_folder / "val" / name).glob("*.png"))[:2]]
+    rows = [eval_row({"image": Image.open(path).convert("RGB"), "labels": 0}, processor)["pixel_values"] for path in paths]
     pixels = ToModel(processor, CPU)(torch.stack(rows))
     for module in (module for module in model.modules() if hasattr(module, "running_mean")):
         module.momentum = 1.0
     model.train()(pixel_values=pixels)  # so that BatchNorm has statistics
     logits = model.eval()(pixel_values=pixels).logits
     assert logits.std(0).max() > 1e-4, "it tells no image from another"
-    model.save_pretrained(
-        tmp_path / "final", state_dict=gather_weights(Accelerator(cpu=True), model)
-    )
+    model.save_pretrained(tmp_path / "final", state_dict=gather_weights(Accelerator(cpu=True), model))
     processor.save_pretrained(tmp_path / "final")
 
     classify = pipeline("image-classification", model=str(tmp_path / "final"), device="cpu")
@@ -283,28 +218,18 @@ def test_final_classifies_as_the_evaluation_did(
     torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3 * float(logits.abs().max()))
 
 
-TURNS = [
-    ("system", "be brief"),
-    ("user", "a line"),
-    ("assistant", "says what"),
-    ("user", "next"),
-    ("assistant", "it saw"),
-]
+TURNS = [("system", "be brief"), ("user", "a line"), ("assistant", "says what"), ("user", "next"), ("assistant", "it saw")]
 
 
 @pytest.mark.parametrize(
     ("template", "end"),
     [
         pytest.param(processing_llama4.chat_template, "<|eot|>", id="llama4"),
-        pytest.param(
-            Qwen2AudioProcessor.default_chat_template.fget(None), "<|im_end|>", id="qwen2_audio"
-        ),
+        pytest.param(Qwen2AudioProcessor.default_chat_template.fget(None), "<|im_end|>", id="qwen2_audio"),
         pytest.param(processing_smolvlm.DEFAULT_CHAT_TEMPLATE, "<end_of_utterance>", id="smolvlm"),
     ],
 )
-def test_a_chat_template_learns_answers_and_their_ends(
-    template: str, end: str, tiny_model: Any
-) -> None:
+def test_a_chat_template_learns_answers_and_their_ends(template: str, end: str, tiny_model: Any) -> None:
     """Found here in 2026: a template for lists of parts left out all text, and the loss counted the ends of turns alone."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = template
@@ -313,7 +238,5 @@ def test_a_chat_template_learns_answers_and_their_ends(
     example = Example([{"role": role, "content": content} for role, content in TURNS])
     ids, learned = Encoder(tokenizer, "assistant")(example, "here")
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1)
-    texts = [
-        str(tokenizer.decode([ids[i] for i in run])).strip() for run in runs if learned[run[0]]
-    ]
+    texts = [str(tokenizer.decode([ids[i] for i in run])).strip() for run in runs if learned[run[0]]]
     assert texts == [f"says what{end}", f"it saw{end}"]

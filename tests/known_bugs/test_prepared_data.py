@@ -22,16 +22,12 @@ def test_ids_above_65535_in_a_vocabulary_with_gaps_do_not_wrap(tmp_path, monkeyp
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
     assert len(tokenizer) == 3
     (tmp_path / "text.txt").write_text("a b " * 50)
-    config = CorpusConfig(
-        train_file=(str(tmp_path / "text.txt"),), validation_split_percentage=20.0
-    )
+    config = CorpusConfig(train_file=(str(tmp_path / "text.txt"),), validation_split_percentage=20.0)
     train = corpus.open_corpus(config, tokenizer, 8).train
     assert train[0]["input_ids"].tolist() == [1, 70000] * 4
 
 
-def test_data_that_other_code_prepared_are_not_used(
-    tmp_path, monkeypatch, chat_file, text_file, tiny_model
-):
+def test_data_that_other_code_prepared_are_not_used(tmp_path, monkeypatch, chat_file, text_file, tiny_model):
     """datasets#3297 (2021): a cache outlived the code that filled it, so an edited template learned from old samples."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
@@ -57,15 +53,10 @@ def test_data_that_other_code_prepared_are_not_used(
     assert folders()[1] != text
 
 
-def test_another_beginning_of_text_token_is_other_data(
-    tmp_path, monkeypatch, text_file, tiny_model
-):
+def test_another_beginning_of_text_token_is_other_data(tmp_path, monkeypatch, text_file, tiny_model):
     """The token before each text may be set outside of the tokenizer's own file, which alone was looked at."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-    config, tokenizer = (
-        CorpusConfig(train_file=(str(text_file),)),
-        PreTrainedTokenizerFast.from_pretrained(tiny_model),
-    )
+    config, tokenizer = CorpusConfig(train_file=(str(text_file),)), PreTrainedTokenizerFast.from_pretrained(tiny_model)
     first, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
     monkeypatch.setattr(corpus, "leading_bos", lambda _: [5])
     second, _ = corpus.prepare_sources(config, corpus.EncodeDocuments(tokenizer, "text"))
@@ -79,9 +70,7 @@ def test_another_checkouts_shared_is_not_run_unsaid(tmp_path):
     script = tmp_path / "templates/pretrain.py"
     for path, code in ((ROOT, 2), (tmp_path, 0)):
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(path)}
-        done = subprocess.run(
-            [sys.executable, script, "--help"], env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, script, "--help"], env=environment, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         if code:
             other = f"{script} would run with {ROOT}/shared: put PYTHONPATH={tmp_path} before the command"

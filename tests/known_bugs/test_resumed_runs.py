@@ -21,33 +21,14 @@ from shared.text.packing import GroupedOrder
 from tests.conftest import ROOT, load_template, run
 from tests.run.test_checkpoint import make as checkpointer
 
-SMALL = (
-    "--seq_length",
-    32,
-    "--global_batch_size",
-    8,
-    "--per_device_train_batch_size",
-    4,
-    "--logging_steps",
-    1,
-)
+SMALL = ("--seq_length", 32, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--logging_steps", 1)
 
 
 @pytest.fixture(scope="module")
 def trained(text_file, tmp_path_factory):
     """A pretraining run of 10 steps, and its flags."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    flags = (
-        "--train_file",
-        text_file,
-        *SMALL,
-        "--eval_steps",
-        5,
-        "--save_steps",
-        5,
-        "--save_total_limit",
-        9,
-    )
+    flags = ("--train_file", text_file, *SMALL, "--eval_steps", 5, "--save_steps", 5, "--save_total_limit", 9)
     flags = (*flags, "--lr_scheduler_type", "wsd", "--warmup_steps", 0.2)
     return run("pretrain", folder, *flags, "--max_steps", 10), flags
 
@@ -66,20 +47,14 @@ def test_another_batch_size_goes_on_at_the_same_sample(sizes, drop_last):
         epoch, before = one.position(step)
         left = indices(later, step, step + later._batches(53 - before))
         whole = Order(53, 1, seed=3)
-        assert list(left) == [
-            int(whole.indices(epoch * 53 + before + i)[0]) for i in range(len(left))
-        ]
+        assert list(left) == [int(whole.indices(epoch * 53 + before + i)[0]) for i in range(len(left))]
         after = step + later._batches(53 - before)
         assert later.position(after) == (epoch + 1, 0)
-        assert list(later.indices(after)) == list(
-            other.indices((epoch + 1) * other.steps_per_epoch)
-        )
+        assert list(later.indices(after)) == list(other.indices((epoch + 1) * other.steps_per_epoch))
         # A budget of three epochs ends where the third does.
         assert later.position(3 * other.steps_per_epoch + later.extra_steps) == (3, 0)
     same = one.resumed(5, one.place(5))
-    assert same.extra_steps == 0 and all(
-        list(same.indices(s)) == list(one.indices(s)) for s in range(5, 40)
-    )
+    assert same.extra_steps == 0 and all(list(same.indices(s)) == list(one.indices(s)) for s in range(5, 40))
 
 
 def test_a_mixture_goes_on_at_the_same_sample_of_each_source():
@@ -96,10 +71,7 @@ def test_a_mixture_goes_on_at_the_same_sample_of_each_source():
 
 def test_batches_of_similar_lengths_are_not_cut_anew_within_an_epoch():
     one, other = (GroupedOrder(48, size, 0, lengths=np.arange(48)) for size in (8, 4))
-    with pytest.raises(
-        ConfigError,
-        match="--global_batch_size cannot change within an epoch of rows that are not packed",
-    ):
+    with pytest.raises(ConfigError, match="--global_batch_size cannot change within an epoch of rows that are not packed"):
         other.resumed(4, one.place(4))
     later = other.resumed(6, one.place(6))
     assert sorted(indices(later, 6, 18)) == list(range(48)) and later.extra_steps == -6
@@ -109,89 +81,35 @@ def test_batches_of_similar_lengths_are_not_cut_anew_within_an_epoch():
 def test_no_sample_is_used_twice_or_skipped(text_file, tiny_model, tmp_path, size):
     """The same on the command line, and for text that is streamed."""
     for name, more in (("prepared", ()), ("streamed", ("--streaming", "--shuffle_window", 16))):
-        flags = (
-            "--train_file",
-            text_file,
-            "--tokenizer_name",
-            tiny_model,
-            *SMALL,
-            "--save_steps",
-            2,
-            "--audit_data",
-            *more,
-        )
+        flags = ("--train_file", text_file, "--tokenizer_name", tiny_model, *SMALL, "--save_steps", 2, "--audit_data", *more)
         run("pretrain", tmp_path / name, *flags, "--max_steps", 2)
-        again = (
-            "--global_batch_size",
-            size,
-            "--max_steps",
-            4,
-            "--allow_changed",
-            "global_batch_size",
-            "max_steps",
-        )
+        again = ("--global_batch_size", size, "--max_steps", 4, "--allow_changed", "global_batch_size", "max_steps")
         run("pretrain", tmp_path / name, *flags, *again)
         used = audit.samples_of_steps(tmp_path / name)
-        whole = run(
-            "pretrain",
-            tmp_path / f"{name}-whole",
-            *flags,
-            "--global_batch_size",
-            4,
-            "--max_steps",
-            4 + size // 2,
-        )
-        expected = [
-            s for _, _, samples in audit.samples_of_steps(whole.folder).values() for s in samples
-        ]
+        whole = run("pretrain", tmp_path / f"{name}-whole", *flags, "--global_batch_size", 4, "--max_steps", 4 + size // 2)
+        expected = [s for _, _, samples in audit.samples_of_steps(whole.folder).values() for s in samples]
         assert sorted(s for _, _, samples in used.values() for s in samples) == sorted(expected)
 
 
 def test_the_jump_of_the_learning_rate_is_said(trained):
     done, flags = trained
     longer = ("--max_steps", 100, "--allow_changed", "max_steps")
-    again = run(
-        "pretrain",
-        done.folder,
-        *flags,
-        *longer,
-        check=False,
-        env={"TEMPLATES_FAULT": "update:kill@12"},
-    )
+    again = run("pretrain", done.folder, *flags, *longer, check=False, env={"TEMPLATES_FAULT": "update:kill@12"})
     was, now = re.search(r"learning rate goes from (\S+) to (\S+) here", again.output).groups()
     peak = load_template("pretrain").Config().optim.learning_rate
     assert float(was) == 0 and float(now) > 0 and float(now) != peak
-    assert (
-        "learning rate goes"
-        not in run("pretrain", done.folder, *flags, "--max_steps", 10, check=False).output
-    )
+    assert "learning rate goes" not in run("pretrain", done.folder, *flags, "--max_steps", 10, check=False).output
 
 
 def test_tensorboard_shows_no_step_twice(text_file, tmp_path):
     """Reported in 2022: steps after the last checkpoint were shown again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    flags = (
-        "--train_file",
-        text_file,
-        *SMALL,
-        "--save_steps",
-        4,
-        "--max_steps",
-        8,
-        "--report_to",
-        "tensorboard",
-    )
-    killed = run(
-        "pretrain", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "update:kill@7"}, check=False
-    )
+    flags = ("--train_file", text_file, *SMALL, "--save_steps", 4, "--max_steps", 8, "--report_to", "tensorboard")
+    killed = run("pretrain", tmp_path / "run", *flags, env={"TEMPLATES_FAULT": "update:kill@7"}, check=False)
     assert killed.returncode
     run("pretrain", tmp_path / "run", *flags)
-    (events,) = {
-        path.parent
-        for path in (tmp_path / "run").rglob("events.out.tfevents.*")
-        if path.parent.name == "pretrain"
-    }
+    (events,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*") if path.parent.name == "pretrain"}
     seen = EventAccumulator(str(events))
     seen.Reload()
     assert [event.step for event in seen.Scalars("loss")] == list(range(1, 9))
@@ -200,49 +118,21 @@ def test_tensorboard_shows_no_step_twice(text_file, tmp_path):
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adamw", "sgd"])
 def test_another_optimizer_begins_anew_in_words(trained, tmp_path, optim):
     done, flags = trained
-    flags = (
-        *flags,
-        "--resume_from_checkpoint",
-        done.folder / "checkpoint-000005",
-        "--optim",
-        optim,
-        "--max_steps",
-        10,
-    )
+    flags = (*flags, "--resume_from_checkpoint", done.folder / "checkpoint-000005", "--optim", optim, "--max_steps", 10)
     again = run("pretrain", tmp_path / "run", *flags, "--allow_changed", "optim")
     assert "begin with a new optimizer state" in again.output and again.rows[-1]["step"] == 10
-    back = (
-        *flags,
-        "--resume_from_checkpoint",
-        tmp_path / "run/checkpoint-000010",
-        "--optim",
-        "muon",
-        "--max_steps",
-        12,
-    )
+    back = (*flags, "--resume_from_checkpoint", tmp_path / "run/checkpoint-000010", "--optim", "muon", "--max_steps", 12)
     again = run("pretrain", tmp_path / "back", *back, "--allow_changed", "optim", "max_steps")
     assert "begin with a new optimizer state" in again.output
 
 
 def test_an_average_begins_at_the_resumed_weights(trained, tmp_path):
     done, flags = trained
-    flags = (
-        *flags,
-        "--resume_from_checkpoint",
-        done.folder / "checkpoint-000005",
-        "--max_steps",
-        10,
-    )
-    again = run(
-        "pretrain", tmp_path / "run", *flags, "--ema_decay", 0.5, "--allow_changed", "ema_decay"
-    )
+    flags = (*flags, "--resume_from_checkpoint", done.folder / "checkpoint-000005", "--max_steps", 10)
+    again = run("pretrain", tmp_path / "run", *flags, "--ema_decay", 0.5, "--allow_changed", "ema_decay")
     assert "the moving average begins at the weights of step 5" in again.output
-    assert not np.allclose(
-        again.weights()["model.norm.weight"], done.weights()["model.norm.weight"], atol=1e-7
-    )
-    assert np.allclose(
-        again.weights()["model.norm.weight"], done.weights()["model.norm.weight"], atol=2e-2
-    )
+    assert not np.allclose(again.weights()["model.norm.weight"], done.weights()["model.norm.weight"], atol=1e-7)
+    assert np.allclose(again.weights()["model.norm.weight"], done.weights()["model.norm.weight"], atol=2e-2)
 
 
 CHANGES = {
@@ -255,27 +145,8 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_refusal_advises_works(chat_file, tiny_model, tmp_path_factory, tmp_path, name):
-    flags = (
-        "--model_name_or_path",
-        tiny_model,
-        "--train_file",
-        chat_file,
-        "--seq_length",
-        96,
-        "--num_generations",
-        0,
-    )
-    flags = (
-        *flags,
-        "--global_batch_size",
-        8,
-        "--max_steps",
-        4,
-        "--save_steps",
-        2,
-        "--packing",
-        "on",
-    )
+    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 96, "--num_generations", 0)
+    flags = (*flags, "--global_batch_size", 8, "--max_steps", 4, "--save_steps", 2, "--packing", "on")
     config = load_template("lora_finetune").Config
     if name not in {field for field, _, _ in configs.fields(config)} - configs.free_fields(config):
         pytest.skip(f"{name} is no setting of this template that is refused")
@@ -285,15 +156,9 @@ def test_what_a_refusal_advises_works(chat_file, tiny_model, tmp_path_factory, t
     refused = run("lora_finetune", folder, *flags, *change, check=False)
     assert refused.returncode and "learns something else" in refused.output
     if f"--allow_changed {name}" in refused.output:
-        assert (
-            run("lora_finetune", folder, *flags, *change, "--allow_changed", name).rows[-1]["step"]
-            == 4
-        )
+        assert run("lora_finetune", folder, *flags, *change, "--allow_changed", name).rows[-1]["step"] == 4
     else:
-        assert "its weights do not fit this model" in refused.output and name in (
-            "lora_r",
-            "use_dora",
-        )
+        assert "its weights do not fit this model" in refused.output and name in ("lora_r", "use_dora")
 
 
 def test_what_counts_as_better_counts_for_the_patience():
@@ -316,12 +181,8 @@ def test_what_the_user_asks_for_is_heeded(threads, expected, tmp_path):
     env.pop("OMP_NUM_THREADS", None)
     env |= {"OMP_NUM_THREADS": threads} if threads else {}
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
-    for command in ([sys.executable], launcher)[
-        : 2 if threads else 1
-    ]:  # Accelerate's own choice is all of the machine's
-        done = subprocess.run(
-            [*command, script], env=env, capture_output=True, text=True, check=True
-        )
+    for command in ([sys.executable], launcher)[: 2 if threads else 1]:  # Accelerate's own choice is all of the machine's
+        done = subprocess.run([*command, script], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.split()[-1] == str(expected or len(os.sched_getaffinity(0)))
 
 

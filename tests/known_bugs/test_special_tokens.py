@@ -55,11 +55,7 @@ def bpe():
 
 def unigram():
     """As of XLM-R: its special tokens are pieces, so a text's `</s>` is one in any case."""
-    pieces = [
-        *((name, 0.0) for name in NAMES),
-        ("▁", -3.0),
-        *(("▁" + word, -4.0) for word in sorted({*WORDS})),
-    ]
+    pieces = [*((name, 0.0) for name in NAMES), ("▁", -3.0), *(("▁" + word, -4.0) for word in sorted({*WORDS}))]
     backend = Tokenizer(models.Unigram([*pieces, *((c, -6.0) for c in CHARACTERS)], unk_id=3))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     return wrap(backend)
@@ -72,13 +68,7 @@ def word_piece():
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "eos_token": "[SEP]",
-    }
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "eos_token": "[SEP]"}
     return wrap(backend, "[CLS]", "[SEP]", **special, bos_token="[CLS]")
 
 
@@ -108,9 +98,7 @@ def rows_of(tokenizer, texts, tmp_path, name, others=None):
         record["other"] = other
     files = write(tmp_path / f"{name}.jsonl", records)
     column = "other" if others else None
-    config = LabelledTextConfig(
-        train_file=files, validation_file=files, text_pair_column=column, seq_length=64
-    )
+    config = LabelledTextConfig(train_file=files, validation_file=files, text_pair_column=column, seq_length=64)
     data = labelled.open_texts(config, tokenizer)
     return [data.train[n]["input_ids"].tolist() for n in range(len(texts))], data.about
 
@@ -140,23 +128,13 @@ def test_the_string_of_a_special_token_is_text(tokenizer, tmp_path):
     bare = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     special = Special(tokenizer)
     by_vocabulary = [[special.unknown if i in special.ids else i for i in ids] for ids in bare]
-    assert (by_vocabulary == bare) == (
-        tokenizer.backend_tokenizer.model.__class__.__name__ == "BPE"
-    )
+    assert (by_vocabulary == bare) == (tokenizer.backend_tokenizer.model.__class__.__name__ == "BPE")
     begin, end_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert rows == documents == [[begin, *ids, end_id] for ids in by_vocabulary]
-    assert about.endswith(
-        "; 4 string(s) of special tokens are read as text"
-    )  # the file is validated on, too
-    assert (
-        "; 2 string(s) of special tokens are read as text"
-        in corpus.open_splits(source, None, 2, 30)[2]
-    )
+    assert about.endswith("; 4 string(s) of special tokens are read as text")  # the file is validated on, too
+    assert "; 2 string(s) of special tokens are read as text" in corpus.open_splits(source, None, 2, 30)[2]
     pairs, _ = rows_of(tokenizer, texts, tmp_path, "pairs", texts[::-1])
-    expected = [
-        [begin, *a, end_id, end_id, *b, end_id]
-        for a, b in zip(by_vocabulary, by_vocabulary[::-1], strict=True)
-    ]
+    expected = [[begin, *a, end_id, end_id, *b, end_id] for a, b in zip(by_vocabulary, by_vocabulary[::-1], strict=True)]
     assert pairs == expected
 
 
@@ -165,15 +143,9 @@ def test_streams_tokenise_as_prepared_data_do(tmp_path, monkeypatch):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer, texts = bpe(), [f"a </s> {text}" for text in PLAIN * 5]
     documents, _ = tokens_of(tokenizer, texts, tmp_path, "documents")
-    source = Source(
-        "here",
-        lambda: ["here"],
-        lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)),
-    )
+    source = Source("here", lambda: ["here"], lambda: ((f"here:{n}", {"text": text}) for n, text in enumerate(texts)))
     for processes in (1, 2):
-        options = CorpusConfig(
-            validation_split_percentage=1e-9, preprocessing_num_workers=processes
-        )
+        options = CorpusConfig(validation_split_percentage=1e-9, preprocessing_num_workers=processes)
         batch = BatchConfig(global_batch_size=2, per_device_train_batch_size=2)
         stream = Stream(source, tokenizer, 8, options, batch, Share(0, 1, torch.device("cpu")))
         found = np.concatenate([row[:-1] for row in islice(stream.sequences(validation=False), 20)])
@@ -189,47 +161,19 @@ def test_a_bart_classifier_trains_on_a_text_with_its_end_token(tmp_path, monkeyp
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     torch.manual_seed(0)
     ids = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
-    sizes = {
-        f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in BART.items()
-    }
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in BART.items()}
     config = BartConfig(
-        vocab_size=300,
-        d_model=32,
-        max_position_embeddings=64,
-        id2label={0: "bad", 1: "good"},
-        **ids,
-        **sizes,
+        vocab_size=300, d_model=32, max_position_embeddings=64, id2label={0: "bad", 1: "good"}, **ids, **sizes
     )
     BartForSequenceClassification(config).save_pretrained(tmp_path / "model")
     bpe().save_pretrained(tmp_path / "model")
     broken = "a line</s> of <s>text</s>"
-    records = [
-        {"text": text, "label": ("bad", "good")[n % 2]}
-        for n, text in enumerate([broken, *PLAIN, *PLAIN[:3]])
-    ]
+    records = [{"text": text, "label": ("bad", "good")[n % 2]} for n, text in enumerate([broken, *PLAIN, *PLAIN[:3]])]
     (file,) = write(tmp_path / "texts.jsonl", records)
-    flags = (
-        "--train_file",
-        file,
-        "--validation_file",
-        file,
-        "--model_name_or_path",
-        tmp_path / "model",
-    )
-    flags += (
-        "--seq_length",
-        32,
-        "--global_batch_size",
-        8,
-        "--max_steps",
-        2,
-        "--preprocessing_num_workers",
-        1,
-    )
+    flags = ("--train_file", file, "--validation_file", file, "--model_name_or_path", tmp_path / "model")
+    flags += ("--seq_length", 32, "--global_batch_size", 8, "--max_steps", 2, "--preprocessing_num_workers", 1)
     run_here("text_classification", *flags, "--output_dir", tmp_path / "run")
-    classify = pipeline(
-        "text-classification", model=str(tmp_path / "run/final"), device="cpu", top_k=None
-    )
+    classify = pipeline("text-classification", model=str(tmp_path / "run/final"), device="cpu", top_k=None)
     scores = {answer["label"]: answer["score"] for answer in classify([broken, PLAIN[0]])[0]}
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/final")
     whole = [0, *bpe()(broken, add_special_tokens=False, split_special_tokens=True)["input_ids"], 2]
@@ -245,12 +189,8 @@ def test_messages_with_special_tokens_are_counted(tiny_model, tmp_path, monkeypa
     """tokenizers#787 (2021): a message that quotes `<|endoftext|>` has that token in it. Here nothing said so."""
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    quoting, fine = (
-        {"role": "user", "content": text} for text in ("what is <|endoftext|>", "what is a line")
-    )
-    answers = [
-        {"role": "assistant", "content": text} for text in ("<|endoftext|> or <|pad|>", "a text")
-    ]
+    quoting, fine = ({"role": "user", "content": text} for text in ("what is <|endoftext|>", "what is a line"))
+    answers = [{"role": "assistant", "content": text} for text in ("<|endoftext|> or <|pad|>", "a text")]
     talks = [[fine, answers[1]], [quoting, answers[0]], [fine, answers[1], quoting, answers[1]]]
     line = "warning: {} texts have the string of a special token in them, which is read as that token; the first is {}"
 
@@ -262,17 +202,10 @@ def test_messages_with_special_tokens_are_counted(tiny_model, tmp_path, monkeypa
     assert said() == [line.format(3, f"{files[0]}:2, message 1: '<|endoftext|>'")]
     ids = train.stores[0]["ids"].tolist()
     assert ids.count(tokenizer.pad_token_id) == 1  # learned as before
-    files = write(
-        tmp_path / "texts.jsonl",
-        [{"prompt": "a ", "completion": text} for text in ("line", "<|pad|>")],
-    )
+    files = write(tmp_path / "texts.jsonl", [{"prompt": "a ", "completion": text} for text in ("line", "<|pad|>")])
     chat.open_samples(ChatConfig(train_file=files, seq_length=128), tokenizer)
     assert said() == [line.format(1, f"{files[0]}:2: '<|pad|>'")]
-    pairs = [
-        {"prompt": [quoting], "chosen": answers[1:], "rejected": [{**fine, "role": "assistant"}]}
-    ] * 3
+    pairs = [{"prompt": [quoting], "chosen": answers[1:], "rejected": [{**fine, "role": "assistant"}]}] * 3
     files = write(tmp_path / "pairs.jsonl", pairs)
-    chat.open_samples(
-        PreferenceConfig(train_file=files, seq_length=128), tokenizer, preferences.ToPairs
-    )
+    chat.open_samples(PreferenceConfig(train_file=files, seq_length=128), tokenizer, preferences.ToPairs)
     assert said() == [line.format(3, f"{files[0]}:1, message 1: '<|endoftext|>'")]

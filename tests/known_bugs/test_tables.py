@@ -37,36 +37,21 @@ def test_json_in_parquet_is_read_as_json_lines_are(tmp_path):
     """
     records = []
     for i in range(12):
-        properties = (
-            {"city": {"type": "string", "default": None}} if i % 2 else {"zip": {"enum": [1, None]}}
-        )
-        call = {
-            "name": "look",
-            "arguments": {"zip": None} if i % 2 else {"city": {"name": f"é{i}"}},
-        }
-        turns = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
+        properties = {"city": {"type": "string", "default": None}} if i % 2 else {"zip": {"enum": [1, None]}}
+        call = {"name": "look", "arguments": {"zip": None} if i % 2 else {"city": {"name": f"é{i}"}}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         tool = {"name": "look", "parameters": {"type": "object", "properties": properties}}
         records.append({"messages": turns, "tools": [tool]})
     (tmp_path / "a").mkdir()
     source = write(tmp_path / "a/t.jsonl", lines(records))
     (tmp_path / "b").mkdir()
-    made = datasets.load_dataset(
-        "json", data_files=str(source), split="train", cache_dir=str(tmp_path / "cache")
-    )
+    made = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(tmp_path / "cache"))
     made.to_parquet(tmp_path / "b/t.parquet")
     assert "arrow.json" in str(pq.read_schema(tmp_path / "b/t.parquet"))
     assert read(source) == read(tmp_path / "b/t.parquet") == records
     for folder in ("a", "b"):
         for streaming in (False, True):
-            assert [
-                record
-                for _, record in load_hub(
-                    str(tmp_path / folder), None, "train", streaming=streaming
-                )
-            ] == records
+            assert [record for _, record in load_hub(str(tmp_path / folder), None, "train", streaming=streaming)] == records
     json_text = pa.array(["[1", None], pa.string()).cast(pa.json_())
     pq.write_table(pa.table({"t": json_text}), tmp_path / "bad.parquet")
     with pytest.raises(ConfigError, match=r"bad.parquet: row 1: 't' holds what is not valid JSON"):
@@ -83,11 +68,7 @@ def test_json_in_parquet_is_read_as_json_lines_are(tmp_path):
         ),
         ("a.tsv", '"He" said " x\t1\nb\t0\n', [('"He" said " x', "1"), ("b", "0")]),
         ("a.tsv", '"open\t1\nb\t0\n', [('"open', "1"), ("b", "0")]),
-        (
-            "a.tsv",
-            '"a\nb"\t1\n"c\td"\t0\n',
-            [("a\nb", "1"), ("c\td", "0")],
-        ),  # quoted, as RFC 4180 says
+        ("a.tsv", '"a\nb"\t1\n"c\td"\t0\n', [("a\nb", "1"), ("c\td", "0")]),  # quoted, as RFC 4180 says
         ("a.csv", 'a, "b"\t1\nc\t0\n', [('a, "b"', "1"), ("c", "0")]),
         ("a.csv", '"a, b"\t"1"\n"c\nd"\t0\n', [("a, b", "1"), ("c\nd", "0")]),
     ],
@@ -114,9 +95,7 @@ def arrays(folder: Path) -> list:
     return [np.load(file).tolist() for file in sorted(folder.rglob("*ids*.npy"))]
 
 
-@pytest.mark.parametrize(
-    "columns", [("prompt", "completion"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")]
-)
+@pytest.mark.parametrize("columns", [("prompt", "completion"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")])
 def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, columns):
     """TRL's conversational data (https://huggingface.co/docs/trl/dataset_formats, 2025) in CSV are JSON in cells.
 
@@ -124,43 +103,23 @@ def test_messages_as_json_text_are_messages(tmp_path, monkeypatch, tiny_model, c
     """
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    config, work = (
-        (PreferenceConfig, preferences.ToPairs)
-        if "chosen" in columns
-        else (ChatConfig, chat.ToSamples)
-    )
+    config, work = (PreferenceConfig, preferences.ToPairs) if "chosen" in columns else (ChatConfig, chat.ToSamples)
     records = []
     for i in range(6):
         asked = [{"role": "user", "content": f"a line {i}"}] * (columns[0] == "chosen")
-        answers = {
-            c: [*asked, {"role": "assistant", "content": f"it says {c} {i}"}]
-            for c in columns
-            if c != "prompt"
-        }
-        records.append(
-            ({"prompt": [{"role": "user", "content": f"a {i}"}]} if "prompt" in columns else {})
-            | answers
-        )
+        answers = {c: [*asked, {"role": "assistant", "content": f"it says {c} {i}"}] for c in columns if c != "prompt"}
+        records.append(({"prompt": [{"role": "user", "content": f"a {i}"}]} if "prompt" in columns else {}) | answers)
     cells = [{column: json.dumps(value) for column, value in record.items()} for record in records]
     pq.write_table(pa.Table.from_pylist(cells), tmp_path / "b.parquet")
     files = [write(tmp_path / "a.jsonl", lines(records)), tmp_path / "b.parquet"]
-    plain, text = [
-        chat.open_samples(config(train_file=(str(file),)), tokenizer, work)[0] for file in files
-    ]
+    plain, text = [chat.open_samples(config(train_file=(str(file),)), tokenizer, work)[0] for file in files]
     assert plain.stores[0].folder != text.stores[0].folder
     assert plain.stores[0]["ids"].tolist() == text.stores[0]["ids"].tolist() != []
     mixed = write(tmp_path / "c.jsonl", lines([*cells, {**cells[0], columns[-1]: "text"}]))
-    with pytest.raises(
-        ConfigError,
-        match=rf"c.jsonl:7: '{columns[-1]}' is other text, but JSON of messages in the records",
-    ):
+    with pytest.raises(ConfigError, match=rf"c.jsonl:7: '{columns[-1]}' is other text, but JSON of messages in the records"):
         chat.open_samples(config(train_file=(str(mixed),)), tokenizer, work)
-    python = write(
-        tmp_path / "d.jsonl", lines([{column: str(value) for column, value in records[0].items()}])
-    )
-    with pytest.raises(
-        ConfigError, match=r"d.jsonl:1: .* is Python's text of messages: write it with json.dumps"
-    ):
+    python = write(tmp_path / "d.jsonl", lines([{column: str(value) for column, value in records[0].items()}]))
+    with pytest.raises(ConfigError, match=r"d.jsonl:1: .* is Python's text of messages: write it with json.dumps"):
         chat.open_samples(config(train_file=(str(python),)), tokenizer, work)
 
 
@@ -169,11 +128,7 @@ def test_labels_that_are_joined_are_named(capsys):
     classes = {"sports", "politics", "art", "sports politics", "art sports"}
     warn_of_joined(classes, "single_label")
     said = capsys.readouterr().err
-    assert (
-        said.startswith("warning: 2 classes, such as ")
-        and "write " in said
-        and "--problem_type multi_label" in said
-    )
+    assert said.startswith("warning: 2 classes, such as ") and "write " in said and "--problem_type multi_label" in said
     warn_of_joined({"a", "b", "a,b", "b, a"}, "multi_label")
     assert "look like several labels" in capsys.readouterr().err
     warn_of_joined({"new york", "new", "boston", "very good", "good"}, "single_label")

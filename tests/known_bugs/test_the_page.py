@@ -7,17 +7,11 @@ from tests.conftest import ROOT
 
 
 def test_every_bug_names_tests_that_exist():
-    rows = [
-        line.split("|")[1:-1]
-        for line in (ROOT / "docs/known_bugs.md").read_text().splitlines()
-        if line[:2] == "| "
-    ][1:]
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs/known_bugs.md").read_text().splitlines() if line[:2] == "| "][1:]
     assert len(rows) >= 40
     for bug, _, tests in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
         assert len(named) == tests.count("`") // 2 > 0, bug
         for file, name in named:
             tree = ast.parse((ROOT / file).read_text())
-            assert any(
-                isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body
-            ), (file, name)
+            assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body), (file, name)

@@ -21,28 +21,15 @@ from shared.text.encoder import Encoder
 from shared.text.forms import read_example, recognise
 
 USER, ANSWER = {"role": "user", "content": "a line"}, {"role": "assistant", "content": "says what"}
-MORE, LAST = (
-    {"role": "user", "content": "comes next"},
-    {"role": "assistant", "content": "it saw many"},
-)
+MORE, LAST = {"role": "user", "content": "comes next"}, {"role": "assistant", "content": "it saw many"}
 LOOK = {"name": "look", "arguments": {"city": "Rome"}}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "id": "call12345", "function": LOOK}],
-}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "call12345", "function": LOOK}]}
 AS_TEXT = {
     **CALL,
-    "tool_calls": [
-        {**CALL["tool_calls"][0], "function": {**LOOK, "arguments": '{"city": "Rome"}'}}
-    ],
+    "tool_calls": [{**CALL["tool_calls"][0], "function": {**LOOK, "arguments": '{"city": "Rome"}'}}],
 }
 RESULT = {"role": "tool", "content": "it saw", "name": "look", "tool_call_id": "call12345"}
-TOOL = {
-    "name": "look",
-    "description": "sees",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
+TOOL = {"name": "look", "description": "sees", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 TOOLS = [{"type": "function", "function": TOOL}]
 RECORDS = {
     "one answer": {"messages": [USER, ANSWER]},
@@ -56,9 +43,7 @@ RECORDS = {
 pytestmark = pytest.mark.slow
 SPEC = importlib.util.find_spec("trl")
 FOLDER = Path(SPEC.submodule_search_locations[0]) / "chat_templates" if SPEC else Path("missing")
-PAIRS = sorted(
-    path.stem for path in FOLDER.glob("*.jinja") if path.with_stem(f"{path.stem}_training").exists()
-)
+PAIRS = sorted(path.stem for path in FOLDER.glob("*.jinja") if path.with_stem(f"{path.stem}_training").exists())
 
 
 # A tool's response stands within the turn of the call, and what follows it is taken for the header of an answer.
@@ -79,16 +64,12 @@ def encoded(folder, name, record):
         return str(error), None, ""
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1)
     parts = [tokenizer.decode([ids[i] for i in run]) for run in runs if mask[run[0]]]
-    whole, *parts = (
-        re.sub(r"(\s|<[^<>\s]*>)*$", "", part) for part in (tokenizer.decode(ids), *parts)
-    )
+    whole, *parts = (re.sub(r"(\s|<[^<>\s]*>)*$", "", part) for part in (tokenizer.decode(ids), *parts))
     prompt = []
     for content in (USER["content"], [{"type": "text", "text": USER["content"]}]):
         with contextlib.suppress(UndefinedError, TypeError):
             messages = [{"role": "user", "content": content}]
-            prompt.append(
-                tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            )
+            prompt.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     return whole, parts, prompt[0]
 
 
@@ -100,18 +81,11 @@ def test_a_template_learns_what_its_variant_for_training_marks(tiny_model):
         )
         if own is None or expected is None:
             assert "here: " in written
-            assert (own is None) == (expected is None) or kind in ("null content", "a call"), (
-                name,
-                kind,
-                written,
-                marked,
-            )
+            assert (own is None) == (expected is None) or kind in ("null content", "a call"), (name, kind, written, marked)
         elif written == marked:
             compared[kind] += 1
             heads = [part.removesuffix(text) for part, text in zip(expected, own, strict=False)]
-            if len(own) == len(expected) and all(
-                head in prompt for head in heads
-            ):  # some mark the header of a turn, too
+            if len(own) == len(expected) and all(head in prompt for head in heads):  # some mark the header of a turn, too
                 expected = own
             if own != expected and not (name in WITHIN_A_TURN and "tools" in record):
                 different.append((name, kind, own, expected))

@@ -56,37 +56,27 @@ def test_a_packed_document_has_the_logits_it_has_alone(name, implementation):
     packed = Packed(documents, 20)
     assert len(packed) == 2
     batch = collate_packed([packed[0], packed[1]])
-    logits = subject(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-    ).logits
+    logits = subject(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     for row, bin in enumerate(map(packed.bin, range(len(packed)))):
         start = 0
         for index in bin:
             ids = torch.tensor(documents[index]["input_ids"])[None]
             alone = subject(input_ids=ids, use_cache=False).logits[0]
-            torch.testing.assert_close(
-                logits[row, start : start + ids.shape[1]], alone, atol=1e-5, rtol=1e-4
-            )
+            torch.testing.assert_close(logits[row, start : start + ids.shape[1]], alone, atol=1e-5, rtol=1e-4)
             start += ids.shape[1]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "windows", "gpt2"])
-def test_the_padded_loss_is_the_sum_of_the_documents_losses_and_so_are_its_gradients(
-    name, implementation
-):
+def test_the_padded_loss_is_the_sum_of_the_documents_losses_and_so_are_its_gradients(name, implementation):
     """Without a mask: what fills a row up comes last, and no token looks ahead."""
     subject = make(name, implementation)
     documents = Documents([11, 9, 6, 5])
     expected = sum(causal_lm_loss(subject, collate_padded([documents[i]])) for i in range(4))
     gradients = torch.autograd.grad(expected, list(subject.parameters()))
-    together = causal_lm_loss(
-        subject, collate_padded([documents[i] for i in range(4)], multiple_of=16)
-    )
+    together = causal_lm_loss(subject, collate_padded([documents[i] for i in range(4)], multiple_of=16))
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=1e-5)
-    for one, other in zip(
-        torch.autograd.grad(together, list(subject.parameters())), gradients, strict=True
-    ):
+    for one, other in zip(torch.autograd.grad(together, list(subject.parameters())), gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
@@ -97,11 +87,7 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         aten = torch.ops.aten
-        self.count += operation.overloadpacket in (
-            aten._local_scalar_dense,
-            aten.nonzero,
-            aten.masked_select,
-        )
+        self.count += operation.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select)
         return operation(*args, **(kwargs or {}))
 
 
@@ -109,10 +95,7 @@ def batches():
     """One batch of each kind: rows of one document, packed ones, padded ones, and such that hold no more than one."""
     documents = Documents([11, 9, 6, 5, 20, 20])
     packed = Packed(documents, 20)
-    bins = {
-        len(documents_of_row): number
-        for number, documents_of_row in enumerate(map(packed.bin, range(len(packed))))
-    }
+    bins = {len(documents_of_row): number for number, documents_of_row in enumerate(map(packed.bin, range(len(packed))))}
     return {
         "plain": {"input_ids": tokens(1, 16), "labels": tokens(1, 16)},
         "packed": collate_packed([packed[bins[2]], packed[bins[1]]]),
@@ -125,21 +108,15 @@ def batches():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", batches())
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "windows"])
-def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(
-    name, kind, implementation
-):
+def test_masks_made_without_asking_the_device_are_those_that_transformers_makes(name, kind, implementation):
     """Bit for bit the same losses and gradients, windows of attention included."""
     subject = make(name, implementation)
     batch = batches()[kind]
-    inputs = {
-        key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")
-    }
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "targets", "cu_seqlens")}
     with HostReads() as plain:
         logits = subject(**inputs, use_cache=False).logits
     targets = batch["labels"].flatten()
-    plain_loss = F.cross_entropy(
-        logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum"
-    )
+    plain_loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
     plain_loss.backward()
     expected = {n: p.grad.clone() for n, p in subject.named_parameters()}
     subject.zero_grad()
@@ -169,10 +146,7 @@ def test_blocks_share_the_mask_of_packed_rows(mixed):
                 kept.append(tensor)
             return tensor
 
-        with (
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            torch.autocast("cpu", enabled=mixed),
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=mixed):
             if told:
                 causal_lm_loss(subject, batch)
             else:
@@ -185,9 +159,7 @@ def test_blocks_share_the_mask_of_packed_rows(mixed):
 
 
 def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with_a_mask():
-    keys = {
-        kind: set(batch) - {"input_ids", "labels", "targets"} for kind, batch in batches().items()
-    }
+    keys = {kind: set(batch) - {"input_ids", "labels", "targets"} for kind, batch in batches().items()}
     assert keys == {
         "plain": set(),
         "packed": {"position_ids", "cu_seqlens"},
@@ -200,9 +172,7 @@ def test_only_rows_that_hold_several_documents_come_with_positions_and_none_with
 def test_without_a_row_mask_transformers_does_what_it_did():
     subject, batch = make("llama"), batches()["packed"]
     with HostReads() as reads:
-        mask = create_causal_mask(
-            subject.config, torch.zeros(2, 20, 32), None, None, batch["position_ids"]
-        )
+        mask = create_causal_mask(subject.config, torch.zeros(2, 20, 32), None, None, batch["position_ids"])
     assert (mask.dtype, reads.count) == (torch.bool, 1)
 
 
@@ -229,15 +199,11 @@ def test_no_forward_reads_from_the_device(family, kind, monkeypatch):
         attention.forward_rows(subject, batch).logits.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")]
-)
+@pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("qwen2", "eager"), ("gpt2", "sdpa")])
 def test_a_model_that_isolates_is_accepted_and_keeps_its_mode(name, implementation):
     subject = make(name, implementation).train()
     _, word = isolation.isolate_documents(subject, CPU, VOCAB)
-    assert word == (
-        BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention"
-    )
+    assert word == (BY_MASK if implementation == "sdpa" else "documents kept apart by the model's own attention")
     assert subject.training and not subject.row_form.by_kernel
 
 
@@ -280,10 +246,7 @@ def test_a_model_whose_documents_are_not_apart_is_not_packed_and_keeps_its_mode(
     subject = leaky().train()
     apart, why = isolation.isolate_documents(subject, CPU, VOCAB)
     assert not apart and why == f"off: {leaky.__name__} lets documents of one row see each other"
-    with pytest.raises(
-        ConfigError,
-        match=rf"{leaky.__name__} lets documents of one row see each other: use --packing auto",
-    ):
+    with pytest.raises(ConfigError, match=rf"{leaky.__name__} lets documents of one row see each other: use --packing auto"):
         isolation.isolate_documents(subject, CPU, VOCAB, required=True)
     assert subject.training
 
@@ -306,9 +269,7 @@ class RoundsOtherwise(SumsAll):
 def test_the_rounding_of_a_deep_model_in_16_bits_does_not_end_packing():
     assert isolation.isolate_documents(RoundsOtherwise(), CPU, VOCAB)[0]
     prepared = RoundsOtherwise()  # as Accelerate does under mixed precision
-    prepared.forward = convert_outputs_to_fp32(
-        torch.autocast("cpu", torch.bfloat16)(prepared.forward)
-    )
+    prepared.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(prepared.forward))
     assert isolation.isolate_documents(prepared, CPU, VOCAB)[0]
     for name, value in (("precision", torch.float32), ("shift", 0.07)):
         subject = RoundsOtherwise()
@@ -319,15 +280,7 @@ def test_the_rounding_of_a_deep_model_in_16_bits_does_not_end_packing():
 class LeaksOverSeveralRows(SumsAll):
     """As kernels do that look at the positions of a single row only."""
 
-    def forward(
-        self,
-        input_ids,
-        attention_mask=None,
-        position_ids=None,
-        use_cache=None,
-        cu_seq_lens_q=None,
-        seq_idx=None,
-    ):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, cu_seq_lens_q=None, seq_idx=None):
         if len(input_ids) > 1 and position_ids is not None:
             return super().forward(input_ids)
         return SimpleNamespace(logits=self.embedding(input_ids))
@@ -336,15 +289,10 @@ class LeaksOverSeveralRows(SumsAll):
 def test_rows_of_a_batch_become_one_if_the_model_keeps_documents_apart_only_there():
     subject = LeaksOverSeveralRows()
     for rows, flat in ((1, False), (2, True)):
-        assert (
-            isolation.isolate_documents(subject, CPU, VOCAB, rows)[0]
-            and subject.row_form.flat == flat
-        )
+        assert isolation.isolate_documents(subject, CPU, VOCAB, rows)[0] and subject.row_form.flat == flat
     batch = batches()["packed"]
     expected = F.cross_entropy(
-        subject.embedding(batch["input_ids"]).flatten(0, 1),
-        batch["labels"].flatten(),
-        reduction="sum",
+        subject.embedding(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
     )
     torch.testing.assert_close(causal_lm_loss(subject, batch), expected)
 
@@ -360,9 +308,7 @@ def each_alone(query, key, value, cu_seqlens, _cu_seqlens, longest, _longest, *,
         assert 0 < end - start <= longest
         states = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
         parts = (tensor[start:end].transpose(0, 1) for tensor in states)
-        done.append(
-            F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale).transpose(0, 1)
-        )
+        done.append(F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale).transpose(0, 1))
     return torch.cat(done)
 
 
@@ -411,8 +357,7 @@ def learned(subject, batch, steps=10):
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(
-    ("name", "layers"),
-    [("llama", 2), ("qwen2", 2), ("gpt2", 2), ("windows", 1), ("windows of a row", 2)],
+    ("name", "layers"), [("llama", 2), ("qwen2", 2), ("gpt2", 2), ("windows", 1), ("windows of a row", 2)]
 )
 def test_without_a_mask_the_same_is_learned(name, layers, checkpointing, kernel):
     """Also where a block is computed again for its gradient, and where some blocks' windows need a mask, or none."""
@@ -458,9 +403,7 @@ def test_attention_dropout_takes_the_mask(kernel):
         assert not calls
         subject.row_form = attention.Form()
         torch.manual_seed(1)
-        torch.testing.assert_close(
-            loss, causal_lm_loss(subject, batches()["packed"]), rtol=1e-3, atol=0
-        )
+        torch.testing.assert_close(loss, causal_lm_loss(subject, batches()["packed"]), rtol=1e-3, atol=0)
 
 
 def test_weights_in_fp32_without_mixed_precision_keep_the_mask(kernel):
@@ -517,10 +460,7 @@ def test_logits_that_differ_keep_the_mask(kernel):
     kernel(halved)
     subject = make("llama").to(torch.bfloat16)
     _, word = isolation.isolate_documents(subject, CPU, VOCAB)
-    assert (
-        word == f"{BY_MASK}: without one the model's logits differ"
-        and not subject.row_form.by_kernel
-    )
+    assert word == f"{BY_MASK}: without one the model's logits differ" and not subject.row_form.by_kernel
 
 
 def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
@@ -528,10 +468,7 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
     from transformers.models.llama import modeling_llama
 
     distance = torch.arange(64)[:, None] - torch.arange(64)
-    bias = (
-        0.1
-        * torch.randn(2, 127, generator=torch.Generator().manual_seed(0))[:, distance + 63][None]
-    )
+    bias = 0.1 * torch.randn(2, 127, generator=torch.Generator().manual_seed(0))[:, distance + 63][None]
     inner = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface
 
     def biased(_self, *names):
@@ -545,10 +482,7 @@ def test_a_bias_of_attention_is_never_lost(kernel, monkeypatch):
     kernel(each_alone)
     subject, batch = make("llama").to(torch.bfloat16), batches()["packed"]
     expected = causal_lm_loss(subject, batch)
-    assert (
-        isolation.isolate_documents(subject, CPU, VOCAB)[1]
-        == f"{BY_MASK}: every block needs one (window, bias, dropout)"
-    )
+    assert isolation.isolate_documents(subject, CPU, VOCAB)[1] == f"{BY_MASK}: every block needs one (window, bias, dropout)"
     assert not subject.row_form.by_kernel
     subject.row_form = attention.Form(by_kernel=True)
     attention.use_kernel(each_alone)
@@ -578,10 +512,7 @@ def test_compiled_blocks_take_documents_for_a_mask_in_one_graph(checkpointing, m
         block.compile(backend=counter)
     try:
         for number in (5, 9, 3):
-            batch = {
-                key: torch.empty(2, 16, dtype=torch.long, device="meta")
-                for key in ("input_ids", "labels")
-            }
+            batch = {key: torch.empty(2, 16, dtype=torch.long, device="meta") for key in ("input_ids", "labels")}
             batch["position_ids"] = batch["labels"]
             batch["cu_seqlens"] = torch.empty(number, dtype=torch.int32, device="meta")
             causal_lm_loss(subject, batch).backward()

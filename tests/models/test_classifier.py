@@ -44,26 +44,16 @@ def architecture(name, classes=CLASSES):
         config = TimmWrapperConfig(architecture="resnet10t", num_labels=len(classes))
         classifier.name_classes(config, classes)
         return config
-    labels = {
-        "id2label": dict(enumerate(classes)),
-        "label2id": {label: i for i, label in enumerate(classes)},
-    }
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
     if name == "vit":
-        sizes = {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 24,
-        }
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
         return ViTConfig(image_size=32, patch_size=8, **sizes, **labels)
     if name == "swin":
         sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}
         return SwinConfig(image_size=32, patch_size=4, window_size=4, **sizes, **labels)
     if name == "convnext":
         return ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], **labels)
-    return ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **labels
-    )
+    return ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", **labels)
 
 
 def make(name, classes=CLASSES):
@@ -82,9 +72,7 @@ def test_the_head_is_what_turns_features_into_scores(name):
     model = make(name)
     own = {id(p) for module in heads(model) for p in module.parameters()}
     found = {key: tuple(p.shape) for key, p in model.named_parameters() if id(p) in own}
-    prefix, width = {"resnet": ("classifier.1", 16), "timm": ("timm_model.fc", 512)}.get(
-        name, ("classifier", 16)
-    )
+    prefix, width = {"resnet": ("classifier.1", 16), "timm": ("timm_model.fc", 512)}.get(name, ("classifier", 16))
     assert found == {f"{prefix}.weight": (3, width), f"{prefix}.bias": (3,)}
 
 
@@ -122,9 +110,7 @@ def test_the_same_labels_in_any_order_keep_the_head_and_the_models_order(name, s
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "classes", [("x", "y", "z"), ("ant", "bee", "dog"), ("p", "q", "r", "s", "t")]
-)
+@pytest.mark.parametrize("classes", [("x", "y", "z"), ("ant", "bee", "dog"), ("p", "q", "r", "s", "t")])
 def test_other_labels_get_a_new_head_on_the_same_backbone(name, classes, saved, capsys):
     folder, weights = saved(name)
     torch.manual_seed(1)
@@ -190,40 +176,28 @@ def test_a_model_of_one_size_takes_another_and_is_saved_with_it(name, tmp_path, 
         from transformers import TimmWrapperConfig
 
         options = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2}
-        config = TimmWrapperConfig(
-            architecture="vit_tiny_patch16_224", model_args=options, num_labels=3
-        )
+        config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=options, num_labels=3)
         classifier.name_classes(config, CLASSES)
     torch.manual_seed(0)
     made = AutoModelForImageClassification.from_config(config)
     made.save_pretrained(tmp_path / "32")
     model, _ = load_pretrained(str(tmp_path / "32"), CLASSES, image_size=48)
-    assert (
-        "the position embeddings are resampled for images of 48 x 48 pixels"
-        in capsys.readouterr().err
-    )
+    assert "the position embeddings are resampled for images of 48 x 48 pixels" in capsys.readouterr().err
     before, after = made.state_dict(), model.state_dict()
-    (changed,) = (
-        key for key, value in after.items() if not torch.equal(value, before.get(key, value[:0]))
-    )
+    (changed,) = (key for key, value in after.items() if not torch.equal(value, before.get(key, value[:0])))
     assert "pos" in changed and after[changed].shape[1] == 1 + 36
     model.save_pretrained(tmp_path / "48")
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "48").eval()
     images = torch.randn(2, 3, 48, 48)
     with torch.no_grad():
-        torch.testing.assert_close(
-            again(pixel_values=images).logits, model(pixel_values=images).logits
-        )
+        torch.testing.assert_close(again(pixel_values=images).logits, model(pixel_values=images).logits)
 
 
 def test_a_model_that_cannot_take_another_size_is_refused(tmp_path):
     config = architecture("vit")
     config.image_size = [32, 32]  # as no repository of the Hub has it
     AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r"^--image_size 48: ViTForImageClassification does not take it \(.*48\*48",
-    ):
+    with pytest.raises(ConfigError, match=r"^--image_size 48: ViTForImageClassification does not take it \(.*48\*48"):
         load_pretrained(str(tmp_path), CLASSES, image_size=48)
 
 
@@ -245,23 +219,17 @@ def test_a_frozen_backbone_rests_and_its_statistics_do_not_move(name):
     resting = [module for module in backbone.modules() if not module.training]
     assert len(resting) > 5
     assert not any(p.requires_grad for module in resting for p in module.parameters())
-    assert not any(
-        m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
-    )
+    assert not any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     assert not has_batch_norm(model)
 
 
 def test_a_model_without_a_head_cannot_be_probed():
     model = make("resnet", classes=CLASSES)
     model.classifier = nn.Identity()
-    with pytest.raises(
-        ConfigError, match="ResNetForImageClassification has no head that could be trained alone"
-    ):
+    with pytest.raises(ConfigError, match="ResNetForImageClassification has no head that could be trained alone"):
         image_classifier.freeze_backbone(model)
     del model.classifier
-    with pytest.raises(
-        ConfigError, match="ResNetForImageClassification has no head named classifier, "
-    ):
+    with pytest.raises(ConfigError, match="ResNetForImageClassification has no head named classifier, "):
         image_classifier.freeze_backbone(model)
     assert all(p.requires_grad for p in model.parameters())
 
@@ -298,9 +266,7 @@ def test_advice_is_given_when_batch_norm_sees_few_images(sizes, world_size, quie
         start = f"warning: BatchNorm takes its statistics from {sizes[1]} images at a time, not from the global batch of"
         assert advice.startswith(f"{start} {sizes[0]};")
         assert "Better: --sync_batchnorm on GPUs, or a" in advice
-        assert ("a larger --per_device_train_batch_size" in advice) is (
-            sizes[1] * world_size < sizes[0]
-        )
+        assert ("a larger --per_device_train_batch_size" in advice) is (sizes[1] * world_size < sizes[0])
     assert batch_norm_advice(make("vit"), batch(*sizes), world_size) is None
 
 
@@ -309,23 +275,13 @@ def test_advice_is_given_when_batch_norm_sees_few_images(sizes, world_size, quie
 
 def settings_of(processor):
     size, crop = dict(processor.size), dict(processor.crop_size)
-    return (
-        size["shortest_edge"],
-        (crop["height"], crop["width"]),
-        list(processor.image_mean),
-        int(processor.resample),
-    )
+    return size["shortest_edge"], (crop["height"], crop["width"]), list(processor.image_mean), int(processor.resample)
 
 
 def test_without_a_model_the_settings_are_imagenets():
     processor = image_processor(None, None, None)
     assert isinstance(processor, BitImageProcessor)
-    assert settings_of(processor) == (
-        256,
-        (224, 224),
-        list(IMAGENET_DEFAULT_MEAN),
-        Image.Resampling.BICUBIC,
-    )
+    assert settings_of(processor) == (256, (224, 224), list(IMAGENET_DEFAULT_MEAN), Image.Resampling.BICUBIC)
     assert list(processor.image_std) == list(IMAGENET_DEFAULT_STD)
     assert settings_of(image_processor(None, 96, 0.75))[:2] == (128, (96, 96))
     assert settings_of(image_processor(None, 32, 1.0))[:2] == (32, (32, 32))
@@ -333,24 +289,17 @@ def test_without_a_model_the_settings_are_imagenets():
 
 def test_a_convnext_processors_share_and_size_are_taken(tmp_path):
     mean, bilinear = [0.1, 0.2, 0.3], Image.Resampling.BILINEAR
-    own = ConvNextImageProcessor(
-        size={"shortest_edge": 160}, crop_pct=0.8, image_mean=mean, resample=bilinear
-    )
+    own = ConvNextImageProcessor(size={"shortest_edge": 160}, crop_pct=0.8, image_mean=mean, resample=bilinear)
     own.save_pretrained(tmp_path)
-    assert settings_of(image_processor(str(tmp_path), None, None)) == (
-        200,
-        (160, 160),
-        mean,
-        bilinear,
-    )
+    assert settings_of(image_processor(str(tmp_path), None, None)) == (200, (160, 160), mean, bilinear)
     assert settings_of(image_processor(str(tmp_path), 80, None))[:2] == (100, (80, 80))
     assert settings_of(image_processor(str(tmp_path), None, 0.5))[:2] == (320, (160, 160))
 
 
 def test_a_vit_processors_mean_and_size_are_taken(tmp_path):
-    ViTImageProcessor(
-        size={"height": 192, "width": 192}, image_mean=[0.5] * 3, image_std=[0.25] * 3
-    ).save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 192, "width": 192}, image_mean=[0.5] * 3, image_std=[0.25] * 3).save_pretrained(
+        tmp_path
+    )
     processor = image_processor(str(tmp_path), None, None)
     assert settings_of(processor)[1:3] == ((192, 192), [0.5] * 3)
     assert list(processor.image_std) == [0.25] * 3
@@ -365,10 +314,7 @@ def test_synchronised_batch_norm_needs_gpus():
 def test_what_a_processor_does_and_ours_does_not_is_a_warning(tmp_path, capsys):
     crop = {"size": {"shortest_edge": 24}, "crop_size": {"height": 32, "width": 32}}
     BitImageProcessor(**crop, do_resize=False, rescale_factor=1 / 127.5).save_pretrained(tmp_path)
-    assert settings_of(image_processor(str(tmp_path), None, None))[:2] == (
-        32,
-        (32, 32),
-    )  # no borders
+    assert settings_of(image_processor(str(tmp_path), None, None))[:2] == (32, (32, 32))  # no borders
     said = " ".join(capsys.readouterr().err.split())
     assert f"warning: {tmp_path} was trained with do_resize: False, rescale_factor: 0.0078" in said
     assert "a crop of 32 from 24 pixels in its image processor, which is not done here" in said
@@ -404,9 +350,7 @@ def test_normalising_on_the_device_is_what_the_processor_does(channels_last):
     result = ToModel(processor, torch.device("cpu"), channels_last=channels_last)(pixels)
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)
-    assert result.is_contiguous(
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format
-    )
+    assert result.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
 # Mixing --------------------------------------------------------------------------------------------------------------
@@ -420,9 +364,7 @@ def batches(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     labels = draw(st.lists(st.sampled_from([IGNORED, 0, 1, 2, 3]), min_size=size, max_size=size))
     draws = torch.rand(size, 4, generator=generator)
-    draws[:, 0] = torch.tensor(
-        [float(c) for c in draw(st.lists(st.booleans(), min_size=size, max_size=size))]
-    )
+    draws[:, 0] = torch.tensor([float(c) for c in draw(st.lists(st.booleans(), min_size=size, max_size=size))])
     extreme = draw(st.sampled_from([None, 0.0, 1.0]))
     if extreme is not None:
         draws[0, 1] = extreme
@@ -474,9 +416,7 @@ def test_cutmix_pastes_a_box_and_the_targets_are_the_shares_of_pixels(share, cen
         assert len(where) == 0 or where[-1] - where[0] + 1 == len(where)  # without a gap
     from_partner = pasted.mean().item()
     assert targets[0].tolist() == pytest.approx([from_partner, 0, 1 - from_partner], abs=1e-6)
-    assert from_partner <= (1 - share) + (size[0] + size[1] + 1) / (
-        size[0] * size[1]
-    )  # to whole pixels
+    assert from_partner <= (1 - share) + (size[0] + size[1] + 1) / (size[0] * size[1])  # to whole pixels
     assert torch.equal(mixed[1], images[1])
     assert targets[1].tolist() == [1, 0, 0]
 
@@ -491,9 +431,7 @@ def test_mixup_is_the_formula_of_its_paper():
     for row, partner in enumerate([1, 0, 3, 2]):
         share = shares[row]
         torch.testing.assert_close(mixed[row], share * images[row] + (1 - share) * images[partner])
-        torch.testing.assert_close(
-            targets[row], share * eye[labels[row]] + (1 - share) * eye[labels[partner]]
-        )
+        torch.testing.assert_close(targets[row], share * eye[labels[row]] + (1 - share) * eye[labels[partner]])
 
 
 @pytest.mark.parametrize("cut", [0.0, 1.0])
@@ -507,9 +445,7 @@ def test_a_partner_that_does_not_count_leaves_the_image_alone(cut):
     assert targets.tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("mixup", "cutmix", "cuts"), [(0.2, 0.0, 0.0), (0.0, 1.0, 1.0), (0.8, 1.0, 0.5)]
-)
+@pytest.mark.parametrize(("mixup", "cutmix", "cuts"), [(0.2, 0.0, 0.0), (0.0, 1.0, 1.0), (0.8, 1.0, 0.5)])
 def test_draws_are_shares_from_the_beta_asked_for(mixup, cutmix, cuts):
     torch.manual_seed(0)
     draws = torch.stack([draw_mix(mixup, cutmix) for _ in range(1500)])
@@ -521,9 +457,7 @@ def test_draws_are_shares_from_the_beta_asked_for(mixup, cutmix, cuts):
         shares = draws[draws[:, 0] == cut, 1]
         if len(shares):
             assert shares.mean().item() == pytest.approx(0.5, abs=0.04)
-            assert shares.var().item() == pytest.approx(
-                1 / (4 * (2 * alpha + 1)), rel=0.12
-            )  # of Beta(alpha, alpha)
+            assert shares.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.12)  # of Beta(alpha, alpha)
     assert draws[:, 2:].mean(0).tolist() == pytest.approx([0.5, 0.5], abs=0.03)
 
 
@@ -536,22 +470,15 @@ def test_the_exported_model_says_what_the_model_says(name, tmp_path):
     pytest.importorskip("onnxscript")
     model = make(name).eval()
     model.save_pretrained(tmp_path)
-    assert (
-        image_classifier.export_onnx(tmp_path, 32)
-        == "model.onnx takes any number of images of 32 x 32 pixels"
-    )
+    assert image_classifier.export_onnx(tmp_path, 32) == "model.onnx takes any number of images of 32 x 32 pixels"
     assert [p.name for p in tmp_path.glob("model.onnx*")] == ["model.onnx"]
-    session = onnxruntime.InferenceSession(
-        tmp_path / "model.onnx", providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     torch.manual_seed(1)
     for size in (1, 5):
         images = torch.randn(size, 3, 32, 32)
         (logits,) = session.run(["logits"], {"pixel_values": images.numpy()})
         with torch.no_grad():
-            torch.testing.assert_close(
-                torch.from_numpy(logits), model(pixel_values=images).logits, atol=1e-4, rtol=1e-4
-            )
+            torch.testing.assert_close(torch.from_numpy(logits), model(pixel_values=images).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("message", ["two\nlines", "", "colours: \x1b[96mstep 2/3\x1b[0m"])

@@ -28,20 +28,12 @@ from shared.models.loss import FusedHead, causal_lm_loss, fuse_head, log_probabi
 from tests.conftest import slow
 
 VOCAB = 96
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": VOCAB}
 
 
 def llama(tied=False, **options):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        LlamaConfig(**SMALL, tie_word_embeddings=tied, **options)
-    )
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=tied, **options))
 
 
 def batch(rows=3, length=17):
@@ -87,9 +79,7 @@ def gradients(model, mixed=False, loss_of=lambda model: causal_lm_loss(model, ba
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         loss = loss_of(model)
     (loss * 0.37).backward()
-    return loss.detach(), {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -121,19 +111,11 @@ def test_told_where_the_targets_are_the_loss_is_the_same(fused, share):
     if fused:
         assert "fused" in fuse_head(Accelerator(cpu=True), model, VOCAB)
     told = batch()
-    told["labels"][
-        torch.rand(told["labels"].shape, generator=torch.Generator().manual_seed(2)) >= share
-    ] = IGNORED
+    told["labels"][torch.rand(told["labels"].shape, generator=torch.Generator().manual_seed(2)) >= share] = IGNORED
     untold = dict(told)
     told["targets"] = (told["labels"].flatten() != IGNORED).nonzero().flatten()
-    expected = [
-        causal_lm_loss(model, untold),
-        *torch.autograd.grad(causal_lm_loss(model, untold), list(model.parameters())),
-    ]
-    found = [
-        causal_lm_loss(model, told),
-        *torch.autograd.grad(causal_lm_loss(model, told), list(model.parameters())),
-    ]
+    expected = [causal_lm_loss(model, untold), *torch.autograd.grad(causal_lm_loss(model, untold), list(model.parameters()))]
+    found = [causal_lm_loss(model, told), *torch.autograd.grad(causal_lm_loss(model, told), list(model.parameters()))]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -166,9 +148,7 @@ def test_in_bf16_it_is_as_far_from_fp32_as_whole_logits_are(compiled):
         assert error <= 1.5 * allowed + 1e-6, name
 
 
-def test_compiled_it_is_one_graph_for_any_number_of_tokens_and_evaluations_leave_it_alone(
-    monkeypatch,
-):
+def test_compiled_it_is_one_graph_for_any_number_of_tokens_and_evaluations_leave_it_alone(monkeypatch):
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(lm_loss._loss_and_gradient, backend=counter)
     monkeypatch.setattr(lm_loss, "_compiled", lambda: compiled)
@@ -228,19 +208,11 @@ def test_log_probabilities_of_each_token_and_their_gradients(trained, count):
     labels = torch.randint(0, 50, (count,), generator=generator)
     labels[3:4] = IGNORED
     factors = torch.randn(count, generator=generator)
-    ours = in_chunks(
-        hidden,
-        weight,
-        labels,
-        7,
-        lambda *given: log_probabilities(*given, torch.arange(count), count),
-    )
+    ours = in_chunks(hidden, weight, labels, 7, lambda *given: log_probabilities(*given, torch.arange(count), count))
     plain = -F.cross_entropy(hidden @ weight.T, labels, reduction="none")
     torch.testing.assert_close(ours, plain)
     inputs = [hidden, weight] if trained else [hidden]
-    for mine, theirs in zip(
-        *(torch.autograd.grad((v * factors).sum(), inputs) for v in (ours, plain)), strict=True
-    ):
+    for mine, theirs in zip(*(torch.autograd.grad((v * factors).sum(), inputs) for v in (ours, plain)), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -271,9 +243,7 @@ def test_logits_are_never_held_whole():
     """The largest tensor that is saved for the backward is far smaller than the logits."""
     model = llama()
     sizes = []
-    inside = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: sizes.append(t.numel()) or t, lambda t: t
-    )
+    inside = torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t)
     model_batch = batch(rows=4, length=64)
     with inside:
         causal_lm_loss(model, model_batch)
@@ -296,10 +266,7 @@ HEADS = {
     "a bias": (BIASED, None),
     "modules_to_save": (LlamaConfig(**SMALL), SAVED),
     "modules_to_save, capped": (CAPPED, SAVED),
-    "an adapter": (
-        LlamaConfig(**SMALL),
-        {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False},
-    ),
+    "an adapter": (LlamaConfig(**SMALL), {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False}),
 }
 
 
@@ -364,11 +331,7 @@ def test_what_a_model_does_to_its_logits_is_measured(change, fused):
     few["labels"].clamp_(max=VOCAB - 9)
     plain = causal_lm_loss(model, few)
     summary = fuse_head(Accelerator(cpu=True), model, VOCAB - 8)
-    assert (
-        summary.startswith("fused")
-        if fused
-        else summary == "not fused: Changed changes what its head returns"
-    )
+    assert summary.startswith("fused") if fused else summary == "not fused: Changed changes what its head returns"
     torch.testing.assert_close(causal_lm_loss(model, few), plain)
     assert model(few["input_ids"]).logits.shape == change(torch.zeros(1, 16, VOCAB), model).shape
 

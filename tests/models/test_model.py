@@ -31,18 +31,8 @@ from transformers import (
     XLNetConfig,
 )
 
-from shared.models.adapters import (
-    add_adapters,
-    pissa_to_lora,
-    refuse_tied_embeddings,
-    trained_in_fp32,
-)
-from shared.models.blocks import (
-    compile_blocks,
-    repeated_blocks,
-    set_gradient_checkpointing,
-    uncompiled,
-)
+from shared.models.adapters import add_adapters, pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
+from shared.models.blocks import compile_blocks, repeated_blocks, set_gradient_checkpointing, uncompiled
 from shared.models.card import model_card
 from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
@@ -118,12 +108,8 @@ def graphs(monkeypatch):
 
 
 def sizes_are_constants(graph):
-    examples = [
-        node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"
-    ]
-    return all(
-        isinstance(size, int) for example in examples for size in getattr(example, "shape", [None])
-    )
+    examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return all(isinstance(size, int) for example in examples for size in getattr(example, "shape", [None]))
 
 
 @pytest.mark.parametrize("aside", [False, True])
@@ -132,9 +118,7 @@ def test_evaluations_and_texts_leave_the_compiled_training_step_its_constant_siz
     compile_blocks(subject)
     with torch.no_grad(), uncompiled(subject) if aside else contextlib.nullcontext():
         for rows, length in ((3, 7), (2, 9)):
-            causal_lm_loss(
-                subject, {"input_ids": tokens(rows, length), "labels": tokens(rows, length)}
-            )
+            causal_lm_loss(subject, {"input_ids": tokens(rows, length), "labels": tokens(rows, length)})
     if aside:
         continuations(subject, Spells(), [[1, 4], [20]], max_new_tokens=4)
         assert not graphs
@@ -163,12 +147,7 @@ def test_the_loss_is_that_of_transformers_times_its_targets(name):
 @torch.no_grad()
 def test_a_batch_without_targets_has_loss_zero():
     ids = tokens(1, 5)
-    assert (
-        causal_lm_loss(
-            make("llama"), {"input_ids": ids, "labels": torch.full_like(ids, -100)}
-        ).item()
-        == 0
-    )
+    assert causal_lm_loss(make("llama"), {"input_ids": ids, "labels": torch.full_like(ids, -100)}).item() == 0
 
 
 # FLOPs ---------------------------------------------------------------------------------------------------------------
@@ -200,9 +179,7 @@ def test_flops_count_packed_weights_by_their_unpacked_number():
     subject = llama()
     expected = flops_per_token(subject.requires_grad_(False), 100)
     linear = subject.model.layers[0].mlp.up_proj
-    linear.weight = nn.Parameter(
-        torch.zeros(32 * 48 // 2, 1, dtype=torch.uint8), requires_grad=False
-    )
+    linear.weight = nn.Parameter(torch.zeros(32 * 48 // 2, 1, dtype=torch.uint8), requires_grad=False)
     linear.weight.quant_state = SimpleNamespace(shape=torch.Size([48, 32]))
     assert flops_per_token(subject, 100) == expected
 
@@ -215,25 +192,14 @@ def on_meta(config):
 def test_flops_of_attention_follow_the_width_of_its_heads():
     subject = llama(head_dim=24)
     heads = subject.config.num_attention_heads
-    assert (
-        flops_per_token(subject, 300) - flops_per_token(subject, 200) == 12 * 2 * heads * 24 * 100
-    )
+    assert flops_per_token(subject, 300) - flops_per_token(subject, 200) == 12 * 2 * heads * 24 * 100
 
 
-EXPERTS = {
-    "num_experts_per_tok": 2,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-}
+EXPERTS = {"num_experts_per_tok": 2, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 MIXTURES = {
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 16, "moe_intermediate_size": 24, "head_dim": 8}),
     "granitemoe": (GraniteMoeConfig, {"num_local_experts": 16, "intermediate_size": 24}),
-    "deepseek_v3": (
-        DeepseekV3Config,
-        {"n_routed_experts": 16, "moe_intermediate_size": 24, "first_k_dense_replace": 0},
-    ),
+    "deepseek_v3": (DeepseekV3Config, {"n_routed_experts": 16, "moe_intermediate_size": 24, "first_k_dense_replace": 0}),
 }
 
 
@@ -262,14 +228,7 @@ def test_flops_are_those_that_torch_counts(name):
     subject = from_architecture(class_of(config), config, **options).eval()
     with FlopCounterMode(display=False) as counter:
         subject(input_ids=tokens(1, 64), use_cache=False).logits.sum().backward()
-    counted = (
-        sum(
-            n
-            for kind, n in counter.get_flop_counts()["Global"].items()
-            if "convolution" not in str(kind)
-        )
-        / 64
-    )
+    counted = sum(n for kind, n in counter.get_flop_counts()["Global"].items() if "convolution" not in str(kind)) / 64
     recurrent = name in ("qwen3_next", "nemotron_h", "jamba", "mamba")
     assert flops_per_token(subject, 64) == pytest.approx(counted, rel=0.05 if recurrent else 0.01)
 
@@ -284,13 +243,9 @@ def test_flops_of_adapters_on_experts_are_those_of_the_ones_that_a_token_is_sent
     subject = on_meta(architectures()["deepseek_v3"])
     whole = flops_per_token(subject.requires_grad_(False), 64)
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    adapted = get_peft_model(
-        subject, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=experts)
-    )
+    adapted = get_peft_model(subject, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=experts))
     # 6 times (128 x 128 of o_proj), 4 times (128 x (2 x 64) and 64 x 128) of 2 experts.
-    assert flops_per_token(adapted, 64) - whole == 6 * 4 * (
-        6 * (128 + 128) + 4 * 2 * (128 + 128 + 64 + 128)
-    )
+    assert flops_per_token(adapted, 64) - whole == 6 * 4 * (6 * (128 + 128) + 4 * 2 * (128 + 128 + 64 + 128))
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------
@@ -308,17 +263,12 @@ def test_adapters_keep_no_copy_of_their_input_in_fp32_and_learn_the_same(dora):
     def learn():
         kept = []
         ids = tokens(2, 64)
-        keep = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
-        )
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)
         with keep, torch.autocast("cpu", torch.bfloat16):
             loss = causal_lm_loss(adapted, {"input_ids": ids, "labels": ids})
         trained = [p for p in adapted.parameters() if p.requires_grad]
         assert {p.dtype for p in trained} == {torch.float32}
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in kept
-        }
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(storages.values()), loss, *torch.autograd.grad(loss, trained)
 
     found = [learn()]
@@ -365,13 +315,9 @@ class Scored(nn.Module):
 
 def test_measuring_counts_forward_and_both_backward_products_of_a_matrix():
     # 2 multiply-adds each: forward, gradient of the weight; the input needs none.
-    assert measure(
-        Scored(nn.Linear(5, 7, bias=False)), {"pixel_values": torch.zeros(3, 5)}
-    ) == 2 * (2 * 3 * 5 * 7)
+    assert measure(Scored(nn.Linear(5, 7, bias=False)), {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7)
     two = Scored(nn.Linear(5, 7), nn.Linear(7, 2))
-    assert measure(two, {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7) + 3 * (
-        2 * 3 * 7 * 2
-    )
+    assert measure(two, {"pixel_values": torch.zeros(3, 5)}) == 2 * (2 * 3 * 5 * 7) + 3 * (2 * 3 * 7 * 2)
 
 
 def test_measuring_freezes_what_takes_no_part_and_leaves_no_gradient():
@@ -396,21 +342,12 @@ def test_a_frozen_backbone_costs_no_backward():
 
 
 def test_images_of_a_size_that_a_model_cannot_take_are_refused_with_the_shape():
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
-    subject = ViTForImageClassification(
-        ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes)
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    subject = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes))
     measure(subject, {"pixel_values": torch.zeros(1, 3, 32, 32)})
     with pytest.raises(ConfigError) as error:
         measure(subject, {"pixel_values": torch.zeros(1, 3, 40, 40)})
-    assert str(error.value).startswith(
-        "ViTForImageClassification cannot take pixel_values (1, 3, 40, 40): "
-    )
+    assert str(error.value).startswith("ViTForImageClassification cannot take pixel_values (1, 3, 40, 40): ")
     assert "\n" not in str(error.value)
 
 
@@ -419,10 +356,7 @@ def test_images_of_a_size_that_a_model_cannot_take_are_refused_with_the_shape():
 
 def test_override_sets_numbers_text_and_switches():
     config = LlamaConfig()
-    override(
-        config,
-        "hidden_size=256,num_hidden_layers=4,hidden_act=gelu,attention_bias=true,rms_norm_eps=1e-4",
-    )
+    override(config, "hidden_size=256,num_hidden_layers=4,hidden_act=gelu,attention_bias=true,rms_norm_eps=1e-4")
     assert (config.hidden_size, config.num_hidden_layers, config.hidden_act) == (256, 4, "gelu")
     assert config.attention_bias is True
     assert config.rms_norm_eps == 1e-4
@@ -433,46 +367,29 @@ def test_override_sets_lists():
     override(config, "depths=[2,2,2,2],layer_type=basic,hidden_sizes=[8, 16, 32, 64]")
     other = LlamaConfig()
     override(other, 'rope_parameters={"rope_type":"default","rope_theta":5e5},hidden_size=256')
-    assert (
-        other.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
-        and other.hidden_size == 256
-    )
-    assert (config.depths, config.layer_type, config.hidden_sizes) == (
-        [2, 2, 2, 2],
-        "basic",
-        [8, 16, 32, 64],
-    )
+    assert other.rope_parameters == {"rope_type": "default", "rope_theta": 5e5} and other.hidden_size == 256
+    assert (config.depths, config.layer_type, config.hidden_sizes) == ([2, 2, 2, 2], "basic", [8, 16, 32, 64])
 
 
 @pytest.mark.parametrize("change", ["hiden_size=256", "hidden_size"])
 def test_override_refuses_what_the_config_does_not_have(change):
-    with pytest.raises(
-        ConfigError,
-        match=rf"--config_overrides {change}: expected key=value with a key of .*hidden_size",
-    ):
+    with pytest.raises(ConfigError, match=rf"--config_overrides {change}: expected key=value with a key of .*hidden_size"):
         override(LlamaConfig(), change)
 
 
 def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
     subject = llama(max_position_embeddings=16)
     require_fit(subject, words(VOCAB), 16)
-    with pytest.raises(
-        ConfigError, match="--seq_length 17 is longer than the model's context of 16 tokens"
-    ):
+    with pytest.raises(ConfigError, match="--seq_length 17 is longer than the model's context of 16 tokens"):
         require_fit(subject, words(VOCAB), 17)
 
 
 def test_tokens_without_an_embedding_are_refused_with_both_numbers():
-    with pytest.raises(
-        ConfigError,
-        match=f"the tokenizer has {VOCAB + 1} tokens, the model only {VOCAB} embeddings",
-    ):
+    with pytest.raises(ConfigError, match=f"the tokenizer has {VOCAB + 1} tokens, the model only {VOCAB} embeddings"):
         require_fit(llama(), words(VOCAB + 1), 8)
 
 
-@pytest.mark.parametrize(
-    ("auto_class", "name"), [(AutoConfig, "/no/such"), (AutoTokenizer, "no such")]
-)
+@pytest.mark.parametrize(("auto_class", "name"), [(AutoConfig, "/no/such"), (AutoTokenizer, "no such")])
 def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
     with pytest.raises(ConfigError, match=f"{name}: no such folder here, and Repo id must"):
         from_hub(auto_class, name)
@@ -480,13 +397,8 @@ def test_a_folder_that_is_not_there_is_said_so(auto_class, name):
 
 def test_an_adapter_is_not_taken_for_a_model(tmp_path):
     """Its base would be loaded with it, and it be left aside when new adapters are added."""
-    get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(
-        tmp_path / "adapter"
-    )
-    for auto_class, options in (
-        (AutoModelForCausalLM, {"use_safetensors": True}),
-        (AutoConfig, {}),
-    ):
+    get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path / "adapter")
+    for auto_class, options in ((AutoModelForCausalLM, {"use_safetensors": True}), (AutoConfig, {})):
         with pytest.raises(ConfigError, match=f"{tmp_path}/adapter: an adapter, not a model"):
             from_hub(auto_class, tmp_path / "adapter", **options)
 
@@ -523,10 +435,7 @@ def test_a_card_names_base_results_and_settings():
         base_model="org/base",
     )
     assert text.startswith("---\nlibrary_name: peft\nbase_model: org/base\n---\n\n# T\n")
-    assert (
-        "| eval_loss | 1.2500 |" in text
-        and "\nMade by version 0.1.0+abc, DDP x 8 on cuda, bf16\n" in text
-    )
+    assert "| eval_loss | 1.2500 |" in text and "\nMade by version 0.1.0+abc, DDP x 8 on cuda, bf16\n" in text
     assert '```python\nload("final")\n```' in text
     assert "é" in text
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
@@ -550,9 +459,7 @@ def greedy(subject, ids, count):
     """Token by token, without a cache."""
     ids = list(ids)
     for _ in range(count):
-        ids.append(
-            int(subject(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-        )
+        ids.append(int(subject(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[-count:]
 
 
@@ -560,18 +467,14 @@ def greedy(subject, ids, count):
 def test_a_continuation_stops_at_the_end_of_text_or_at_its_length(name):
     """It is greedy, whatever the model's own settings say, and sees its prompt's last tokens if not all fit."""
     subject, prompts = make(name).train(), [[5, 9, 3], [4], [int(i) for i in tokens(70)]]
-    subject.generation_config = GenerationConfig(
-        do_sample=True, temperature=3.0, repetition_penalty=9.0, min_new_tokens=9
-    )
+    subject.generation_config = GenerationConfig(do_sample=True, temperature=3.0, repetition_penalty=9.0, min_new_tokens=9)
     fits = [ids[-58:] if name == "gpt2" else ids for ids in prompts]
     expected = [greedy(subject.eval(), ids, 6) for ids in fits]
     subject.train()
 
     def spelled(new, ends):
         last = next((i for i, token in enumerate(new) if token in ends), len(new))
-        return " ".join(
-            map(str, [token for token in new[: last + 1] if token != Spells.eos_token_id])
-        )
+        return " ".join(map(str, [token for token in new[: last + 1] if token != Spells.eos_token_id]))
 
     for end in (None, expected[0][2]):
         texts = continuations(subject, Spells(), prompts, max_new_tokens=6, end=end)
@@ -599,18 +502,10 @@ def test_continuations_are_deterministic_and_sampling_follows_its_seed():
 def test_a_long_text_is_shortened_for_a_log(lines):
     text = "\n".join("#" * lines)
     shown = first_lines(text)
-    assert shown == (
-        text if lines <= 8 else "\n".join([*"########", f"... and {lines - 8} more lines"])
-    )
+    assert shown == (text if lines <= 8 else "\n".join([*"########", f"... and {lines - 8} more lines"]))
 
 
-TINY = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": VOCAB,
-}
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": VOCAB}
 
 
 @pytest.mark.parametrize(
@@ -619,16 +514,7 @@ TINY = {
         (BertConfig(**TINY), False),
         (XLNetConfig(d_model=16, n_layer=1, n_head=2, d_inner=16, vocab_size=VOCAB), False),
         (GPTNeoXConfig(**TINY), True),
-        (
-            BartConfig(
-                d_model=16,
-                decoder_layers=1,
-                decoder_attention_heads=2,
-                decoder_ffn_dim=16,
-                vocab_size=VOCAB,
-            ),
-            True,
-        ),
+        (BartConfig(d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=VOCAB), True),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -637,9 +523,7 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
     tokens = torch.arange(8)[None] % VOCAB
     other = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
     with torch.no_grad():
-        first, second = (
-            subject(input_ids=t, use_cache=False).logits[:, :-1] for t in (tokens, other)
-        )
+        first, second = (subject(input_ids=t, use_cache=False).logits[:, :-1] for t in (tokens, other))
     assert torch.equal(first, second) == causal
     if causal:
         require_fit(subject, words(VOCAB), 8)
@@ -650,10 +534,7 @@ def test_models_that_see_what_they_are_to_predict_are_refused(config, causal):
 
 def test_adapters_are_put_where_text_passes():
     assert outer_parts(llama()) == []
-    eyes = {key: value for key, value in TINY.items() if key != "vocab_size"} | {
-        "image_size": 16,
-        "patch_size": 8,
-    }
+    eyes = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
     text = TINY | {"num_key_value_heads": 1, "head_dim": 8}
     both = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=eyes))
     adapted = add_adapters(both, AdapterConfig())
@@ -665,13 +546,9 @@ def test_adapters_are_put_where_text_passes():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_proj"])
 def test_adapters_are_not_added_to_what_input_and_output_share(tied, target):
-    adapted = get_peft_model(
-        llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", target_modules=[target])
-    )
+    adapted = get_peft_model(llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", target_modules=[target]))
     if tied and target != "q_proj":
-        with pytest.raises(
-            ConfigError, match=f"--merge_adapter adds the adapter of {target} to a matrix"
-        ):
+        with pytest.raises(ConfigError, match=f"--merge_adapter adds the adapter of {target} to a matrix"):
             refuse_tied_embeddings(adapted, "--merge_adapter")
     else:
         refuse_tied_embeddings(adapted, "--merge_adapter")

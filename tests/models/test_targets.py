@@ -52,13 +52,7 @@ def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoin
 @pytest.mark.parametrize(
     ("family", "flags", "modules", "parameters", "left_out"),
     [
-        (
-            "llama4",
-            {},
-            "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj",
-            2,
-            ["feed_forward.router (routers)"],
-        ),
+        ("llama4", {}, "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj", 2, ["feed_forward.router (routers)"]),
         ("glm4_moe", {}, "k_proj o_proj q_proj v_proj", 5, []),
         (
             "glm4_moe",
@@ -74,31 +68,15 @@ def test_the_class_that_architectures_names_loads_the_whole_checkpoint(checkpoin
             0,
             ["down_proj.weight", "not with --lora_dropout"],
         ),
-        (
-            "glm4_moe",
-            {"load_in_4bit": True},
-            "k_proj o_proj q_proj v_proj",
-            2,
-            ["gate_proj.weight", "(quantised)"],
-        ),
-        (
-            "nemotron_h",
-            {},
-            "down_proj in_proj k_proj o_proj q_proj up_proj v_proj",
-            2,
-            ["mixer.out_proj"],
-        ),
+        ("glm4_moe", {"load_in_4bit": True}, "k_proj o_proj q_proj v_proj", 2, ["gate_proj.weight", "(quantised)"]),
+        ("nemotron_h", {}, "down_proj in_proj k_proj o_proj q_proj up_proj v_proj", 2, ["mixer.out_proj"]),
     ],
 )
-def test_routers_carry_no_adapters_and_experts_do_if_peft_can(
-    checkpoint, family, flags, modules, parameters, left_out
-):
+def test_routers_carry_no_adapters_and_experts_do_if_peft_can(checkpoint, family, flags, modules, parameters, left_out):
     base = load_causal_lm(checkpoint(family), attn_implementation="auto")
     targets = find_targets(base, AdapterConfig(**flags))
     assert {name.rpartition(".")[2] for name in targets.target_modules} == set(modules.split())
-    assert targets.target_modules == [
-        name for name, _ in base.named_modules() if name in targets.target_modules
-    ]
+    assert targets.target_modules == [name for name, _ in base.named_modules() if name in targets.target_modules]
     assert len(targets.target_parameters) == parameters
     about = "; ".join(targets.left_out)
     assert all(part in about for part in left_out) and bool(about) == bool(left_out)
@@ -115,18 +93,12 @@ def test_the_adapter_that_is_saved_has_short_names_and_loads_by_peft_alone(tmp_p
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(tmp_path / "adapter")
     ids = torch.arange(8, 40)[None]
-    loaded = PeftModel.from_pretrained(
-        transformers.Glm4MoeForCausalLM.from_pretrained(name), tmp_path / "adapter"
-    )
+    loaded = PeftModel.from_pretrained(transformers.Glm4MoeForCausalLM.from_pretrained(name), tmp_path / "adapter")
     with torch.no_grad():
         expected, found = (m.eval()(input_ids=ids, use_cache=False).logits for m in (model, loaded))
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(
-            loaded.merge_and_unload()(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4
-        )
-    assert all(
-        len(target.split(".")) <= 2 for target in loaded.peft_config["default"].target_modules
-    )
+        torch.testing.assert_close(loaded.merge_and_unload()(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert all(len(target.split(".")) <= 2 for target in loaded.peft_config["default"].target_modules)
 
 
 def test_parameters_can_be_named(checkpoint):
@@ -134,41 +106,26 @@ def test_parameters_can_be_named(checkpoint):
     named = find_targets(base, AdapterConfig(lora_target_modules=("q_proj", "experts.down_proj")))
     assert named.target_modules == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     assert named.target_parameters == ["experts.down_proj"]
-    with pytest.raises(
-        ConfigError, match="--lora_target_modules qproj: the model has no module of that name"
-    ):
+    with pytest.raises(ConfigError, match="--lora_target_modules qproj: the model has no module of that name"):
         find_targets(base, AdapterConfig(lora_target_modules=("qproj",)))
 
 
-def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(
-    checkpoint, monkeypatch
-):
+def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(checkpoint, monkeypatch):
     """Stand-ins for the kernels: each document by itself. Packed rows then give what the documents give alone."""
     model = load_causal_lm(checkpoint("qwen3_5"), attn_implementation="auto").eval()
     apart, why = isolation.isolate_documents(model, CPU, 1000, 2)
-    assert (
-        not apart
-        and "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in why
-    )
-    with pytest.raises(
-        ConfigError,
-        match="Qwen3_5ForConditionalGeneration lets documents of one row see each other",
-    ):
+    assert not apart and "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`" in why
+    with pytest.raises(ConfigError, match="Qwen3_5ForConditionalGeneration lets documents of one row see each other"):
         isolation.isolate_documents(model, CPU, 1000, 2, required=True)
 
-    convolve, recur = (
-        modeling_qwen3_5.causal_conv1d_fn,
-        modeling_qwen3_5.torch_chunk_gated_delta_rule,
-    )
+    convolve, recur = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def convolve_each(states, *arguments, seq_idx=None, **named):
         named.pop("cu_seq_lens_q", None)
         if seq_idx is None:
             return convolve(states, *arguments, **named)
         ends = [0, *(torch.diff(seq_idx[0]).nonzero().flatten() + 1).tolist(), states.shape[2]]
-        return torch.cat(
-            [convolve(states[..., a:b], *arguments, **named) for a, b in pairwise(ends)], 2
-        )
+        return torch.cat([convolve(states[..., a:b], *arguments, **named) for a, b in pairwise(ends)], 2)
 
     def recur_each(*states, g, beta, cu_seqlens=None, **named):
         named.pop("seq_idx", None)
@@ -176,35 +133,22 @@ def test_recurrent_layers_are_packed_where_their_kernels_know_the_documents(
             return recur(*states, g=g, beta=beta, **named)
         assert len(g) == 1  # as the kernels want it
         parts = [slice(a, b) for a, b in pairwise(cu_seqlens.tolist())]
-        found = [
-            recur(*(s[:, p] for s in states), g=g[:, p], beta=beta[:, p], **named)[0] for p in parts
-        ]
+        found = [recur(*(s[:, p] for s in states), g=g[:, p], beta=beta[:, p], **named)[0] for p in parts]
         return torch.cat(found, 1), None
 
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve_each)
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recur_each)
-    assert isolation.isolate_documents(model, CPU, 1000, 2) == (
-        True,
-        "documents kept apart by an attention mask",
-    )
+    assert isolation.isolate_documents(model, CPU, 1000, 2) == (True, "documents kept apart by an attention mask")
     assert model.row_form.flat and model.row_form.bounds
 
     generator = torch.Generator().manual_seed(1)
-    documents = [
-        torch.randint(8, 1000, (length + 1,), generator=generator).numpy()
-        for length in (70, 9, 30, 5)
-    ]
+    documents = [torch.randint(8, 1000, (length + 1,), generator=generator).numpy() for length in (70, 9, 30, 5)]
     rows = [{"input_ids": ids[:-1], "labels": ids[1:]} for ids in documents]
 
     def pack(some):
         lengths = [range(len(row["labels"])) for row in some]
-        joined = {
-            key: torch.cat([torch.from_numpy(row[key]) for row in some]).numpy()
-            for key in ("input_ids", "labels")
-        }
-        return joined | {
-            "position_ids": torch.tensor([i for places in lengths for i in places]).numpy()
-        }
+        joined = {key: torch.cat([torch.from_numpy(row[key]) for row in some]).numpy() for key in ("input_ids", "labels")}
+        return joined | {"position_ids": torch.tensor([i for places in lengths for i in places]).numpy()}
 
     packed = causal_lm_loss(model, collate_packed([pack(rows[:2]), pack(rows[2:])]))
     alone = sum(causal_lm_loss(model, collate_padded([row])) for row in rows)

@@ -41,9 +41,7 @@ def model(accelerator):
     return accelerator.prepare(Subject())
 
 
-TRAINED = {
-    f"layers.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")
-}
+TRAINED = {f"layers.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")}
 BUFFERS = {"layers.1.running_mean", "layers.1.running_var", "layers.1.num_batches_tracked", "seen"}
 
 
@@ -99,9 +97,7 @@ def test_the_average_is_that_of_a_loop(accelerator, model, decays):
         copy.average_in(decay)
         for name in expected:
             whole = not now[name].is_floating_point()
-            expected[name] = (
-                now[name] if whole else decay * expected[name] + (1 - decay) * now[name].double()
-            )
+            expected[name] = now[name] if whole else decay * expected[name] + (1 - decay) * now[name].double()
     for name, value in copy.tensors.items():
         assert value.dtype == now[name].dtype
         torch.testing.assert_close(value.double(), expected[name].double(), atol=1e-6, rtol=1e-6)
@@ -134,9 +130,7 @@ def test_swapped_in_weights_are_those_of_the_copy_until_the_block_ends(accelerat
             assert fails
         assert_equal(state(model), new)
         assert_equal(copy.tensors, {name: old[name] for name in copy.tensors})
-    assert places == {
-        name: p.data_ptr() for name, p in model.named_parameters()
-    }  # an optimizer still knows them
+    assert places == {name: p.data_ptr() for name, p in model.named_parameters()}  # an optimizer still knows them
     model(x)
 
 
@@ -171,9 +165,7 @@ def begin(folder):
     ema, momentum = WeightCopy(accelerator, model), torch.zeros(3)
     folder.mkdir(exist_ok=True)
     options = {"data": "abc", "ema": ema, "extra": {"outer.momentum": momentum}}
-    saver = Checkpointer(
-        accelerator, {"model": model}, optimizers, folder, SmallConfig(), **options
-    )
+    saver = Checkpointer(accelerator, {"model": model}, optimizers, folder, SmallConfig(), **options)
     return model, optimizers, ema, momentum, saver
 
 
@@ -210,6 +202,4 @@ def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(tmp_path, caps
     *_, saver = begin(tmp_path / "run")
     assert saver.resume().step == 1
     assert "the moving average begins at the weights of step 1" in capsys.readouterr().err
-    assert all(
-        torch.equal(saver.ema.tensors[name], value) for name, value in saver.ema.live.items()
-    )
+    assert all(torch.equal(saver.ema.tensors[name], value) for name, value in saver.ema.live.items())

@@ -40,18 +40,10 @@ def library(tmp_path_factory) -> Path:
         pytest.skip("needs PyTorch for CUDA on x86-64, and gcc")
     packages = Path(sysconfig.get_paths()["purelib"])
     roots = {Path(torch.__file__).parents[1], packages}
-    (header, *_) = [
-        found for root in roots for found in root.glob("nvidia/*/include/cuda_runtime_api.h")
-    ]
+    (header, *_) = [found for root in roots for found in root.glob("nvidia/*/include/cuda_runtime_api.h")]
     path = tmp_path_factory.mktemp("cudart") / "libcuda.so.1"
     include = ["-I", str(HERE), "-I", str(header.parent)]
-    flags = [
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        f"-Wl,-soname,{path.name}",
-    ]  # the name that PyTorch looks for the driver under
+    flags = ["-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}"]  # the name that PyTorch looks for the driver under
     subprocess.run(["gcc", *flags, *include, "-o", str(path), str(HERE / "cudart.c")], check=True)
     return path
 
@@ -59,47 +51,17 @@ def library(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def on_cuda(library, tmp_path_factory):
     """A function that launches a template on pretend devices, in fp32 unless it is told otherwise."""
-    environment = {
-        "LD_PRELOAD": str(library),
-        "PRETEND_DEVICES": "4",
-        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
-    }
+    environment = {"LD_PRELOAD": str(library), "PRETEND_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     launcher = Launcher(environment | {"PYTHONPATH": str(HERE)}, ("device",))
 
-    def launch(
-        template,
-        folder,
-        *args,
-        processes=1,
-        config="single_gpu",
-        precision="no",
-        env=None,
-        check=True,
-    ) -> OnCuda:
+    def launch(template, folder, *args, processes=1, config="single_gpu", precision="no", env=None, check=True) -> OnCuda:
         log = tmp_path_factory.mktemp("devices")
-        argv = [
-            "--config_file",
-            ROOT / "accelerate_configs" / f"{config}.yaml",
-            "--mixed_precision",
-            precision,
-        ]
+        argv = ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", precision]
         argv += ["--num_processes", processes, "--main_process_port", free_port()]
-        argv += [
-            HERE / "run.py",
-            ROOT / "templates" / f"{template}.py",
-            "--output_dir",
-            folder,
-            "--report_to",
-            "none",
-        ]
+        argv += [HERE / "run.py", ROOT / "templates" / f"{template}.py", "--output_dir", folder, "--report_to", "none"]
         if isinstance(template, Path):
             argv[-5:] = [template]
-        variables = (
-            os.environ
-            | environment
-            | {"PRETEND_LOG": str(log), "PYTHONPATH": str(ROOT)}
-            | (env or {})
-        )
+        variables = os.environ | environment | {"PRETEND_LOG": str(log), "PYTHONPATH": str(ROOT)} | (env or {})
         del variables["ACCELERATE_USE_CPU"]
         code, output = launcher.run([str(arg) for arg in (*argv, *args)], variables, timeout=240)
         assert not check or code == 0, output

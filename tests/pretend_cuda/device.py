@@ -29,46 +29,14 @@ torch.cuda._is_in_bad_fork = lambda: False
 
 # Reads of values: the host waits for all that was queued.
 READS = {
-    *(
-        aten._local_scalar_dense.default,
-        aten.nonzero.default,
-        aten.equal.default,
-        aten.is_nonzero.default,
-    ),
-    *(
-        aten.masked_select.default,
-        aten.unique_consecutive.default,
-        aten._unique2.default,
-        aten.bincount.default,
-    ),
+    *(aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default),
+    *(aten.masked_select.default, aten.unique_consecutive.default, aten._unique2.default, aten.bincount.default),
 }
-INDEXING = {
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 # Operators without kernels, or whose kernel is a call of the runtime.
 NATIVE = {
-    *(
-        "empty",
-        "empty_strided",
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "set_",
-        "resize_",
-        "record_stream",
-    ),
-    *(
-        "is_pinned",
-        "_pin_memory",
-        "detach",
-        "_fused_sdp_choice",
-        "_reshape_alias",
-        "_unsafe_view",
-        "_use_cudnn_ctc_loss",
-    ),
+    *("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "record_stream"),
+    *("is_pinned", "_pin_memory", "detach", "_fused_sdp_choice", "_reshape_alias", "_unsafe_view", "_use_cudnn_ctc_loss"),
 }
 
 
@@ -88,11 +56,7 @@ class Log:
         frame, place = sys._getframe(2), "elsewhere"
         while frame is not None:
             file = frame.f_code.co_filename
-            if (
-                file.startswith(str(ROOT))
-                and "pretend_cuda" not in file
-                and "site-packages" not in file
-            ):  # of a .venv here
+            if file.startswith(str(ROOT)) and "pretend_cuda" not in file and "site-packages" not in file:  # of a .venv here
                 place = f"{Path(file).name}:{frame.f_lineno}"
                 break
             frame = frame.f_back
@@ -117,12 +81,8 @@ def alias(tensor):
     size = storage.nbytes()
     if not size:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    memory = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), torch.device("cpu"), size
-    )
-    found = torch.empty(0, dtype=tensor.dtype).set_(
-        memory, tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), size)
+    found = torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         found = found.conj()
     return found.neg() if tensor.is_neg() else found
@@ -153,15 +113,9 @@ def _weights(query, key, bias, causal, scale):
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query.float() @ key.transpose(-1, -2) * scale
     if bias is not None:
-        scores = (
-            scores.masked_fill(~bias, -torch.inf)
-            if bias.dtype == torch.bool
-            else scores + bias.float()
-        )
+        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.float()
     if causal:
-        scores = scores.masked_fill(
-            ~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf
-        )
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
     return scores.softmax(-1), key, scale
 
 
@@ -174,16 +128,10 @@ def attend(query, key, value, bias=None, causal=False, scale=None):
 
 def gradients(grad, query, key, value, bias=None, causal=False, scale=None):
     weights, keys, scale = _weights(query, key, bias, causal, scale)
-    grad, values = (
-        grad.float(),
-        value.float().repeat_interleave(query.shape[1] // value.shape[1], 1),
-    )
+    grad, values = grad.float(), value.float().repeat_interleave(query.shape[1] // value.shape[1], 1)
     of_weights = grad @ values.transpose(-1, -2)
     of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
-    of_values, of_keys = (
-        weights.transpose(-1, -2) @ grad,
-        of_scores.transpose(-1, -2) @ query.float(),
-    )
+    of_values, of_keys = weights.transpose(-1, -2) @ grad, of_scores.transpose(-1, -2) @ query.float()
     found = [of_scores @ keys]
     for each, given in ((of_keys, key), (of_values, value)):
         found.append(each.unflatten(1, (given.shape[1], -1)).sum(2))
@@ -202,63 +150,30 @@ def sdpa_flash(query, key, value, dropout=0.0, causal=False, debug=False, *, sca
     LOG.counts["kernel flash"] += 1
     out = attend(query, key, value, None, causal, scale)
     lse, none = _shape_only(*query.shape[:3]), torch.empty(0)
-    return (
-        out,
-        lse,
-        none,
-        none,
-        query.shape[2],
-        key.shape[2],
-        torch.zeros(2, dtype=torch.int64),
-        none,
-        none,
-    )
+    return out, lse, none, none, query.shape[2], key.shape[2], torch.zeros(2, dtype=torch.int64), none, none
 
 
-def sdpa_flash_backward(
-    grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, causal, seed, offset, *, scale=None
-):
+def sdpa_flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, causal, seed, offset, *, scale=None):
     return gradients(grad, q, k, v, None, causal, scale)
 
 
 def sdpa_efficient(query, key, value, bias, with_lse, dropout=0.0, causal=False, *, scale=None):
     LOG.counts["kernel efficient" + (" with a mask" if bias is not None else "")] += 1
-    return (
-        attend(query, key, value, bias, causal, scale),
-        _shape_only(*query.shape[:3]),
-        _seed(),
-        _seed(),
-    )
+    return attend(query, key, value, bias, causal, scale), _shape_only(*query.shape[:3]), _seed(), _seed()
 
 
-def sdpa_efficient_backward(
-    grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale=None
-):
+def sdpa_efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale=None):
     return (*gradients(grad, q, k, v, bias, causal, scale), torch.empty(0))
 
 
-def sdpa_cudnn(
-    query, key, value, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None
-):
+def sdpa_cudnn(query, key, value, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
     LOG.counts["kernel cudnn" + (" with a mask" if bias is not None else "")] += 1
     none = torch.empty(0)
     out = attend(query, key, value, bias, causal, scale)
-    return (
-        out,
-        _shape_only(*query.shape[:3]),
-        none,
-        none,
-        query.shape[2],
-        key.shape[2],
-        _seed(),
-        _seed(),
-        none,
-    )
+    return out, _shape_only(*query.shape[:3]), none, none, query.shape[2], key.shape[2], _seed(), _seed(), none
 
 
-def sdpa_cudnn_backward(
-    grad, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, dropout, causal, *, scale=None
-):
+def sdpa_cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, dropout, causal, *, scale=None):
     bias = bias if bias is not None and bias.numel() else None
     return gradients(grad, q, k, v, bias, causal, scale)
 
@@ -276,24 +191,17 @@ def varlen(q, k, v, cq, ck, mq, mk, dropout, causal, debug, *, scale=None, **_):
     return out, _shape_only(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.int64), none, none
 
 
-def varlen_backward(
-    grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, causal, state, unused, *, scale=None, **_
-):
+def varlen_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout, causal, state, unused, *, scale=None, **_):
     mask, *states = _documents(cq, grad, q, k, v)
     return tuple(g[0].transpose(0, 1) for g in gradients(*states, mask, False, scale))
 
 
 def batch_norm(x, weight, bias, mean, var, training, momentum, eps):
-    return (
-        *aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps),
-        torch.empty(0),
-    )
+    return (*aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps), torch.empty(0))
 
 
 def batch_norm_backward(x, grad, weight, mean, var, save_mean, save_var, eps, reserve):
-    return aten.native_batch_norm_backward(
-        grad, x, weight, mean, var, save_mean, save_var, True, eps, [True] * 3
-    )
+    return aten.native_batch_norm_backward(grad, x, weight, mean, var, save_mean, save_var, True, eps, [True] * 3)
 
 
 OURS = {
@@ -320,9 +228,7 @@ class Device(TorchDispatchMode):
         kwargs = kwargs or {}
         if FakeTensor in types:  # shapes alone
             return func(*args, **kwargs)
-        if any(
-            kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types
-        ):
+        if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
             # A tensor of another kind (DTensor, a quantised one): its own operators come here afterwards.
             return NotImplemented
         flat, spec = tree_flatten((args, kwargs))
@@ -388,14 +294,9 @@ def copy(func, args, kwargs):
         on_host(into).copy_(on_host(source))
         return into
     (source,) = args
-    target, non_blocking = (
-        torch.device(kwargs.get("device") or source.device),
-        kwargs.get("non_blocking", False),
-    )
+    target, non_blocking = torch.device(kwargs.get("device") or source.device), kwargs.get("non_blocking", False)
     note(source, target, non_blocking)
-    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"} | {
-        "device": torch.device("cpu")
-    }
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"} | {"device": torch.device("cpu")}
     result = func(on_host(source), **kwargs)
     if target.type == "cuda":
         return on_device(result, target)
@@ -464,10 +365,7 @@ def collective(func, flat, spec):
         return func(*args, **kwargs)
     device = next(iter(given.values())).device
     result = func(*args, **kwargs)
-    if func._schema.name in (
-        "c10d::send",
-        "c10d::recv_",
-    ):  # waited for by the caller, when both sides are under way
+    if func._schema.name in ("c10d::send", "c10d::recv_"):  # waited for by the caller, when both sides are under way
         _under_way.append(list(given.values()))
         return result
     results, shape = tree_flatten(result)
@@ -488,16 +386,8 @@ def install():
     """Make this process one with devices, from here to its end."""
     os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork", lambda: True))
     pretend_nccl()
-    for kind, name in (
-        (torch.cuda.Stream, "synchronize"),
-        (torch.cuda.Event, "synchronize"),
-        (torch.cuda, "synchronize"),
-    ):
-        setattr(
-            kind,
-            name,
-            noted(f"wait for {kind.__name__.split('.')[-1].lower()}", getattr(kind, name)),
-        )
+    for kind, name in ((torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda, "synchronize")):
+        setattr(kind, name, noted(f"wait for {kind.__name__.split('.')[-1].lower()}", getattr(kind, name)))
     Device().__enter__()
     work = threading.Thread.run
 

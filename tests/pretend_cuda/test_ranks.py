@@ -32,13 +32,7 @@ def flags(text_file):
 
 @pytest.fixture(scope="module")
 def alone(on_cuda, flags, tmp_path_factory):
-    return on_cuda(
-        "pretrain",
-        tmp_path_factory.mktemp("alone") / "run",
-        *flags,
-        "--per_device_train_batch_size",
-        2,
-    )
+    return on_cuda("pretrain", tmp_path_factory.mktemp("alone") / "run", *flags, "--per_device_train_batch_size", 2)
 
 
 # What a step sends: DDP's buckets and the norm's answer; FSDP's gathers; tensor parallelism's sums inside of blocks.
@@ -66,18 +60,11 @@ def test_a_strategy_learns_the_same_and_sends_only_what_its_devices_hold(
     on_cuda, flags, alone, tmp_path, config, processes, kind
 ):
     given, env = [*flags, "--per_device_train_batch_size", 1], {}
-    if (
-        config == "ddp"
-    ):  # one rank prepares the data for longer than a collective waits: the others are in none
+    if config == "ddp":  # one rank prepares the data for longer than a collective waits: the others are in none
         env = {"TEMPLATES_CACHE": str(tmp_path / "cache"), "TEMPLATES_FAULT": "prepare:pause#0"}
         given += ["--ddp_timeout", 4]
-    many = on_cuda(
-        "pretrain", tmp_path / "run", *given, processes=processes, config=config, env=env
-    )
-    assert (
-        f"{kind} on cuda: NVIDIA H100 80GB HBM3 (9.0), fp32 (TF32 in matrix products)"
-        in many.output
-    )
+    many = on_cuda("pretrain", tmp_path / "run", *given, processes=processes, config=config, env=env)
+    assert f"{kind} on cuda: NVIDIA H100 80GB HBM3 (9.0), fp32 (TF32 in matrix products)" in many.output
     assert many.manifest(4)["world_size"] == processes and len(many.logs) == processes
     assert many.losses == pytest.approx(alone.losses, rel=1e-5)
     assert many.last("eval_loss") == pytest.approx(alone.last("eval_loss"), rel=1e-5)
@@ -101,11 +88,7 @@ def test_a_strategy_learns_the_same_and_sends_only_what_its_devices_hold(
         ("ddp", "bf16", ["--optim", "muon", "--ddp_comm_hook", "bf16"]),
         ("ddp", "fp16", ["--gradient_checkpointing", "full"]),
         ("fsdp2", "bf16", ["--async_save", "--ema_decay", 0.9, "--isolate_documents"]),
-        (
-            "ddp",
-            "bf16",
-            ["--streaming", "--tokenizer_name", ROOT / "shared" / "demo" / "tiny-llama"],
-        ),
+        ("ddp", "bf16", ["--streaming", "--tokenizer_name", ROOT / "shared" / "demo" / "tiny-llama"]),
     ],
 )
 def test_other_paths_train_and_resume(on_cuda, flags, tmp_path, config, precision, more):
@@ -113,54 +96,28 @@ def test_other_paths_train_and_resume(on_cuda, flags, tmp_path, config, precisio
     given = [*flags, *more, "--deterministic", "--per_device_train_batch_size", 2]
     straight = on_cuda("pretrain", tmp_path / "straight", *given, **launch)
     stop = {"TEMPLATES_FAULT": "update:term@3"}
-    assert (
-        on_cuda("pretrain", tmp_path / "run", *given, **launch, env=stop, check=False).returncode
-        != 0
-    )
+    assert on_cuda("pretrain", tmp_path / "run", *given, **launch, env=stop, check=False).returncode != 0
     resumed = on_cuda("pretrain", tmp_path / "run", *given, **launch)
     assert "resumed from" in resumed.output and comparable(resumed) == comparable(straight)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "config"), [(1, "single_gpu"), (2, "fsdp2")])
-def test_a_4_bit_base_is_quantised_on_its_device(
-    on_cuda, chat_file, tiny_model, tmp_path, processes, config
-):
-    flags = [
-        "--train_file",
-        chat_file,
-        "--model_name_or_path",
-        tiny_model,
-        "--seq_length",
-        64,
-        "--max_new_tokens",
-        2,
-    ]
+def test_a_4_bit_base_is_quantised_on_its_device(on_cuda, chat_file, tiny_model, tmp_path, processes, config):
+    flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
     flags += ["--load_in_4bit", "--max_steps", 3, "--global_batch_size", 4, "--logging_steps", 1]
-    made = on_cuda(
-        "lora_finetune",
-        tmp_path / "run",
-        *flags,
-        processes=processes,
-        config=config,
-        precision="bf16",
-    )
+    made = on_cuda("lora_finetune", tmp_path / "run", *flags, processes=processes, config=config, precision="bf16")
     assert "attention of variable lengths, without a mask" in made.output
     assert all(0 < loss < 20 for loss in made.losses.values()) and (made.folder / "final").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp"])
-def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(
-    on_cuda, flags, alone, tmp_path, config
-):
+def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(on_cuda, flags, alone, tmp_path, config):
     short = {"PRETEND_OUT_OF_MEMORY": "1 aten.mm 95"}
     given = [*flags, "--per_device_train_batch_size", 4, "--find_batch_size"]
     found = on_cuda("pretrain", tmp_path / "run", *given, processes=2, config=config, env=short)
-    assert (
-        "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often"
-        in found.output
-    )
+    assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in found.output
     assert "2 process(es) x 2 at once x 2 accumulated" in found.output
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
@@ -169,9 +126,7 @@ def test_where_one_ranks_memory_runs_out_all_halve_the_micro_batch(
 def test_out_of_memory_on_one_rank_ends_all_with_one_line(on_cuda, flags, tmp_path, config):
     short = {"PRETEND_OUT_OF_MEMORY": "1 aten.mm 150"}
     given = [*flags, "--per_device_train_batch_size", 4]
-    ended = on_cuda(
-        "pretrain", tmp_path / "run", *given, processes=2, config=config, env=short, check=False
-    )
+    ended = on_cuda("pretrain", tmp_path / "run", *given, processes=2, config=config, env=short, check=False)
     assert ended.returncode != 0
     assert "error on rank 1: out of memory: CUDA out of memory. Tried to allocate" in ended.output
     assert "next: --per_device_train_batch_size 2, which learns the same" in ended.output

@@ -6,28 +6,10 @@ import torch
 from shared.run.tensors import read_tensors
 from tests.conftest import save_classifier, slow
 
-COMMON = [
-    "--global_batch_size",
-    8,
-    "--per_device_train_batch_size",
-    4,
-    "--max_steps",
-    6,
-    "--save_steps",
-    3,
-]
+COMMON = ["--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 6, "--save_steps", 3]
 COMMON += ["--eval_steps", 6, "--logging_steps", 2]
 SHAPE = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2,intermediate_size=64"
-PRETRAIN = [
-    "--vocab_size",
-    300,
-    "--seq_length",
-    32,
-    "--config_overrides",
-    SHAPE,
-    "--eval_samples",
-    4,
-]
+PRETRAIN = ["--vocab_size", 300, "--seq_length", 32, "--config_overrides", SHAPE, "--eval_samples", 4]
 
 
 # What the summary says of the kernels that were chosen, and the kernels of attention that ran.
@@ -44,11 +26,7 @@ CHOSEN = {
 
 
 @pytest.fixture(
-    params=[
-        "pretrain",
-        "lora_finetune",
-        *map(slow, ("image_classification", "text_classification", "pretrain_pipeline")),
-    ]
+    params=["pretrain", "lora_finetune", *map(slow, ("image_classification", "text_classification", "pretrain_pipeline"))]
 )
 def case(request, text_file, chat_file, tiny_model, image_folder, architectures, tmp_path_factory):
     """(template, flags, processes, launch config, precision)"""
@@ -58,16 +36,7 @@ def case(request, text_file, chat_file, tiny_model, image_folder, architectures,
     if template == "pretrain_pipeline":
         return template, [*PRETRAIN, "--train_file", text_file, *COMMON], 2, "ddp", "bf16"
     if template == "lora_finetune":
-        flags = [
-            "--train_file",
-            chat_file,
-            "--model_name_or_path",
-            tiny_model,
-            "--seq_length",
-            64,
-            "--max_new_tokens",
-            2,
-        ]
+        flags = ["--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--max_new_tokens", 2]
         return template, [*flags, *COMMON], *alone
     if template == "text_classification":
         return template, ["--seq_length", 64, "--dataloader_num_workers", 1, *COMMON], *alone
@@ -91,31 +60,19 @@ def test_a_template_trains_stops_and_resumes_bit_for_bit(case, on_cuda, tmp_path
 
     words, kernels = CHOSEN[template]
     assert words in straight.output
-    assert {
-        name.removeprefix("kernel ") for name in straight.counts() if name.startswith("kernel")
-    } == kernels
+    assert {name.removeprefix("kernel ") for name in straight.counts() if name.startswith("kernel")} == kernels
 
     # A step that neither logs nor saves: batches come from pinned memory beside the computation, and the host waits only
     # for the verdict on the step before.
     (allowed,) = {what for what in straight.at(5) if what.startswith("copy ")}
     assert allowed.startswith("copy loader.py")
-    others = {
-        what: number
-        for what, number in straight.at(5).items()
-        if what != allowed and "collective" not in what
-    }
+    others = {what: number for what, number in straight.at(5).items() if what != allowed and "collective" not in what}
     waits = {what.split(":")[0]: number for what, number in others.items()}
     assert waits == {"wait for event guard.py": 1}
     # One that logs reads once more (and once from the other ranks); one that saves waits for each tensor's copy.
     logged = {what: n for what, n in straight.at(4).items() if "read" in what}
-    assert sum(logged.values()) == (1 if processes == 1 else 2) and all(
-        "metrics.py" in what for what in logged
-    )
-    saved = [
-        n
-        for what, n in straight.at(3).items()
-        if what.startswith(("read tensors.py", "wait for stream"))
-    ]
+    assert sum(logged.values()) == (1 if processes == 1 else 2) and all("metrics.py" in what for what in logged)
+    saved = [n for what, n in straight.at(3).items() if what.startswith(("read tensors.py", "wait for stream"))]
     held = len(read_tensors(straight.folder / "checkpoint-000003"))
     assert saved == [held] if processes == 1 else len(saved) == 1
 
@@ -136,15 +93,10 @@ def test_a_template_trains_stops_and_resumes_bit_for_bit(case, on_cuda, tmp_path
     assert "resumed from" in resumed.output
     assert comparable(resumed) == comparable(straight)
     ours, theirs = (read_tensors(r.folder / "checkpoint-000006") for r in (resumed, straight))
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any((straight.folder / "final").glob("*.safetensors"))
 
 
 def comparable(result):
     timed = ("per_second", "memory", "data_wait", "mfu")
-    return [
-        {key: value for key, value in row.items() if not any(word in key for word in timed)}
-        for row in result.rows
-    ]
+    return [{key: value for key, value in row.items() if not any(word in key for word in timed)} for row in result.rows]

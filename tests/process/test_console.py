@@ -27,19 +27,8 @@ NOT_BLOCKING = f"{sys.executable} -c 'import os; os.set_blocking(1, False)'"
 
 def say_much(tmp_path, command):
     """What a script writes that prints more than a pipe holds, and what came through."""
-    argv = [
-        "bash",
-        "-c",
-        f"set -o pipefail; {command}",
-        "bash",
-        sys.executable,
-        "-c",
-        SAYS_MUCH,
-        str(tmp_path / "end"),
-    ]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
-    )
+    argv = ["bash", "-c", f"set -o pipefail; {command}", "bash", sys.executable, "-c", SAYS_MUCH, str(tmp_path / "end")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     return (tmp_path / "end").read_text(), done.stdout, done.stderr
 

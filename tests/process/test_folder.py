@@ -47,14 +47,10 @@ def fails(function, number, *, of_folders):
         ("open", errno.EACCES, True),
     ],
 )
-def test_what_a_file_system_does_not_offer_is_done_without(
-    monkeypatch, tmp_path, name, number, of_folders
-):
+def test_what_a_file_system_does_not_offer_is_done_without(monkeypatch, tmp_path, name, number, of_folders):
     monkeypatch.setattr(os, name, fails(getattr(os, name), number, of_folders=of_folders))
     write(tmp_path / "final", "new")
-    assert [p.name for p in tmp_path.iterdir()] == ["final"] and (
-        tmp_path / "final/weights"
-    ).read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["final"] and (tmp_path / "final/weights").read_text() == "new"
 
 
 @pytest.mark.parametrize(
@@ -66,9 +62,7 @@ def test_what_a_file_system_does_not_offer_is_done_without(
         ("fsync", errno.ENOSPC, True),
     ],
 )
-def test_what_does_not_reach_the_disk_replaces_nothing(
-    monkeypatch, tmp_path, name, number, of_folders
-):
+def test_what_does_not_reach_the_disk_replaces_nothing(monkeypatch, tmp_path, name, number, of_folders):
     write(tmp_path / "final", "old")
     monkeypatch.setattr(os, name, fails(getattr(os, name), number, of_folders=of_folders))
     with pytest.raises(OSError, match=os.strerror(number)):
@@ -133,18 +127,14 @@ def test_where_the_end_cannot_be_written_there_is_no_half_of_it(tmp_path, room):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
     )
     assert done.returncode == 3 and done.stderr.count("error: ") == 1, done.stderr
-    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint"} | (
-        {"exit.json"} if room > 1000 else set()
-    )
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint"} | ({"exit.json"} if room > 1000 else set())
     if room > 1000:
         assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 3
 
 
 def test_files_then_their_folder_then_the_new_name_reach_the_disk(monkeypatch, tmp_path):
     done, temporary = [], tmp_path / ".tmp-final"
-    monkeypatch.setattr(
-        files, "_fsync", lambda path: done.append((path, (tmp_path / "final").exists()))
-    )
+    monkeypatch.setattr(files, "_fsync", lambda path: done.append((path, (tmp_path / "final").exists())))
     write(tmp_path / "final", "new")
     assert done == [(temporary / "weights", False), (temporary, False), (tmp_path, True)]
 

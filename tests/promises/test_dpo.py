@@ -17,15 +17,7 @@ from shared.text.options import PreferenceConfig
 from tests.conftest import Run, run, run_here, sentence, slow
 from tests.plain_loop import padded_chats
 
-LOGGED = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-    "grad_norm",
-)
+LOGGED = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "grad_norm")
 SETTINGS = {"sigmoid": 0.5, "robust": 0.5, "ipo": 0.2, "simpo": 2.0, "orpo": 0.4}  # beta
 
 
@@ -60,36 +52,9 @@ def pairs_file(records, tmp_path_factory):
 def base(tiny_model, pairs_file):
     """Epochs that end in a ragged global batch: 14 pairs, 4 a step."""
     return (
-        *(
-            "--model_name_or_path",
-            tiny_model,
-            "--train_file",
-            pairs_file,
-            "--validation_file",
-            pairs_file,
-        ),
-        *(
-            "--seq_length",
-            96,
-            "--learning_rate",
-            1e-2,
-            "--global_batch_size",
-            4,
-            "--max_steps",
-            6,
-            "--eval_steps",
-            3,
-        ),
-        *(
-            "--save_steps",
-            3,
-            "--save_total_limit",
-            9,
-            "--num_generations",
-            1,
-            "--max_new_tokens",
-            4,
-        ),
+        *("--model_name_or_path", tiny_model, "--train_file", pairs_file, "--validation_file", pairs_file),
+        *("--seq_length", 96, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 6, "--eval_steps", 3),
+        *("--save_steps", 3, "--save_total_limit", 9, "--num_generations", 1, "--max_new_tokens", 4),
     )
 
 
@@ -102,9 +67,7 @@ def plain_losses(kind, policy, reference, lengths, beta):
         if kind == "sigmoid":
             loss = torch.log1p(torch.exp(-margin))
         elif kind == "robust":
-            loss = (
-                0.8 * torch.log1p(torch.exp(-margin)) - 0.2 * torch.log1p(torch.exp(margin))
-            ) / 0.6
+            loss = (0.8 * torch.log1p(torch.exp(-margin)) - 0.2 * torch.log1p(torch.exp(margin))) / 0.6
         elif kind == "ipo":
             loss = ((c - rc) / nc - (r - rr) / nr - 1 / (2 * beta)) ** 2
         else:
@@ -122,66 +85,17 @@ def plain_losses(kind, policy, reference, lengths, beta):
 def test_equals_a_plain_loop(tiny_model, records, pairs_file, tmp_path, kind):
     """A padded loop with a second model as the reference and none of shared/; all pairs in each batch."""
     full = kind in ("sigmoid", "orpo")
-    steps, rate, beta, packing = (
-        4,
-        1e-3,
-        SETTINGS[kind],
-        "--packing" if kind in ("sigmoid", "simpo") else "--no_packing",
-    )
-    flags = (
-        "--model_name_or_path",
-        tiny_model,
-        "--train_file",
-        pairs_file,
-        "--validation_file",
-        pairs_file,
-        packing,
-    )
-    flags = (
-        *flags,
-        "--lr_scheduler_type",
-        "constant",
-        "--warmup_steps",
-        0,
-        "--max_grad_norm",
-        0,
-        "--num_generations",
-        0,
-    )
-    flags = (
-        *flags,
-        "--max_steps",
-        steps,
-        "--global_batch_size",
-        14,
-        "--per_device_train_batch_size",
-        7,
-    )
-    flags = (
-        *flags,
-        "--loss_type",
-        kind,
-        "--beta",
-        beta,
-        "--learning_rate",
-        rate,
-        "--seq_length",
-        96,
-    )
+    steps, rate, beta, packing = 4, 1e-3, SETTINGS[kind], "--packing" if kind in ("sigmoid", "simpo") else "--no_packing"
+    flags = ("--model_name_or_path", tiny_model, "--train_file", pairs_file, "--validation_file", pairs_file, packing)
+    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--num_generations", 0)
+    flags = (*flags, "--max_steps", steps, "--global_batch_size", 14, "--per_device_train_batch_size", 7)
+    flags = (*flags, "--loss_type", kind, "--beta", beta, "--learning_rate", rate, "--seq_length", 96)
     flags = (*flags, "--label_smoothing", 0.2) if kind == "robust" else flags
-    run_here(
-        "dpo",
-        *flags,
-        *(("--full",) if full else ("--lora_r", 4, "--lora_alpha", 8)),
-        "--output_dir",
-        tmp_path,
-    )
+    run_here("dpo", *flags, *(("--full",) if full else ("--lora_r", 4, "--lora_alpha", 8)), "--output_dir", tmp_path)
     ours = Run(tmp_path, 0, "")
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    chats = [
-        (*record["prompt"], *record[name]) for record in records for name in ("chosen", "rejected")
-    ]
+    chats = [(*record["prompt"], *record[name]) for record in records for name in ("chosen", "rejected")]
     ids, labels, mask = padded_chats(tokenizer, chats)
     if full:
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -191,9 +105,7 @@ def test_equals_a_plain_loop(tiny_model, records, pairs_file, tmp_path, kind):
 
         set_seed(0)  # which decides the adapters' random start
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        model = get_peft_model(
-            model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
-        )
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"))
     reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
     def log_probs(of):
@@ -214,25 +126,15 @@ def test_equals_a_plain_loop(tiny_model, records, pairs_file, tmp_path, kind):
         norm = torch.stack([p.grad.norm() for p in trained]).norm()
         optimizer.step()
         optimizer.zero_grad()
-        expected = (
-            found.mean(),
-            *rewards.mean(0),
-            (rewards[:, 0] - rewards[:, 1]).mean(),
-            *policy.mean(0),
-            norm,
-        )
+        expected = (found.mean(), *rewards.mean(0), (rewards[:, 0] - rewards[:, 1]).mean(), *policy.mean(0), norm)
         for name, value in zip(LOGGED, expected, strict=True):
             assert rows[step][name] == pytest.approx(value.item(), rel=1e-5, abs=1e-5), (name, step)
         if step:
-            assert rows[step]["rewards/accuracies"] == pytest.approx(
-                (rewards[:, 0] > rewards[:, 1]).double().mean().item()
-            )
+            assert rows[step]["rewards/accuracies"] == pytest.approx((rewards[:, 0] > rewards[:, 1]).double().mean().item())
     saved = ours.weights()
     for name, value in model.named_parameters():
         if value.requires_grad:
-            torch.testing.assert_close(
-                saved[name.replace(".default", "")], value.detach(), rtol=1e-3, atol=1e-4
-            )
+            torch.testing.assert_close(saved[name.replace(".default", "")], value.detach(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -261,10 +163,7 @@ def test_learns_the_same_however_launched(one, base, tmp_path, packing, at_once,
     assert one.last("eval_loss") < one.rows[0]["eval_loss"] and one.last("eval_accuracy") > 0.7
     for row, expected in zip(other.rows, one.rows, strict=True):
         for name in {*LOGGED, "eval_loss", "eval_margin"} & expected.keys():
-            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (
-                name,
-                row["step"],
-            )
+            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (name, row["step"])
     for name, value in one.weights().items():
         torch.testing.assert_close(other.weights()[name], value, rtol=1e-3, atol=2e-4)
 
@@ -272,14 +171,7 @@ def test_learns_the_same_however_launched(one, base, tmp_path, packing, at_once,
 @pytest.mark.slow
 def test_a_run_that_continues_is_the_same_without_the_kept_reference(base, tmp_path):
     env = {"TEMPLATES_CACHE": str(tmp_path / "cache")}
-    flags = (
-        *base,
-        "--no_packing",
-        "--per_device_train_batch_size",
-        1,
-        "--metric_for_best_model",
-        "none",
-    )
+    flags = (*base, "--no_packing", "--per_device_train_batch_size", 1, "--metric_for_best_model", "none")
     whole = run("dpo", tmp_path / "whole", *flags, processes=2, env=env)
     kept = sorted((tmp_path / "cache/reference").rglob("*.npy"))
     assert len(kept) == 2 and "log-probabilities computed" in whole.output
@@ -294,18 +186,10 @@ def test_a_run_that_continues_is_the_same_without_the_kept_reference(base, tmp_p
     assert "log-probabilities read" in third.output and third.losses == again.losses
 
 
-def test_a_given_adapter_is_the_reference_and_the_results_load(
-    base, tiny_model, pairs_file, tmp_path
-):
+def test_a_given_adapter_is_the_reference_and_the_results_load(base, tiny_model, pairs_file, tmp_path):
     from peft import PeftModel
 
-    first = (
-        "--per_device_train_batch_size",
-        4,
-        "--merge_adapter",
-        "--metric_for_best_model",
-        "accuracy",
-    )
+    first = ("--per_device_train_batch_size", 4, "--merge_adapter", "--metric_for_best_model", "accuracy")
     run_here("dpo", *base, *first, "--lora_r", 4, "--output_dir", tmp_path / "first")
     sft = tmp_path / "first/final"
     given = ("--per_device_train_batch_size", 4, "--adapter_name_or_path", sft)
@@ -349,18 +233,9 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
         [{"prompt": r["prompt"], **{n: r[n][0]["content"] for n in both}} for r in records],
         [{"prompt": r["prompt"][0]["content"], **{n: shared(r, n) for n in both}} for r in records],
         [{n: shared(r, n) for n in both} for r in records],
-        [
-            {n: "".join(text[m["role"]] + m["content"] for m in shared(r, n)) for n in both}
-            for r in records
-        ],
-        [
-            {"conversations": sharegpt(r["prompt"]), **{n: sharegpt(r[n])[0] for n in both}}
-            for r in records
-        ],
-        [
-            {"conversations": sharegpt(r["prompt"]), **{n: sharegpt(r[n]) for n in both}}
-            for r in records
-        ],
+        [{n: "".join(text[m["role"]] + m["content"] for m in shared(r, n)) for n in both} for r in records],
+        [{"conversations": sharegpt(r["prompt"]), **{n: sharegpt(r[n])[0] for n in both}} for r in records],
+        [{"conversations": sharegpt(r["prompt"]), **{n: sharegpt(r[n]) for n in both}} for r in records],
     ]
     expected = pairs_of(forms[0], tokenizer, tmp_path)
     assert len(expected) == 14
@@ -368,38 +243,19 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
         found = pairs_of(form, tokenizer, tmp_path)
         for array in ("ids", "learned"):
             assert np.array_equal(found.samples.stores[0][array], expected.samples.stores[0][array])
-    plain = [
-        {"prompt": "Say: ", **{n: r[n][0]["content"] for n in both}, "why": 1} for r in records
-    ]
+    plain = [{"prompt": "Say: ", **{n: r[n][0]["content"] for n in both}, "why": 1} for r in records]
     found = pairs_of(plain, tokenizer, tmp_path)
     ids, learned = found.samples.tokens(1)
-    assert (
-        tokenizer.decode(ids)
-        == "Say: " + records[0]["rejected"][0]["content"] + tokenizer.eos_token
-    )
-    assert (
-        tokenizer.decode(ids[learned]).strip()
-        == records[0]["rejected"][0]["content"] + tokenizer.eos_token
-    )
+    assert tokenizer.decode(ids) == "Say: " + records[0]["rejected"][0]["content"] + tokenizer.eos_token
+    assert tokenizer.decode(ids[learned]).strip() == records[0]["rejected"][0]["content"] + tokenizer.eos_token
     assert "not used: why" in capsys.readouterr().err
 
-    mixed = [
-        {**records[0], "rejected": records[0]["chosen"]},
-        *records[1:],
-        {**records[0], "prompt": "the " * 200},
-    ]
+    mixed = [{**records[0], "rejected": records[0]["chosen"]}, *records[1:], {**records[0], "prompt": "the " * 200}]
     found = pairs_of(mixed, tokenizer, tmp_path)
     said = capsys.readouterr().err
     assert len(found) == 13 and "15 pairs read, 1 cut to 96 tokens, 2 dropped" in said
-    assert (
-        "1 pairs are dropped: their two answers are the same" in said
-        and "rejected; the loss counts" in said
-    )
-    turns = [
-        turn("user", "the"),
-        turn("assistant", "model"),
-        turn("user", "reads"),
-    ]  # an earlier answer is not learned
+    assert "1 pairs are dropped: their two answers are the same" in said and "rejected; the loss counts" in said
+    turns = [turn("user", "the"), turn("assistant", "model"), turn("user", "reads")]  # an earlier answer is not learned
     deep = [{n: [*turns, *r[n], turn("user", "says"), *r[n]] for n in both} for r in records]
     found = pairs_of(deep, tokenizer, tmp_path, seq_length=200)
     ids, learned = found.samples.tokens(0)
@@ -411,45 +267,19 @@ def test_all_forms_read_to_the_same_tokens(tiny_model, records, tmp_path, capsys
     ("record", "message"),
     [
         ({"messages": []}, ":1: columns messages are of no known form"),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": None},
-            ":1: 'rejected' is null, expected text or a list of messages",
-        ),
-        (
-            {"chosen": "a", "rejected": "b"},
-            ":1: without a prompt, 'chosen' and 'rejected' are lists of messages",
-        ),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "b"},
-            "none of its 1 samples has a token to learn",
-        ),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c", "image": "d.png"},
-            "this is data with images",
-        ),
-        (
-            {"conversations": "a", "chosen": "b", "rejected": "c"},
-            "'conversations' is a str, expected text or a list",
-        ),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "1 pairs are fewer than one --global_batch_size of 4",
-        ),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, ":1: 'rejected' is null, expected text or a list of messages"),
+        ({"chosen": "a", "rejected": "b"}, ":1: without a prompt, 'chosen' and 'rejected' are lists of messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "none of its 1 samples has a token to learn"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "image": "d.png"}, "this is data with images"),
+        ({"conversations": "a", "chosen": "b", "rejected": "c"}, "'conversations' is a str, expected text or a list"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "1 pairs are fewer than one --global_batch_size of 4"),
     ],
 )
 def test_bad_data_is_one_config_error(base, tmp_path, record, message):
     path = write(tmp_path / "pairs.jsonl", [record])
     with pytest.raises(ConfigError) as caught:
         run_here(
-            "dpo",
-            *base[:2],
-            "--train_file",
-            path,
-            "--validation_file",
-            path,
-            *base[6:],
-            "--output_dir",
-            tmp_path / "run",
+            "dpo", *base[:2], "--train_file", path, "--validation_file", path, *base[6:], "--output_dir", tmp_path / "run"
         )
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
@@ -476,18 +306,7 @@ def test_other_ways_to_train(base, tmp_path, flags):
 
 @pytest.mark.slow
 def test_the_demo_runs_with_no_argument(tmp_path):
-    small = (
-        "--max_steps",
-        1,
-        "--eval_samples",
-        8,
-        "--max_new_tokens",
-        4,
-        "--max_train_samples",
-        40,
-    )
+    small = ("--max_steps", 1, "--eval_samples", 8, "--max_new_tokens", 4, "--max_train_samples", 40)
     done = run("dpo", tmp_path, *small)
     assert "with a right and a wrong docstring" in done.output and "model at step 1" in done.output
-    assert (
-        math.isfinite(done.last("eval_loss")) and (tmp_path / "curves.png").stat().st_size > 10_000
-    )
+    assert math.isfinite(done.last("eval_loss")) and (tmp_path / "curves.png").stat().st_size > 10_000

@@ -29,21 +29,8 @@ from tests.conftest import ACCELERATE, ROOT, Run, command, launch_environment, r
 
 STEPS = 8
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
-COMMON = (
-    "--max_steps",
-    STEPS,
-    "--save_steps",
-    2,
-    "--save_total_limit",
-    2,
-    "--eval_steps",
-    3,
-    "--audit_data",
-)
-COMMON += (
-    "--logging_steps",
-    3,
-)  # intervals that no save ends: what a resumed run logs is of the whole interval
+COMMON = ("--max_steps", STEPS, "--save_steps", 2, "--save_total_limit", 2, "--eval_steps", 3, "--audit_data")
+COMMON += ("--logging_steps", 3)  # intervals that no save ends: what a resumed run logs is of the whole interval
 
 
 @pytest.fixture(scope="module")
@@ -52,69 +39,20 @@ def flags(text_file, chat_file, tiny_model, image_folder, architectures):
     batch = ("--global_batch_size", 8, "--per_device_train_batch_size", 2)
     return {
         "pretrain": (
-            *(
-                *COMMON,
-                *batch,
-                "--train_file",
-                text_file,
-                "--vocab_size",
-                320,
-                "--seq_length",
-                32,
-                "--eval_samples",
-                4,
-            ),
+            *(*COMMON, *batch, "--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--eval_samples", 4),
             *("--config_overrides", SHAPE + ",attention_dropout=0.1"),
         ),
         "lora_finetune": (
-            *(
-                *COMMON,
-                *batch,
-                "--train_file",
-                chat_file,
-                "--model_name_or_path",
-                tiny_model,
-                "--seq_length",
-                64,
-            ),
+            *(*COMMON, *batch, "--train_file", chat_file, "--model_name_or_path", tiny_model, "--seq_length", 64),
             *("--lora_dropout", 0.1, "--num_generations", 0, "--eval_samples", 4),
         ),
         "image_classification": (
-            *(
-                *COMMON,
-                *batch,
-                "--train_dir",
-                image_folder,
-                "--config_name",
-                architectures / "resnet",
-                "--image_size",
-                16,
-            ),
-            *(
-                "--dataloader_num_workers",
-                2,
-                "--ema_decay",
-                0.9,
-                "--mixup_alpha",
-                0.3,
-                "--cutmix_alpha",
-                1.0,
-            ),
+            *(*COMMON, *batch, "--train_dir", image_folder, "--config_name", architectures / "resnet", "--image_size", 16),
+            *("--dataloader_num_workers", 2, "--ema_decay", 0.9, "--mixup_alpha", 0.3, "--cutmix_alpha", 1.0),
             *("--auto_augment", "randaugment", "--random_erasing", 0.3),
         ),
         "pretrain_pipeline": (
-            *(
-                *COMMON,
-                *batch,
-                "--train_file",
-                text_file,
-                "--vocab_size",
-                320,
-                "--seq_length",
-                32,
-                "--eval_samples",
-                4,
-            ),
+            *(*COMMON, *batch, "--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--eval_samples", 4),
             *("--config_overrides", SHAPE + ",attention_dropout=0.1,tie_word_embeddings=false"),
         ),
     }
@@ -144,9 +82,7 @@ def assert_continues(template, folder, given, straight, processes) -> Run:
     one = straight(template, processes)
     assert compare(one.folder, folder) == dict.fromkeys(compare(one.folder, folder), "")
     ours, theirs = again.weights(), one.weights()
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
-    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not audit.check(folder).problems
     assert exit_of(folder)["exit_code"] == 0
     left = {p.name for p in folder.iterdir() if p.name.startswith((".tmp", ".old", ".write"))}
@@ -204,16 +140,8 @@ def test_killed_at_many_places_in_turn(flags, straight, tmp_path):
 @pytest.mark.parametrize(
     ("template", "processes", "faults"),
     [
-        slow(
-            "lora_finetune",
-            1,
-            ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill"),
-        ),
-        slow(
-            "image_classification",
-            1,
-            ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill"),
-        ),
+        slow("lora_finetune", 1, ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill")),
+        slow("image_classification", 1, ("save.manifest:kill@2", "micro_batch:kill@10", "evaluation:kill", "finish:kill")),
         slow("pretrain_pipeline", 2, ("save.manifest:kill@3", "finish:kill")),
         slow("image_classification", 2, ("micro_batch:term@10#1", "update:kill@2")),
     ],
@@ -222,20 +150,14 @@ def test_killed_in_the_other_templates(flags, straight, tmp_path, template, proc
     given, folder = flags[template], tmp_path / "run"
     for fault in faults:
         killed = with_fault(template, folder, fault, *given, processes=processes)
-        assert (
-            killed.returncode != 0 and valid_checkpoints(folder) and not (folder / "final").exists()
-        )
+        assert killed.returncode != 0 and valid_checkpoints(folder) and not (folder / "final").exists()
     again = assert_continues(template, folder, given, straight, processes)
     names = {"pretrain_pipeline": "PP 2 x DDP 1"}
     assert again.manifest(STEPS)["world_size"] == processes
-    assert again.manifest(STEPS)["strategy"].startswith(
-        names.get(template, "1 process" if processes == 1 else "DDP x 2")
-    )
+    assert again.manifest(STEPS)["strategy"].startswith(names.get(template, "1 process" if processes == 1 else "DDP x 2"))
     done = run(template, folder, *given, processes=processes)
     assert "is finished" in done.output
-    assert [row["step"] for row in done.rows] == [
-        row["step"] for row in straight(template, processes).rows
-    ]
+    assert [row["step"] for row in done.rows] == [row["step"] for row in straight(template, processes).rows]
 
 
 @pytest.mark.slow
@@ -243,10 +165,7 @@ def test_a_save_in_the_background_that_fails_or_is_killed(flags, straight, tmp_p
     given, folder = (*flags["pretrain"], "--async_save"), tmp_path / "run"
     failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
     assert failed.output.count("error: checkpoint-000004 could not be saved: rank 1: ") == 1
-    assert exit_of(folder)["exit_code"] == 3 and valid_checkpoints(folder) == [
-        2,
-        6,
-    ]  # the next one was tried, and is there
+    assert exit_of(folder)["exit_code"] == 3 and valid_checkpoints(folder) == [2, 6]  # the next one was tried, and is there
     assert with_fault("pretrain", folder, "save.rename:kill#0", *given, processes=2).returncode != 0
     assert valid_checkpoints(folder) == [2, 6]
     assert_continues("pretrain", folder, given, straight, 2)
@@ -267,9 +186,7 @@ def assert_stopped(stopped, folder, step):
     assert stopped.returncode != 0
     cause = exit_of(folder)
     assert cause["exit_code"] == 143 and cause["cause"].startswith("stopped by SIG")
-    assert (
-        stopped.output.count("stopped by SIG") == 1 and "/shared/" not in stopped.output
-    )  # no traceback of ours
+    assert stopped.output.count("stopped by SIG") == 1 and "/shared/" not in stopped.output  # no traceback of ours
     assert valid_checkpoints(folder)[-1:] == ([step] if step else []) and cause["step"] == step
 
 
@@ -292,16 +209,10 @@ def test_asked_to_stop_on_one_rank(long_evaluations, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "step"),
     [
-        (
-            "micro_batch:term@1#1",
-            2,
-        ),  # nothing waits for the device after step 1: agreed on in the next
+        ("micro_batch:term@1#1", 2),  # nothing waits for the device after step 1: agreed on in the next
         ("micro_batch:term@16#1", 8),  # in the last step
         ("micro_batch:term@6#1,update:term@3#1", 3),  # twice
-        (
-            "micro_batch:term@6#1,save.manifest:kill@2",
-            2,
-        ),  # too slow: killed in the save that the signal asked for
+        ("micro_batch:term@6#1,save.manifest:kill@2", 2),  # too slow: killed in the save that the signal asked for
     ],
 )
 def test_asked_to_stop_at_other_times(long_evaluations, tmp_path, fault, step):
@@ -316,9 +227,7 @@ def test_asked_to_stop_at_other_times(long_evaluations, tmp_path, fault, step):
 UNDER_RUN = (sys.executable, "-m", "shared", "run")
 
 
-def start(
-    template, folder, *given, processes=1, env=None, through_tee=False, nohup=False, under=()
-):
+def start(template, folder, *given, processes=1, env=None, through_tee=False, nohup=False, under=()):
     """A real launch in the background, and the file that its output goes to."""
     log = folder.parent / f"{folder.name}.log"
 
@@ -350,10 +259,7 @@ def processes_of(folder):
     """Those whose command line names the run's folder."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
-        if (
-            str(folder) in (process.info["cmdline"] or [])
-            and process.info["status"] != psutil.STATUS_ZOMBIE
-        ):
+        if str(folder) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
 
@@ -395,23 +301,17 @@ def pause(processes):
         slow("pretrain", 2, signal.SIGHUP, True),
     ],
 )
-def test_ctrl_c_and_closing_the_terminal(
-    flags, straight, tmp_path, template, processes, number, through_tee
-):
+def test_ctrl_c_and_closing_the_terminal(flags, straight, tmp_path, template, processes, number, through_tee):
     """With reading processes, or in `accelerate launch ... 2>&1 | tee train.log`, which ends who reads the output too."""
     given, folder = flags[template], tmp_path / "run"
-    launcher, log = start(
-        template, folder, *given, processes=processes, env=pause(processes), through_tee=through_tee
-    )
+    launcher, log = start(template, folder, *given, processes=processes, env=pause(processes), through_tee=through_tee)
     log.touch()
     wait_for(log, "step 3/8", launcher)
     os.killpg(launcher.pid, number)
     launcher.wait(timeout=60)
     assert_nothing_is_left(folder)
     end = exit_of(folder)
-    assert end["exit_code"] == 143 and re.match(
-        f"stopped by ({number.name}|SIGTERM) at step", end["cause"]
-    ), log.read_text()
+    assert end["exit_code"] == 143 and re.match(f"stopped by ({number.name}|SIGTERM) at step", end["cause"]), log.read_text()
     assert through_tee or log.read_text().count("stopped by") == 1
     assert_continues(template, folder, given, straight, processes)
 
@@ -419,15 +319,7 @@ def test_ctrl_c_and_closing_the_terminal(
 @pytest.mark.slow
 def test_a_run_under_nohup_outlives_its_terminal(flags, straight, tmp_path, processes=2):
     given, folder = flags["pretrain"], tmp_path / "run"
-    launcher, log = start(
-        "pretrain",
-        folder,
-        *given,
-        processes=processes,
-        env=pause(processes),
-        nohup=True,
-        under=UNDER_RUN,
-    )
+    launcher, log = start("pretrain", folder, *given, processes=processes, env=pause(processes), nohup=True, under=UNDER_RUN)
     wait_for(log, "step 3/8", launcher)
     os.killpg(launcher.pid, signal.SIGHUP)
     assert launcher.wait(timeout=100) == 0, log.read_text()
@@ -438,10 +330,7 @@ def test_a_run_under_nohup_outlives_its_terminal(flags, straight, tmp_path, proc
 def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
     done = with_fault("pretrain", tmp_path / "run", "setup:term", *flags["pretrain"])
     assert done.returncode != 0 and "stopped by SIGTERM at step 0" in done.output
-    assert (
-        "Traceback"
-        not in done.output.split("subprocess.CalledProcessError")[0].split("stopped by")[0]
-    )
+    assert "Traceback" not in done.output.split("subprocess.CalledProcessError")[0].split("stopped by")[0]
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------
@@ -457,9 +346,7 @@ def test_a_rank_that_hangs_is_named(flags, straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_ranks_save_that_fails_fails_the_run_and_keeps_what_was_saved(
-    flags, straight, tmp_path
-):
+def test_one_ranks_save_that_fails_fails_the_run_and_keeps_what_was_saved(flags, straight, tmp_path):
     given, folder = flags["pretrain"], tmp_path / "run"
     failed = with_fault("pretrain", folder, "save.shard:full@2#1", *given, processes=2)
     assert "error: checkpoint-000004 could not be saved: rank 1: " in failed.output
@@ -486,9 +373,7 @@ def small_disk(tmp_path):
 @pytest.mark.slow
 def test_a_disk_that_fills_up(flags, straight, small_disk):
     given, folder = flags["pretrain"], small_disk / "run"
-    process = subprocess.Popen(
-        [*ACCELERATE, *command("pretrain", folder, *given)], stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*ACCELERATE, *command("pretrain", folder, *given)], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     seen = ""
     for line in process.stderr:
@@ -497,9 +382,7 @@ def test_a_disk_that_fills_up(flags, straight, small_disk):
             with contextlib.suppress(OSError):
                 (small_disk / "other").write_bytes(bytes(8_000_000))
     assert process.wait(timeout=120) != 0
-    assert (
-        "No space left on device" in seen or "could not be written whole" in seen
-    ) and seen.count("error: ") == 1
+    assert ("No space left on device" in seen or "could not be written whole" in seen) and seen.count("error: ") == 1
     assert valid_checkpoints(folder)
     (small_disk / "other").unlink()
     assert_continues("pretrain", folder, given, straight, 1)
@@ -517,10 +400,7 @@ def test_three_processes_continue_bit_for_bit(flags, tmp_path):
 def test_stray_files_and_folders_are_left_alone(flags, straight, tmp_path):
     given, folder = flags["pretrain"], tmp_path / "run"
     killed = with_fault("pretrain", folder, "save.prune:full,update:kill@7", *given)
-    assert (
-        "warning: checkpoint-000006 is saved, but an older one could not be removed"
-        in killed.output
-    )
+    assert "warning: checkpoint-000006 is saved, but an older one could not be removed" in killed.output
     (folder / "checkpoint-000099").write_text("a file")
     (folder / "checkpoint-best").mkdir()
     (folder / "checkpoint-000004" / "rng_state_0.pth").write_bytes(b"of another tool")
@@ -528,9 +408,7 @@ def test_stray_files_and_folders_are_left_alone(flags, straight, tmp_path):
     (folder / ".tmp-checkpoint-000006").mkdir()
     (folder / ".tmp-notes").mkdir()
     shutil.copytree(folder / "checkpoint-000004", folder / ".old-checkpoint-000005")
-    (folder / "checkpoint-000006").rename(
-        folder / ".old-checkpoint-000006"
-    )  # it was being replaced, and comes back
+    (folder / "checkpoint-000006").rename(folder / ".old-checkpoint-000006")  # it was being replaced, and comes back
     again = assert_continues("pretrain", folder, given, straight, 1)
     assert "at step 6" in again.output
     for name in ("checkpoint-000099", "checkpoint-best", ".tmp-notes"):
@@ -556,32 +434,17 @@ def test_two_runs_on_one_folder(flags, straight, tmp_path):
 @pytest.mark.parametrize(("value", "config"), [("nan", "fsdp2"), slow("inf", "ddp")])
 def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value, config):
     # No dropout: the same on any number of processes. The bad step is one that is saved.
-    given = (
-        *flags["pretrain"],
-        "--config_overrides",
-        SHAPE,
-        "--save_total_limit",
-        9,
-        "--logging_steps",
-        1,
-    )
-    two = with_fault(
-        "pretrain", tmp_path / "two", f"micro_batch:{value}@8#1", *given, processes=2, config=config
-    )
+    given = (*flags["pretrain"], "--config_overrides", SHAPE, "--save_total_limit", 9, "--logging_steps", 1)
+    two = with_fault("pretrain", tmp_path / "two", f"micro_batch:{value}@8#1", *given, processes=2, config=config)
     assert two.returncode == 0, two.output
     assert two.manifest(STEPS)["strategy"].startswith(f"{config.upper()} x 2")
     assert "warning: step 4: loss or gradient is not finite" in two.output
     samples = audit.samples_of_steps(tmp_path / "two")[4][2]
     named = two.output.split("rank 1, micro-batch 2: ")[1].split(")")[0]
     assert set(map(int, named.split(", "))) <= set(samples)
-    assert (
-        next(row for row in two.rows if row["step"] == 4 and "learning_rate" in row)["loss"] is None
-    )
+    assert next(row for row in two.rows if row["step"] == 4 and "learning_rate" in row)["loss"] is None
     assert two.last("skipped_steps") == 1
-    assert (
-        json.loads((tmp_path / "two/checkpoint-000004/trainer_state.json").read_text())["skipped"]
-        == 1
-    )
+    assert json.loads((tmp_path / "two/checkpoint-000004/trainer_state.json").read_text())["skipped"] == 1
     one = with_fault("pretrain", tmp_path / "one", f"micro_batch:{value}@13", *given)
     others = {step: loss for step, loss in one.losses.items() if step != 4}
     assert {s: v for s, v in two.losses.items() if s != 4} == pytest.approx(others, rel=1e-5)
@@ -598,33 +461,23 @@ def test_one_ranks_bad_micro_batch_skips_the_step_on_all(flags, tmp_path, value,
     ],
 )
 @pytest.mark.slow
-def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(
-    flags, straight, tmp_path, config, allowed, why
-):
+def test_more_bad_steps_than_allowed_end_the_run_with_good_checkpoints(flags, straight, tmp_path, config, allowed, why):
     given, folder, launch = flags["pretrain"], tmp_path / "run", {"processes": 2, "config": config}
     reference = straight("pretrain", 2)
     if config != "ddp":  # it takes AdamW alone
         reference = run("pretrain", tmp_path / "reference", *given, "--optim", "adamw", processes=2)
-    failed = with_fault(
-        "pretrain", folder, "micro_batch:nan@10#1", *given, "--max_skipped_steps", allowed, **launch
-    )
+    failed = with_fault("pretrain", folder, "micro_batch:nan@10#1", *given, "--max_skipped_steps", allowed, **launch)
     assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
-    assert (
-        failed.output.count(why) == 1 and "step 5: loss or gradient is not finite" in failed.output
-    )
+    assert failed.output.count(why) == 1 and "step 5: loss or gradient is not finite" in failed.output
     assert valid_checkpoints(folder) == [2, 4]
     again = run("pretrain", folder, *given, **launch)
-    assert again.manifest(STEPS)["strategy"].startswith(
-        "DDP x 2" if config == "ddp" else "ZeRO-2 x 2"
-    )
+    assert again.manifest(STEPS)["strategy"].startswith("DDP x 2" if config == "ddp" else "ZeRO-2 x 2")
     assert again.losses == pytest.approx(reference.losses, rel=0 if config == "ddp" else 1e-5)
 
 
 def test_running_statistics_that_were_spoiled_are_not_trained_on(flags, tmp_path):
     folder = tmp_path / "run"
-    failed = with_fault(
-        "image_classification", folder, "micro_batch:nan@10", *flags["image_classification"]
-    )
+    failed = with_fault("image_classification", folder, "micro_batch:nan@10", *flags["image_classification"])
     assert failed.returncode != 0 and exit_of(folder)["exit_code"] == 4
     assert "The running statistics have taken it in" in failed.output
 
@@ -638,21 +491,15 @@ def small(flags):
 
 
 @pytest.mark.parametrize("key", ["0123456789abcdef0123456789abcdef01234567", "not a key"])
-def test_wandb_that_cannot_be_reached_or_knows_no_such_key(
-    small, tmp_path, monkeypatch, capsys, key
-):
+def test_wandb_that_cannot_be_reached_or_knows_no_such_key(small, tmp_path, monkeypatch, capsys, key):
     monkeypatch.setenv("WANDB_MODE", "online" if key.isalnum() else "")
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     run_here("pretrain", *small, "--output_dir", tmp_path / "run")
     said = capsys.readouterr().err
-    assert (
-        "this run is logged offline" in said and ("W&B cannot be reached" in said) == key.isalnum()
-    )
-    assert (
-        list((tmp_path / "run/wandb").glob("offline-run-*")) and (tmp_path / "run/final").exists()
-    )
+    assert "this run is logged offline" in said and ("W&B cannot be reached" in said) == key.isalnum()
+    assert list((tmp_path / "run/wandb").glob("offline-run-*")) and (tmp_path / "run/final").exists()
 
 
 def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
@@ -667,40 +514,24 @@ def test_wandb_that_dies_in_the_middle(small, tmp_path, monkeypatch, capsys):
     run_here("pretrain", *small, "--output_dir", tmp_path / "run")
     hook.remove()
     assert "warning: wandb failed and is left out from here on" in capsys.readouterr().err
-    assert (
-        sorted(Run(tmp_path / "run", 0, "").losses) == [1, 2, 3, 4]
-        and (tmp_path / "run/final").exists()
-    )
+    assert sorted(Run(tmp_path / "run", 0, "").losses) == [1, 2, 3, 4] and (tmp_path / "run/final").exists()
 
 
 # World sizes ---------------------------------------------------------------------------------------------------------
 
 
 def test_two_processes_then_one_then_four(flags, tmp_path):
-    given = (
-        *flags["pretrain"],
-        "--config_overrides",
-        SHAPE,
-        "--global_batch_size",
-        12,
-        "--per_device_train_batch_size",
-        2,
-    )
+    given = (*flags["pretrain"], "--config_overrides", SHAPE, "--global_batch_size", 12, "--per_device_train_batch_size", 2)
     whole = run("pretrain", tmp_path / "whole", *given)
     folder = tmp_path / "run"
     with_fault("pretrain", folder, "update:kill@4", *given, processes=2)
     with_fault("pretrain", folder, "update:kill@3", *given, processes=1)
     last = run("pretrain", folder, *given, processes=4)
     assert last.manifest(STEPS)["world_size"] == 4
-    assert (
-        "4 process(es) x 1 at once x 3 accumulated (its share of 3 does not divide by 2; "
-        in last.output
-    )
+    assert "4 process(es) x 1 at once x 3 accumulated (its share of 3 does not divide by 2; " in last.output
     assert last.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
-    rates = [
-        [row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)
-    ]
+    rates = [[row["learning_rate"] for row in r.rows if "learning_rate" in row] for r in (last, whole)]
     assert rates[0] == rates[1]
 
 
@@ -708,13 +539,10 @@ def test_two_processes_then_one_then_four(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "processes"),
-    [("pretrain", 2), slow("lora_finetune", 1), slow("image_classification", 1)],
+    ("template", "processes"), [("pretrain", 2), slow("lora_finetune", 1), slow("image_classification", 1)]
 )
 def test_a_dress_rehearsal_changes_nothing(flags, straight, tmp_path, template, processes):
-    done = run(
-        template, tmp_path / "run", *flags[template], "--dress_rehearsal", processes=processes
-    )
+    done = run(template, tmp_path / "run", *flags[template], "--dress_rehearsal", processes=processes)
     assert "dress rehearsal: the longest batch" in done.output
     difference = compare(straight(template, processes).folder, done.folder)
     assert difference == dict.fromkeys(difference, "")
@@ -744,11 +572,7 @@ def test_an_audit_finds_what_is_wrong(straight, tmp_path):
         audit.check(tmp_path)
     path.write_text("".join(lines))
     for name in ("rank-00000.jsonl", "rank-00001.jsonl"):
-        kept = [
-            line
-            for line in (tmp_path / "audit" / name).read_text().splitlines()
-            if json.loads(line)["step"] != 4
-        ]
+        kept = [line for line in (tmp_path / "audit" / name).read_text().splitlines() if json.loads(line)["step"] != 4]
         (tmp_path / "audit" / name).write_text("\n".join(kept) + "\n")
     assert "4: no record of these steps" in audit.check(tmp_path).problems[0]
 
@@ -780,8 +604,5 @@ def test_verify_resume_trusts_a_good_template_and_names_what_a_bad_one_gets_wron
     launch[launch.index(str(ROOT / "templates/pretrain.py"))] = str(edited)
     bad = verify_resume("--steps", 4, "--keep", tmp_path / "kept", "--", *launch)
     assert bad.returncode == 3, bad.stdout + bad.stderr
-    assert (
-        "samples of each step   same" in bad.stdout
-        and "losses and own values  DIFFERS" in bad.stdout
-    )
+    assert "samples of each step   same" in bad.stdout and "losses and own values  DIFFERS" in bad.stdout
     assert "error: the resumed run differs from the uninterrupted one" in bad.stderr

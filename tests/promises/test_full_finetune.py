@@ -19,26 +19,8 @@ from tests.plain_loop import padded_chats
 @pytest.fixture(scope="module")
 def base(tiny_model, chat_file):
     return (
-        *(
-            "--model_name_or_path",
-            tiny_model,
-            "--train_file",
-            chat_file,
-            "--seq_length",
-            96,
-            "--learning_rate",
-            1e-2,
-        ),
-        *(
-            "--global_batch_size",
-            4,
-            "--per_device_train_batch_size",
-            2,
-            "--max_steps",
-            6,
-            "--save_steps",
-            3,
-        ),
+        *("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 96, "--learning_rate", 1e-2),
+        *("--global_batch_size", 4, "--per_device_train_batch_size", 2, "--max_steps", 6, "--save_steps", 3),
         *("--save_total_limit", 9, "--eval_steps", 3, "--num_generations", 0),
     )
 
@@ -48,29 +30,19 @@ def test_equals_a_plain_loop_with_frozen_layers(tiny_model, chat_file, tmp_path,
     """A hand-written padded loop with none of shared/; all samples in each batch, so order plays no part."""
     steps, rate, size = 5, 1e-2, 23
     if packing == "--packing":
-        counting = run(
-            "full_finetune", tmp_path / "count", *_all_in_one(tiny_model, chat_file, 1, 1, packing)
-        )
+        counting = run("full_finetune", tmp_path / "count", *_all_in_one(tiny_model, chat_file, 1, 1, packing))
         size = int(counting.output.split("packed into ")[1].split()[0])
     flags = (*_all_in_one(tiny_model, chat_file, size, steps, packing), "--learning_rate", rate)
-    ours = run(
-        "full_finetune", tmp_path / "ours", *flags, "--freeze", r"layers\.0\.", "embed_tokens"
-    )
+    ours = run("full_finetune", tmp_path / "ours", *flags, "--freeze", r"layers\.0\.", "embed_tokens")
 
     rows = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     ids, labels, mask = padded_chats(tokenizer, rows)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    frozen = {
-        name
-        for name, _ in model.named_parameters()
-        if "layers.0." in name or "embed_tokens" in name
-    }
+    frozen = {name for name, _ in model.named_parameters() if "layers.0." in name or "embed_tokens" in name}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     for step in range(steps):
         logits = model(input_ids=ids, attention_mask=mask).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -84,88 +56,39 @@ def test_equals_a_plain_loop_with_frozen_layers(tiny_model, chat_file, tmp_path,
     before = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-3, atol=1e-4)
-        assert torch.equal(loaded.state_dict()[name], before[name]) == (
-            name in frozen or "lm_head" in name
-        )
+        assert torch.equal(loaded.state_dict()[name], before[name]) == (name in frozen or "lm_head" in name)
     saved = read_tensors(tmp_path / f"ours/checkpoint-{steps:06d}")
-    assert not any(
-        name in key for key in saved for name in frozen
-    )  # weights that do not change are not saved
-    assert "### Assistant" in AutoTokenizer.from_pretrained(final).apply_chat_template(
-        rows[0], tokenize=False
-    )
+    assert not any(name in key for key in saved for name in frozen)  # weights that do not change are not saved
+    assert "### Assistant" in AutoTokenizer.from_pretrained(final).apply_chat_template(rows[0], tokenize=False)
 
 
 def _all_in_one(model, chats, size, steps, packing):
-    flags = (
-        "--model_name_or_path",
-        model,
-        "--train_file",
-        chats,
-        "--validation_file",
-        chats,
-        "--seq_length",
-        96,
-        packing,
-    )
-    flags = (
-        *flags,
-        "--lr_scheduler_type",
-        "constant",
-        "--warmup_steps",
-        0,
-        "--max_grad_norm",
-        0,
-        "--num_generations",
-        0,
-    )
-    return (
-        *flags,
-        "--max_steps",
-        steps,
-        "--global_batch_size",
-        size,
-        "--per_device_train_batch_size",
-        size,
-    )
+    flags = ("--model_name_or_path", model, "--train_file", chats, "--validation_file", chats, "--seq_length", 96, packing)
+    flags = (*flags, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--max_grad_norm", 0, "--num_generations", 0)
+    return (*flags, "--max_steps", steps, "--global_batch_size", size, "--per_device_train_batch_size", size)
 
 
 @pytest.mark.parametrize(("config", "processes"), [slow("fsdp2", 2)])
-def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(
-    chat_file, base, tmp_path, config, processes
-):
+def test_8_bit_moments_are_the_same_on_shards_and_resume_on_another_number(chat_file, base, tmp_path, config, processes):
     model = make_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
     given = (*base, "--model_name_or_path", model, "--learning_rate", 1e-3, "--optim", "adamw_8bit")
     given = (*given, "--per_device_train_batch_size", 1)
     one = run("full_finetune", tmp_path / "one", *given)
     spread = {"processes": processes, "config": config}
     several = run("full_finetune", tmp_path / "several", *given, **spread)
-    assert (
-        several.manifest(6)["world_size"] == processes
-        and config.upper() in several.manifest(6)["strategy"]
-    )
+    assert several.manifest(6)["world_size"] == processes and config.upper() in several.manifest(6)["strategy"]
     assert several.manifest(6)["held"]["optimizer state"] == pytest.approx(0.5, abs=0.01)
-    assert several.losses == pytest.approx(
-        one.losses, rel=1e-4
-    )  # a code may round to the other side
+    assert several.losses == pytest.approx(one.losses, rel=1e-4)  # a code may round to the other side
     saved = read_tensors(several.folder / "checkpoint-000003")
-    codes = [
-        key for key, value in saved.items() if key.endswith(".codes") and value.dtype == torch.uint8
-    ]
-    assert len(codes) == 2 * (
-        1 + 2 * 7
-    )  # two moments of the embeddings and of the matrices of two blocks
+    codes = [key for key, value in saved.items() if key.endswith(".codes") and value.dtype == torch.uint8]
+    assert len(codes) == 2 * (1 + 2 * 7)  # two moments of the embeddings and of the matrices of two blocks
     assert all(len(saved[key].unique()) > 9 for key in codes)
     start = ("--resume_from_checkpoint", several.folder / "checkpoint-000003")
     again = run("full_finetune", tmp_path / "again", *given, *start, **spread)
-    assert again.losses == {
-        step: loss for step, loss in several.losses.items() if step > 3
-    }  # bit for bit
+    assert again.losses == {step: loss for step, loss in several.losses.items() if step > 3}  # bit for bit
     assert all(torch.equal(value, several.weights()[key]) for key, value in again.weights().items())
     alone = run("full_finetune", tmp_path / "alone", *given, *start)
-    assert alone.losses == pytest.approx(
-        {step: loss for step, loss in several.losses.items() if step > 3}, rel=1e-4
-    )
+    assert alone.losses == pytest.approx({step: loss for step, loss in several.losses.items() if step > 3}, rel=1e-4)
 
 
 @pytest.mark.parametrize(("config", "precision"), [slow("fsdp2", "bf16"), slow("ddp", "no")])
@@ -180,9 +103,7 @@ def test_bf16_weights_stay_so_learn_as_fp32_ones_do_and_resume(base, tmp_path, c
     assert ours.losses == pytest.approx(exact.losses, rel=2e-2)
     assert ours.last("eval_loss") == pytest.approx(exact.last("eval_loss"), rel=2e-2)
     start = ("--resume_from_checkpoint", ours.folder / "checkpoint-000008")
-    again = run(
-        "full_finetune", tmp_path / "again", *given, "--weights_dtype", "bf16", *start, **how
-    )
+    again = run("full_finetune", tmp_path / "again", *given, "--weights_dtype", "bf16", *start, **how)
     assert again.losses == {step: loss for step, loss in ours.losses.items() if step > 8}
 
 
@@ -191,23 +112,12 @@ def test_continues_into_lora_and_back(base, tiny_model, tmp_path):
     """The loss before training is that after the run before: each reads what the other has written."""
     more = ("--merge_adapter", "--lora_r", 4)
     first = run("full_finetune", tmp_path / "first", *base)
-    second = run(
-        "lora_finetune",
-        tmp_path / "second",
-        *base,
-        "--model_name_or_path",
-        first.folder / "final",
-        *more,
-    )
-    third = run(
-        "full_finetune", tmp_path / "third", *base, "--model_name_or_path", second.folder / "merged"
-    )
+    second = run("lora_finetune", tmp_path / "second", *base, "--model_name_or_path", first.folder / "final", *more)
+    third = run("full_finetune", tmp_path / "third", *base, "--model_name_or_path", second.folder / "merged")
     for before, after in ((first, second), (second, third)):
         best = min(row["eval_loss"] for row in before.rows if "eval_loss" in row)
         assert after.rows[0]["eval_loss"] == pytest.approx(best, rel=1e-5)
-    small = run(
-        "full_finetune", tmp_path / "bf16", *base, "--max_steps", 1, "--final_dtype", "bf16"
-    )
+    small = run("full_finetune", tmp_path / "bf16", *base, "--max_steps", 1, "--final_dtype", "bf16")
     assert {value.dtype for value in small.weights().values()} == {torch.bfloat16}
     assert json.loads((small.folder / "final/config.json").read_text())["dtype"] == "bfloat16"
 
@@ -241,32 +151,18 @@ def test_noise_is_in_training_only_and_resumes(base, tmp_path):
     assert ours[1] != exact[1] and ours == pytest.approx(exact, rel=0.2)
     start = ("--resume_from_checkpoint", noisy / "checkpoint-000003", "--neftune_noise_alpha", 5)
     run_here("full_finetune", *base, *start, "--output_dir", tmp_path / "again")
-    assert Run(tmp_path / "again", 0, "").losses == {
-        step: loss for step, loss in ours.items() if step > 3
-    }
+    assert Run(tmp_path / "again", 0, "").losses == {step: loss for step, loss in ours.items() if step > 3}
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ("--freeze", "layer.0"),
-            "--freeze layer.0: found in the name of no weight; they are model.embed_tokens.weight",
-        ),
+        (("--freeze", "layer.0"), "--freeze layer.0: found in the name of no weight; they are model.embed_tokens.weight"),
         (("--freeze", "("), r"--freeze \(: no regular expression"),
         (("--freeze", "."), "no parameter of the model is trainable"),
-        (
-            ("--weights_dtype", "bf16", "--optim", "muon"),
-            "--optim muon would lose small updates of bf16 weights",
-        ),
-        (
-            ("--weights_dtype", "bf16", "--optim", "adamw_8bit"),
-            "--optim adamw_8bit would lose small updates",
-        ),
-        (
-            ("--weights_dtype", "bf16", "--ema_decay", 0.9),
-            "--ema_decay would lose small updates of bf16 weights",
-        ),
+        (("--weights_dtype", "bf16", "--optim", "muon"), "--optim muon would lose small updates of bf16 weights"),
+        (("--weights_dtype", "bf16", "--optim", "adamw_8bit"), "--optim adamw_8bit would lose small updates"),
+        (("--weights_dtype", "bf16", "--ema_decay", 0.9), "--ema_decay would lose small updates of bf16 weights"),
     ],
 )
 def test_what_cannot_be_is_one_line(base, tmp_path, flags, message):

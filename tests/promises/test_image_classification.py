@@ -25,16 +25,7 @@ from shared.run.tensors import TensorReader
 from tests.conftest import Run, load_template, paint, run, run_here, save_classifier, slow
 
 AUGMENTED = (
-    *(
-        "--auto_augment",
-        "randaugment",
-        "--random_erasing",
-        0.3,
-        "--mixup_alpha",
-        0.3,
-        "--cutmix_alpha",
-        1.0,
-    ),
+    *("--auto_augment", "randaugment", "--random_erasing", 0.3, "--mixup_alpha", 0.3, "--cutmix_alpha", 1.0),
     *("--crop_min_scale", 0.5),
 )
 
@@ -43,49 +34,15 @@ AUGMENTED = (
 def base(image_folder, architectures):
     """Flags of a tiny run with every augmentation, whose epochs end in a ragged global batch."""
     return (
-        *(
-            "--train_dir",
-            image_folder,
-            "--config_name",
-            architectures / "convnext",
-            "--image_size",
-            16,
-            *AUGMENTED,
-        ),
-        *(
-            "--learning_rate",
-            3e-3,
-            "--global_batch_size",
-            8,
-            "--per_device_eval_batch_size",
-            4,
-            "--ema_decay",
-            0.7,
-        ),
-        *(
-            "--max_steps",
-            12,
-            "--eval_steps",
-            6,
-            "--save_steps",
-            6,
-            "--save_total_limit",
-            5,
-            "--dataloader_num_workers",
-            0,
-        ),
+        *("--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16, *AUGMENTED),
+        *("--learning_rate", 3e-3, "--global_batch_size", 8, "--per_device_eval_batch_size", 4, "--ema_decay", 0.7),
+        *("--max_steps", 12, "--eval_steps", 6, "--save_steps", 6, "--save_total_limit", 5, "--dataloader_num_workers", 0),
     )
 
 
 @pytest.fixture(scope="module")
 def one_process(base, tmp_path_factory):
-    return run(
-        "image_classification",
-        tmp_path_factory.mktemp("one"),
-        *base,
-        "--per_device_train_batch_size",
-        8,
-    )
+    return run("image_classification", tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8)
 
 
 def run_here_and_read(folder, flags) -> Run:
@@ -105,9 +62,7 @@ def assert_same_learning(a, b, tolerance=1e-5):
     for name, value in a.weights().items():
         # Of the whole: AdamW divides by the root of tiny second moments, which turns the rounding of a sum's order into an
         # update of its own size where a gradient is almost zero.
-        apart, size = (
-            (t.double().square().mean() ** 0.5).item() for t in (b.weights()[name] - value, value)
-        )
+        apart, size = ((t.double().square().mean() ** 0.5).item() for t in (b.weights()[name] - value, value))
         assert apart <= 1e-4 + 1e-3 * size, name
 
 
@@ -120,21 +75,14 @@ def assert_same_learning(a, b, tolerance=1e-5):
         slow(4, 2, "ddp", "DDP x 4 on cpu, fp32"),
     ],
 )
-def test_learns_the_same_however_launched(
-    one_process, base, tmp_path, processes, per_device, config, strategy
-):
+def test_learns_the_same_however_launched(one_process, base, tmp_path, processes, per_device, config, strategy):
     flags = (*base, "--per_device_train_batch_size", per_device)
     other = run("image_classification", tmp_path, *flags, processes=processes, config=config)
-    assert (other.manifest(12)["world_size"], other.manifest(12)["strategy"]) == (
-        processes,
-        strategy,
-    )
+    assert (other.manifest(12)["world_size"], other.manifest(12)["strategy"]) == (processes, strategy)
     assert_same_learning(one_process, other)
     counts = [row["images"] for row in one_process.rows if "images" in row]
     assert set(np.diff([0, *counts]).tolist()) == {8, 5}  # a ragged batch ends an epoch
-    assert (
-        evaluation(other.folder)["images"] == 17
-    )  # on any number of processes, of which it is no multiple
+    assert evaluation(other.folder)["images"] == 17  # on any number of processes, of which it is no multiple
     ours, theirs = evaluation(other.folder), evaluation(one_process.folder)
     assert ours["classes"] == theirs["classes"] and ours["accuracy"] == theirs["accuracy"]
 
@@ -169,12 +117,8 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
     found, processor = images.prepare(settings.data), image_processor(None, 24, None)
     run = SimpleNamespace(config=settings, accelerator=launch.start(0))
     loader, _ = template.build_loaders(run, found, processor, torch.nn.Identity())
-    crop = v2.RandomResizedCrop(
-        24, scale=(settings.recipe.crop_min_scale, 1.0), interpolation=processor.resample
-    )
-    plain = v2.Compose(
-        [crop, v2.RandomHorizontalFlip(settings.recipe.horizontal_flip), v2.PILToTensor()]
-    )
+    crop = v2.RandomResizedCrop(24, scale=(settings.recipe.crop_min_scale, 1.0), interpolation=processor.resample)
+    plain = v2.Compose([crop, v2.RandomHorizontalFlip(settings.recipe.horizontal_flip), v2.PILToTensor()])
     for window in loader.windows(0, 3):
         ours = torch.cat([batch["pixel_values"] for batch in window.micro_batches])
         for index, pixels in zip(window.indices.flatten().tolist(), ours, strict=True):
@@ -182,31 +126,16 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
             picture = decode(files[found.train.index[index, 1]])
             seed_all(settings.batch.seed, window.epoch, index, 1, devices=False)
             difference = (plain(picture).int() - pixels.int()).abs()
-            assert difference.max() <= 8 and difference.float().mean() < 0.5, (
-                difference.max(),
-                difference.float().mean(),
-            )
+            assert difference.max() <= 8 and difference.float().mean() < 0.5, (difference.max(), difference.float().mean())
 
 
 @pytest.mark.parametrize("architecture", ["vit", "timm"])
 @pytest.mark.slow
 def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
     """Under FSDP2 as under DDP: moving average and best weights, too. Few steps: BatchNorm of 4 magnifies rounding."""
-    flags = (
-        *base,
-        "--config_name",
-        architectures / architecture,
-        "--per_device_train_batch_size",
-        4,
-        "--image_size",
-        32,
-    )
+    flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
     flags = (*flags, "--max_steps", 4, "--eval_steps", 2, "--learning_rate", 1e-4)
-    flags = (
-        (*flags, "--config_overrides", "hidden_dropout_prob=0.0")
-        if architecture == "vit"
-        else flags
-    )
+    flags = (*flags, "--config_overrides", "hidden_dropout_prob=0.0") if architecture == "vit" else flags
     sharded = run("image_classification", tmp_path / "fsdp2", *flags, processes=2, config="fsdp2")
     ddp = run("image_classification", tmp_path / "ddp", *flags, processes=2)
     assert sharded.manifest(4)["strategy"] == "FSDP2 x 2 on cpu, fp32"
@@ -217,28 +146,15 @@ def test_architectures_are_sharded(base, architectures, tmp_path, architecture):
 @pytest.mark.slow
 def test_blocks_are_cut_by_heads(base, architectures, tmp_path, architecture):
     """Tensor parallelism learns what one process learns. Other families are refused, with the list of those that can."""
-    flags = (
-        *base,
-        "--config_name",
-        architectures / architecture,
-        "--per_device_train_batch_size",
-        4,
-        "--image_size",
-        32,
-    )
+    flags = (*base, "--config_name", architectures / architecture, "--per_device_train_batch_size", 4, "--image_size", 32)
     flags = (*flags, "--max_steps", 4, "--eval_steps", 2, "--learning_rate", 1e-3)
     flags = (*flags, "--config_overrides", "hidden_dropout_prob=0.0")
     one = run("image_classification", tmp_path / "one", *flags)
-    cut = run(
-        "image_classification", tmp_path / "cut", *flags, processes=2, config="tensor_parallel"
-    )
+    cut = run("image_classification", tmp_path / "cut", *flags, processes=2, config="tensor_parallel")
     assert cut.manifest(4)["strategy"] == "TP 2 on cpu, fp32"
     assert all(held < 0.75 for held in cut.manifest(4)["held"].values())
     other = transformers.AutoConfig.from_pretrained(architectures / "convnext")
-    with pytest.raises(
-        ConfigError,
-        match=r"cannot be tensor parallel here, as vit, deit, dinov2, .* can: use fsdp2",
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be tensor parallel here, as vit, deit, dinov2, .* can: use fsdp2"):
         _plan_of(transformers.AutoModelForImageClassification.from_config(other))
     assert_same_learning(one, cut, tolerance=1e-4)
 
@@ -247,10 +163,7 @@ def test_batchnorm_of_each_process_is_told_and_measured_as_saved(base, architect
     flags = (*base, "--config_name", architectures / "resnet", "--per_device_train_batch_size", 4)
     flags = (*flags, "--metric_for_best_model", "none", "--ema_decay", 0)
     apart = run("image_classification", tmp_path, *flags, processes=2)
-    assert (
-        "BatchNorm takes its statistics from 4 images" in apart.output
-        and "--sync_batchnorm" in apart.output
-    )
+    assert "BatchNorm takes its statistics from 4 images" in apart.output and "--sync_batchnorm" in apart.output
     # What a run logs is measured with the statistics of all processes, as what it saves afterwards has them.
     assert evaluation(apart.folder)["loss"] == pytest.approx(apart.last("eval_loss"), rel=1e-6)
 
@@ -262,60 +175,26 @@ def test_equals_a_plain_loop(architectures, tmp_path):
     names = ("cat", "dog", "owl")
     counts = (4, 7, 10)
     kinds = [kind for kind in range(3) for _ in range(counts[kind])]
-    pictures = [
-        (kind, tmp_path / "data/train" / names[kind] / f"{number:02}.png")
-        for number, kind in enumerate(kinds)
-    ]
-    held_out = [
-        (number % 3, tmp_path / "data/val" / names[number % 3] / f"{number:02}.png")
-        for number in range(7)
-    ]
+    pictures = [(kind, tmp_path / "data/train" / names[kind] / f"{number:02}.png") for number, kind in enumerate(kinds)]
+    held_out = [(number % 3, tmp_path / "data/val" / names[number % 3] / f"{number:02}.png") for number in range(7)]
     for number, (kind, path) in enumerate(pictures + held_out):
         paint(path, kind, number, (24, 24))
     steps, peak, warmup, ema_decay = 6, 3e-3, 2, 0.3
     model_folder = save_classifier(architectures / "convnext", tmp_path / "model")
-    (
-        model_folder / "preprocessor_config.json"
-    ).unlink()  # so that the usual one is used, which resizes as the loop below
+    (model_folder / "preprocessor_config.json").unlink()  # so that the usual one is used, which resizes as the loop below
     theirs = run(
-        *(
-            "image_classification",
-            tmp_path / "run",
-            "--train_dir",
-            tmp_path / "data",
-            "--image_size",
-            16,
-        ),
+        *("image_classification", tmp_path / "run", "--train_dir", tmp_path / "data", "--image_size", 16),
         *("--model_name_or_path", model_folder),
         *("--crop_min_scale", 1, "--horizontal_flip", 0, "--crop_pct", 1, "--label_smoothing", 0.1),
-        *(
-            "--learning_rate",
-            peak,
-            "--weight_decay",
-            0.1,
-            "--warmup_steps",
-            warmup / steps,
-            "--max_steps",
-            steps,
-        ),
+        *("--learning_rate", peak, "--weight_decay", 0.1, "--warmup_steps", warmup / steps, "--max_steps", steps),
         *("--max_grad_norm", 0.5, "--global_batch_size", 21, "--per_device_train_batch_size", 21),
-        *(
-            "--class_weights",
-            "balanced",
-            "--metric_for_best_model",
-            "none",
-            "--dataloader_num_workers",
-            0,
-        ),
+        *("--class_weights", "balanced", "--metric_for_best_model", "none", "--dataloader_num_workers", 0),
         *("--ema_decay", ema_decay, "--eval_steps", steps),
     )
 
     def load(chosen):
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-        images = [
-            resize(pil_to_tensor(Image.open(path)), [16, 16], InterpolationMode.BICUBIC)
-            for _, path in chosen
-        ]
+        images = [resize(pil_to_tensor(Image.open(path)), [16, 16], InterpolationMode.BICUBIC) for _, path in chosen]
         pixels = (torch.stack(images).float() / 255 - mean[:, None, None]) / std[:, None, None]
         return pixels, torch.tensor([kind for kind, _ in chosen])
 
@@ -353,27 +232,12 @@ def test_equals_a_plain_loop(architectures, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["convnext", slow("resnet"), slow("timm")])
-def test_final_gives_the_same_answers_in_a_pipeline(
-    image_folder, architectures, base, tmp_path, architecture
-):
+def test_final_gives_the_same_answers_in_a_pipeline(image_folder, architectures, base, tmp_path, architecture):
     config = transformers.AutoConfig.from_pretrained(architectures / architecture)
     if architecture == "timm":  # whose own size is another
-        config.pretrained_cfg = {
-            "input_size": [3, 64, 64],
-            "crop_pct": 0.95,
-            "mean": [0.5] * 3,
-            "std": [0.5] * 3,
-        }
+        config.pretrained_cfg = {"input_size": [3, 64, 64], "crop_pct": 0.95, "mean": [0.5] * 3, "std": [0.5] * 3}
     config.save_pretrained(tmp_path / "config")
-    flags = (
-        *base,
-        "--config_name",
-        tmp_path / "config",
-        "--per_device_train_batch_size",
-        8,
-        "--image_size",
-        32,
-    )
+    flags = (*base, "--config_name", tmp_path / "config", "--per_device_train_batch_size", 8, "--image_size", 32)
     run_here("image_classification", *flags, "--output_dir", tmp_path)
     classify = pipeline("image-classification", model=str(tmp_path / "final"), device="cpu")
     report = evaluation(tmp_path)
@@ -386,45 +250,22 @@ def test_final_gives_the_same_answers_in_a_pipeline(
         assert answers[mistake["image"]]["score"] == pytest.approx(mistake["confidence"], abs=1e-3)
     assert classify.model.config.label2id == {"cat": 0, "dog": 1, "owl": 2}
     files = {path.name for path in tmp_path.iterdir()}
-    assert {
-        "confusion_matrix.png",
-        "evaluation.json",
-        "curves.png",
-        "final",
-        "config.yaml",
-        "metrics.jsonl",
-    } <= files
+    assert {"confusion_matrix.png", "evaluation.json", "curves.png", "final", "config.yaml", "metrics.jsonl"} <= files
 
 
 def vision_models() -> dict[str, tuple]:
     """Models as they are published, none of them a classifier, and their processors."""
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     of_images = {"patch_size": 4, **sizes}
     stages = {"hidden_sizes": [8, 8, 16, 24], "depths": [1, 1, 1, 1]}
     of_text = {"vocab_size": 40, "max_position_embeddings": 8, **sizes}
-    patches = transformers.Siglip2Config(
-        vision_config={"num_patches": 9, **of_images}, text_config=of_text
-    )
+    patches = transformers.Siglip2Config(vision_config={"num_patches": 9, **of_images}, text_config=of_text)
     squares = transformers.SiglipImageProcessor(size={"height": 16, "width": 16})
     return {
         "dinov3": (transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**of_images)), squares),
-        "convnext": (
-            transformers.DINOv3ConvNextModel(transformers.DINOv3ConvNextConfig(**stages)),
-            squares,
-        ),
-        "clip": (
-            transformers.CLIPVisionModel(transformers.CLIPVisionConfig(image_size=16, **of_images)),
-            squares,
-        ),
-        "naflex": (
-            transformers.Siglip2Model(patches),
-            transformers.Siglip2ImageProcessor(patch_size=4, max_num_patches=16),
-        ),
+        "convnext": (transformers.DINOv3ConvNextModel(transformers.DINOv3ConvNextConfig(**stages)), squares),
+        "clip": (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(image_size=16, **of_images)), squares),
+        "naflex": (transformers.Siglip2Model(patches), transformers.Siglip2ImageProcessor(patch_size=4, max_num_patches=16)),
     }
 
 
@@ -433,50 +274,19 @@ def test_a_model_without_a_head_gets_one_and_the_line_of_its_card_loads_it(tmp_p
     """In another process, with transformers alone."""
     for kind in range(3):
         for number in range(12):
-            paint(
-                tmp_path / f"data/{'train' if number < 8 else 'val'}/{kind}/{number}.png",
-                kind,
-                number,
-                (40, 40),
-            )
-    flags = (
-        "--train_dir",
-        tmp_path / "data",
-        "--global_batch_size",
-        8,
-        "--per_device_train_batch_size",
-        4,
-        "--crop_pct",
-        1,
-    )
-    flags += (
-        "--max_steps",
-        2,
-        "--learning_rate",
-        0.01,
-        "--dataloader_num_workers",
-        0,
-        "--metric_for_best_model",
-        "none",
-    )
+            paint(tmp_path / f"data/{'train' if number < 8 else 'val'}/{kind}/{number}.png", kind, number, (40, 40))
+    flags = ("--train_dir", tmp_path / "data", "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--crop_pct", 1)
+    flags += ("--max_steps", 2, "--learning_rate", 0.01, "--dataloader_num_workers", 0, "--metric_for_best_model", "none")
     torch.manual_seed(0)
     expected = {}
     for name, (model, processor) in vision_models().items():
         folder = tmp_path / name
         model.save_pretrained(folder / "model")
         processor.save_pretrained(folder / "model")
-        args = (
-            *flags,
-            "--model_name_or_path",
-            folder / "model",
-            "--image_size",
-            32 if name == "convnext" else 16,
-        )
+        args = (*flags, "--model_name_or_path", folder / "model", "--image_size", 32 if name == "convnext" else 16)
         trained = run_here_and_read(folder, args)
         expected[name] = trained.last("eval_loss")
-        before, after = (
-            load_file(folder / part / "model.safetensors") for part in ("model", "final")
-        )
+        before, after = (load_file(folder / part / "model.safetensors") for part in ("model", "final"))
         same = [torch.equal(weight, after[key]) for key, weight in before.items() if key in after]
         assert name == "clip" or (same and not all(same)), name
         if name == "dinov3":  # goes on from there without the code in that folder
@@ -489,9 +299,7 @@ def test_a_model_without_a_head_gets_one_and_the_line_of_its_card_loads_it(tmp_p
                 "--learning_rate",
                 1e-9,
             )
-            assert run_here_and_read(folder / "again", again).last("eval_loss") == pytest.approx(
-                expected[name], rel=1e-5
-            )
+            assert run_here_and_read(folder / "again", again).last("eval_loss") == pytest.approx(expected[name], rel=1e-5)
     paths = sorted(map(str, tmp_path.glob("data/val/*/*.png")))
     code = f"""import json, os
 answers = {{}}
@@ -502,9 +310,7 @@ for name in {list(expected)}:
     answers[name] = classify({paths}, top_k=3)
 print(json.dumps(answers))"""
     env = {**os.environ, "PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name, answers in json.loads(done.stdout).items():
         scores = [
@@ -527,9 +333,7 @@ def test_onnx_gives_the_same_logits(architectures, base, tmp_path):
     for batch in (1, 5):
         images = torch.randn(batch, 3, 16, 16)
         (logits,) = session.run(None, {"pixel_values": images.numpy()})
-        torch.testing.assert_close(
-            torch.tensor(logits), model(pixel_values=images).logits.detach(), rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(torch.tensor(logits), model(pixel_values=images).logits.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -541,32 +345,18 @@ def test_onnx_gives_the_same_logits(architectures, base, tmp_path):
     ],
     ids=lambda e: e[0].strip("-"),
 )
-def test_speed_and_memory_flags_do_not_change_what_is_learned(
-    one_process, base, architectures, tmp_path, extra
-):
+def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, architectures, tmp_path, extra):
     flags, reference = (*base, "--per_device_train_batch_size", 8), one_process
     if "vit" in extra:
         flags, extra = (*flags, "--config_name", architectures / "vit"), extra[:2]
         reference = run_here_and_read(tmp_path / "reference", flags)
-    assert_same_learning(
-        reference, run_here_and_read(tmp_path / "run", (*flags, *extra)), tolerance=1e-4
-    )
+    assert_same_learning(reference, run_here_and_read(tmp_path / "run", (*flags, *extra)), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", slow("muon")])
-def test_other_optimizers_and_layer_decay_learn_and_resume(
-    base, architectures, tmp_path, optimizer
-):
+def test_other_optimizers_and_layer_decay_learn_and_resume(base, architectures, tmp_path, optimizer):
     flags = (*base, "--per_device_train_batch_size", 8, "--optim", optimizer, "--layer_decay", 0.7)
-    flags = (
-        *flags,
-        "--learning_rate",
-        0.05 if optimizer == "sgd" else 5e-3,
-        "--max_steps",
-        24,
-        "--save_steps",
-        12,
-    )
+    flags = (*flags, "--learning_rate", 0.05 if optimizer == "sgd" else 5e-3, "--max_steps", 24, "--save_steps", 12)
     flags = (*flags, "--config_name", architectures / "vit")
     whole = run_here_and_read(tmp_path / "whole", flags)
     evaluations = [row["eval_loss"] for row in whole.rows if "eval_loss" in row]
@@ -581,13 +371,7 @@ def test_linear_probing_changes_the_head_alone(base, architectures, tmp_path):
     model = save_classifier(architectures / "resnet", tmp_path / "model", classes=("x", "y", "z"))
     before = AutoModelForImageClassification.from_pretrained(model).state_dict()
     flags = [flag for flag in base if flag not in ("--config_name", architectures / "convnext")]
-    flags += [
-        "--model_name_or_path",
-        model,
-        "--freeze_backbone",
-        "--per_device_train_batch_size",
-        4,
-    ]
+    flags += ["--model_name_or_path", model, "--freeze_backbone", "--per_device_train_batch_size", 4]
     run = run_here_and_read(tmp_path / "run", flags)
     after = run.weights()
     head = ("classifier.1.weight", "classifier.1.bias")
@@ -598,9 +382,7 @@ def test_linear_probing_changes_the_head_alone(base, architectures, tmp_path):
     assert not [name for name in saved if "convolution" in name]
 
 
-def test_a_model_with_these_classes_keeps_its_head_and_its_order(
-    base, architectures, tmp_path, capsys
-):
+def test_a_model_with_these_classes_keeps_its_head_and_its_order(base, architectures, tmp_path, capsys):
     """A finished model, trained no further in effect, scores as it did."""
     flags = (*base, "--per_device_train_batch_size", 8, "--max_steps", 40, "--learning_rate", 5e-3)
     first = run_here_and_read(tmp_path / "first", flags)
@@ -619,45 +401,18 @@ def test_a_model_with_these_classes_keeps_its_head_and_its_order(
     second = run_here_and_read(tmp_path / "second", flags)
     assert "its head is kept" in capsys.readouterr().err
     assert evaluation(second.folder)["classes"] == evaluation(first.folder)["classes"]
-    assert json.loads((second.folder / "final/config.json").read_text())["id2label"] == {
-        "0": "owl",
-        "1": "cat",
-        "2": "dog",
-    }
+    assert json.loads((second.folder / "final/config.json").read_text())["id2label"] == {"0": "owl", "1": "cat", "2": "dog"}
 
 
 def test_final_is_the_best_and_training_stops_early(base, tmp_path):
     """A learning rate that ruins the model: the best evaluation is an early one."""
-    flags = (
-        *base,
-        "--per_device_train_batch_size",
-        8,
-        "--ema_decay",
-        0.2,
-        "--max_grad_norm",
-        0,
-        "--eval_steps",
-        2,
-    )
-    flags = (
-        *flags,
-        "--max_steps",
-        60,
-        "--learning_rate",
-        0.3,
-        "--early_stopping_patience",
-        3,
-        "--warmup_steps",
-        0.2,
-    )
+    flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0.2, "--max_grad_norm", 0, "--eval_steps", 2)
+    flags = (*flags, "--max_steps", 60, "--learning_rate", 0.3, "--early_stopping_patience", 3, "--warmup_steps", 0.2)
     flags = (*flags, "--metric_for_best_model", "loss")
     folder = tmp_path / "run"
     done = run_here_and_read(folder, flags)
     evaluations = {row["step"]: row["eval_loss"] for row in done.rows if "eval_loss" in row}
-    ends = run_here_and_read(
-        tmp_path / "ends",
-        (*flags, "--metric_for_best_model", "none", "--early_stopping_patience", 0),
-    )
+    ends = run_here_and_read(tmp_path / "ends", (*flags, "--metric_for_best_model", "none", "--early_stopping_patience", 0))
     assert not torch.equal(ends.weights()["classifier.weight"], done.weights()["classifier.weight"])
     best = min(evaluations, key=evaluations.get)
     last = max(evaluations)
@@ -675,40 +430,18 @@ def test_the_best_of_another_resolution_is_no_best(base, tmp_path, capsys):
     run_here_and_read(tmp_path / "run", (*flags, "--max_steps", 2))
     more = ("--image_size", 24, "--max_steps", 4, "--allow_changed", "image_size", "max_steps")
     done = run_here_and_read(tmp_path / "run", (*flags, *more))
-    assert (
-        "step 2 was the best of another metric, other data or settings: forgotten"
-        in capsys.readouterr().err
-    )
-    assert (
-        f"| eval_loss | {evaluation(done.folder)['loss']:.4f} |"
-        in (done.folder / "final/README.md").read_text()
-    )
+    assert "step 2 was the best of another metric, other data or settings: forgotten" in capsys.readouterr().err
+    assert f"| eval_loss | {evaluation(done.folder)['loss']:.4f} |" in (done.folder / "final/README.md").read_text()
 
 
 @pytest.mark.slow
 def test_of_equally_good_evaluations_the_one_of_least_loss_is_the_best(base, tmp_path):
-    flags = (
-        *base,
-        "--per_device_train_batch_size",
-        8,
-        "--ema_decay",
-        0,
-        "--eval_steps",
-        1,
-        "--max_steps",
-        24,
-    )
+    flags = (*base, "--per_device_train_batch_size", 8, "--ema_decay", 0, "--eval_steps", 1, "--max_steps", 24)
     flags = (*flags, "--learning_rate", 0.01, "--save_steps", 8)
     done = run_here_and_read(tmp_path / "run", flags)
-    evaluations = {
-        row["step"]: (row["eval_accuracy"], -row["eval_loss"])
-        for row in done.rows
-        if "eval_loss" in row
-    }
+    evaluations = {row["step"]: (row["eval_accuracy"], -row["eval_loss"]) for row in done.rows if "eval_loss" in row}
     best = max(evaluations, key=evaluations.get)
-    equals = [
-        step for step, (accuracy, _) in evaluations.items() if accuracy == evaluations[best][0]
-    ]
+    equals = [step for step, (accuracy, _) in evaluations.items() if accuracy == evaluations[best][0]]
     assert min(equals) < best
     state = json.loads((tmp_path / "run/checkpoint-000024/trainer_state.json").read_text())
     assert state["best_step"] == best
@@ -720,17 +453,10 @@ def test_every_rank_skips_the_same_damaged_images(base, image_folder, tmp_path):
     (folder / "train/cat/0.png").write_bytes(b"")
     (folder / "train/dog/1.png").write_bytes((folder / "train/dog/1.png").read_bytes()[:300])
     (folder / "val/owl/2.png").write_text("not a picture")
-    flags = (
-        *(folder if flag == image_folder else flag for flag in base),
-        "--per_device_train_batch_size",
-        4,
-    )
+    flags = (*(folder if flag == image_folder else flag for flag in base), "--per_device_train_batch_size", 4)
     refused = run("image_classification", tmp_path / "refused", *flags, processes=2, check=False)
     assert refused.returncode != 0
-    assert (
-        f"error: {folder}/train/cat/0.png: the file is empty, and 2 more cannot be read"
-        in refused.output
-    )
+    assert f"error: {folder}/train/cat/0.png: the file is empty, and 2 more cannot be read" in refused.output
     done = run("image_classification", tmp_path / "run", *flags, "--skip_bad_images", processes=2)
     assert "skipped 3 of 70 images" in done.output
     assert evaluation(tmp_path / "run")["images"] == 16
@@ -740,19 +466,13 @@ def test_every_rank_skips_the_same_damaged_images(base, image_folder, tmp_path):
 
 def test_an_image_that_vanishes_later_ends_the_run_with_its_path(base, image_folder, tmp_path):
     folder = shutil.copytree(image_folder, tmp_path / "images")
-    flags = (
-        *(folder if flag == image_folder else flag for flag in base),
-        "--per_device_train_batch_size",
-        8,
-    )
+    flags = (*(folder if flag == image_folder else flag for flag in base), "--per_device_train_batch_size", 8)
     flags = (*flags, "--dataloader_num_workers", 2)
     run_here("image_classification", *flags, "--output_dir", tmp_path / "first", "--max_steps", 1)
     path = folder / "train/dog/1.png"
     times = path.stat().st_mtime_ns
     content = path.read_bytes()
-    path.write_bytes(
-        bytes(len(content))
-    )  # as large and as old as before: the look at start-up does not see it
+    path.write_bytes(bytes(len(content)))  # as large and as old as before: the look at start-up does not see it
     os.utime(path, ns=(times, times))
     with pytest.raises(ConfigError, match=r"dog/1\.png: not an image"):
         run_here("image_classification", *flags, "--output_dir", tmp_path / "second")
@@ -762,38 +482,21 @@ def test_an_image_that_vanishes_later_ends_the_run_with_its_path(base, image_fol
     ("flags", "message"),
     [
         (("--per_device_train_batch_size", "1"), "choose an even number"),
-        (
-            ("--global_batch_size", "64", "--per_device_train_batch_size", "64"),
-            "53 training images are fewer",
-        ),
+        (("--global_batch_size", "64", "--per_device_train_batch_size", "64"), "53 training images are fewer"),
         (("--config_overrides", "depth=[1]"), "depths"),
         (("--freeze_backbone",), "--model_name_or_path"),
         (("--gradient_checkpointing", "full"), "does not support --gradient_checkpointing"),
-        (
-            ("--early_stopping_patience", "2", "--metric_for_best_model", "none"),
-            "--metric_for_best_model",
-        ),
+        (("--early_stopping_patience", "2", "--metric_for_best_model", "none"), "--metric_for_best_model"),
     ],
 )
 def test_bad_input_is_one_config_error(base, tmp_path, flags, message):
     with pytest.raises(ConfigError) as caught:
-        run_here(
-            "image_classification",
-            *base,
-            "--per_device_train_batch_size",
-            2,
-            "--output_dir",
-            tmp_path,
-            *flags,
-        )
+        run_here("image_classification", *base, "--per_device_train_batch_size", 2, "--output_dir", tmp_path, *flags)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_the_demo_learns_digits_with_no_argument(tmp_path):
     done = run("image_classification", tmp_path, "--max_steps", 70, "--dataloader_num_workers", 0)
-    assert (
-        "scikit-learn's handwritten digits: 1,528 images of 10 classes; validation: 269"
-        in done.output
-    )
+    assert "scikit-learn's handwritten digits: 1,528 images of 10 classes; validation: 269" in done.output
     assert evaluation(tmp_path)["accuracy"] > 0.9

@@ -20,52 +20,25 @@ SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_
 
 def samples_by_source(folder, first: int) -> list[Counter]:
     """Of each step, how many samples are of the first source (`first` samples) and how many of the second."""
-    return [
-        Counter(sample < first for sample in samples)
-        for _, _, samples in audit.samples_of_steps(folder).values()
-    ]
+    return [Counter(sample < first for sample in samples) for _, _, samples in audit.samples_of_steps(folder).values()]
 
 
 @pytest.fixture(scope="module")
 def few_chats(tmp_path_factory):
     """9 conversations of one word each."""
     path = tmp_path_factory.mktemp("few") / "few.jsonl"
-    row = {
-        "messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "line"}]
-    }
+    row = {"messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "line"}]}
     path.write_text(9 * (json.dumps(row) + "\n"))
     return path
 
 
 @pytest.mark.slow
-def test_chats_that_were_killed_continue_on_another_number_of_processes(
-    tiny_model, chat_file, few_chats, tmp_path, capsys
-):
+def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_model, chat_file, few_chats, tmp_path, capsys):
     settings = {"train_file": [str(chat_file), str(few_chats)], "mix_weights": [0.75, 0.25]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(settings))
     flags = (
-        *(
-            "--config",
-            tmp_path / "mix.yaml",
-            "--model_name_or_path",
-            tiny_model,
-            "--seq_length",
-            96,
-            "--packing",
-            "on",
-        ),
-        *(
-            "--lora_r",
-            4,
-            "--learning_rate",
-            1e-2,
-            "--global_batch_size",
-            4,
-            "--max_steps",
-            8,
-            "--eval_steps",
-            4,
-        ),
+        *("--config", tmp_path / "mix.yaml", "--model_name_or_path", tiny_model, "--seq_length", 96, "--packing", "on"),
+        *("--lora_r", 4, "--learning_rate", 1e-2, "--global_batch_size", 4, "--max_steps", 8, "--eval_steps", 4),
         *("--save_steps", 2, "--num_generations", 0, "--audit_data"),
     )
     whole = run("lora_finetune", tmp_path / "whole", *flags)
@@ -78,26 +51,13 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(
     assert again.losses == pytest.approx(whole.losses, rel=1e-5)
     assert audit.samples_of_steps(folder) == audit.samples_of_steps(tmp_path / "whole")
     rows = audit.samples_of_steps(folder)[1][1]  # rows that were packed from each source
-    assert (
-        list(rows) == ["chats.jsonl", "few.jsonl"]
-        and f"packed into {sum(rows.values())} rows" in whole.output
-    )
+    assert list(rows) == ["chats.jsonl", "few.jsonl"] and f"packed into {sum(rows.values())} rows" in whole.output
     assert samples_by_source(folder, rows["chats.jsonl"]) == 8 * [Counter({True: 3, False: 1})]
     done = subprocess.run(
-        [sys.executable, "-m", "shared", "audit", folder],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
+        [sys.executable, "-m", "shared", "audit", folder], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert (
-        f"few.jsonl: 8 used of {(few := rows['few.jsonl'])} samples, {8 / few:.2f} epochs"
-        in done.stdout
-    )
-    assert (
-        again.last("epochs/few.jsonl") == 8 / few
-        and again.last("epochs/chats.jsonl") == 24 / rows["chats.jsonl"]
-    )
+    assert f"few.jsonl: 8 used of {(few := rows['few.jsonl'])} samples, {8 / few:.2f} epochs" in done.stdout
+    assert again.last("epochs/few.jsonl") == 8 / few and again.last("epochs/chats.jsonl") == 24 / rows["chats.jsonl"]
     assert "epochs chats.jsonl" in again.output and "75.0% chats.jsonl" in again.output
     with pytest.raises(ConfigError, match="mix_weights"):
         run_here("lora_finetune", *flags, "--mix_weights", 1, 3, "--output_dir", folder)
@@ -115,29 +75,8 @@ def test_text_is_prepared_once_for_each_source(text_file, tiny_model, tmp_path, 
     for other in others:
         other.write_text(sentence(rng, 2000))
     flags = (
-        *(
-            "--config_overrides",
-            SHAPE,
-            "--seq_length",
-            32,
-            "--global_batch_size",
-            10,
-            "--max_steps",
-            6,
-            "--eval_samples",
-            8,
-        ),
-        *(
-            "--preprocessing_num_workers",
-            1,
-            "--audit_data",
-            "--train_file",
-            text_file,
-            others[0],
-            "--mix_weights",
-            3,
-            7,
-        ),
+        *("--config_overrides", SHAPE, "--seq_length", 32, "--global_batch_size", 10, "--max_steps", 6, "--eval_samples", 8),
+        *("--preprocessing_num_workers", 1, "--audit_data", "--train_file", text_file, others[0], "--mix_weights", 3, 7),
     )
     run_here("pretrain", *flags, "--tokenizer_name", tiny_model, "--output_dir", tmp_path / "two")
     folders = [*(tmp_path / "cache" / "corpus").iterdir()]
@@ -148,40 +87,15 @@ def test_text_is_prepared_once_for_each_source(text_file, tiny_model, tmp_path, 
     assert audit.check(tmp_path / "two").problems == []
     assert Run(tmp_path / "two", 0, "").last("epochs/text.jsonl") == 18 / of_text
 
-    more = (
-        *flags[:-6],
-        "--train_file",
-        text_file,
-        *others,
-        "--mix_weights",
-        3,
-        6,
-        1,
-        "--tokenizer_name",
-        tiny_model,
-    )
+    more = (*flags[:-6], "--train_file", text_file, *others, "--mix_weights", 3, 6, 1, "--tokenizer_name", tiny_model)
     run_here("pretrain", *more, "--preprocess_only")
-    assert {*folders} < {*(tmp_path / "cache" / "corpus").iterdir()} and len(
-        [*(tmp_path / "cache/corpus").iterdir()]
-    ) == 3
+    assert {*folders} < {*(tmp_path / "cache" / "corpus").iterdir()} and len([*(tmp_path / "cache/corpus").iterdir()]) == 3
 
-    run_here(
-        "pretrain",
-        *flags,
-        "--vocab_size",
-        320,
-        "--output_dir",
-        tmp_path / "trained",
-        "--max_steps",
-        1,
-    )
+    run_here("pretrain", *flags, "--vocab_size", 320, "--output_dir", tmp_path / "trained", "--max_steps", 1)
     (trained,) = (tmp_path / "cache" / "tokenizers").iterdir()  # one, on the text of both
     assert len(corpus.load_tokenizer(trained)) == 320
     (final,) = (tmp_path / "trained" / "final").glob("tokenizer.json")
-    assert (
-        json.loads(final.read_text())["model"]
-        == json.loads((trained / "tokenizer/tokenizer.json").read_text())["model"]
-    )
+    assert json.loads(final.read_text())["model"] == json.loads((trained / "tokenizer/tokenizer.json").read_text())["model"]
 
 
 def test_folders_of_images_are_mixed(image_folder, architectures, tmp_path):
@@ -189,33 +103,14 @@ def test_folders_of_images_are_mixed(image_folder, architectures, tmp_path):
         for kind, name in ((1, "dog"), (2, "emu")):
             paint(tmp_path / "birds" / name / f"{number}.png", kind, number, (20, 20))
     flags = (
-        *(
-            "--train_dir",
-            image_folder,
-            tmp_path / "birds",
-            "--mix_weights",
-            1,
-            3,
-            "--image_size",
-            16,
-            "--audit_data",
-        ),
-        *(
-            "--config_name",
-            architectures / "resnet",
-            "--global_batch_size",
-            8,
-            "--num_train_epochs",
-            1,
-        ),
+        *("--train_dir", image_folder, tmp_path / "birds", "--mix_weights", 1, 3, "--image_size", 16, "--audit_data"),
+        *("--config_name", architectures / "resnet", "--global_batch_size", 8, "--num_train_epochs", 1),
     )
     run_here("image_classification", *flags, "--output_dir", tmp_path / "run")
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert {"cat", "dog", "owl", "emu"} <= set(map(str, found["classes"]))
     steps = samples_by_source(tmp_path / "run", 53)
-    assert len(steps) == (53 + 16) // 8 and set(map(str, steps)) == {
-        str(Counter({False: 6, True: 2}))
-    }
+    assert len(steps) == (53 + 16) // 8 and set(map(str, steps)) == {str(Counter({False: 6, True: 2}))}
     findings = audit.check(tmp_path / "run")
     assert findings.problems == [] and findings.sources[image_folder.name] == (16, 53)
     assert findings.sources["birds"] == (48, 16)  # 20 % of 20 are held out
@@ -224,54 +119,25 @@ def test_folders_of_images_are_mixed(image_folder, architectures, tmp_path):
 @pytest.mark.parametrize(
     ("template", "flags", "message"),
     [
-        (
-            "pretrain",
-            ("--train_file", "A", "B", "--mix_weights", 1),
-            "--mix_weights has 1 value(s), --train_file 2",
-        ),
+        ("pretrain", ("--train_file", "A", "B", "--mix_weights", 1), "--mix_weights has 1 value(s), --train_file 2"),
         ("pretrain", ("--mix_weights", 1), "--mix_weights has 1 value(s), --train_file 0"),
-        (
-            "pretrain",
-            ("--train_file", "A", "B", "--mix_weights", 1, 0),
-            "--mix_weights must be above 0, not 0",
-        ),
-        (
-            "pretrain",
-            ("--train_file", "A", "A", "--mix_weights", 1, 2),
-            "names a source of the mixture twice",
-        ),
-        (
-            "pretrain",
-            ("--train_file", "A", "B", "--mix_weights", 1, 2, "--streaming"),
-            "does not work with --streaming",
-        ),
+        ("pretrain", ("--train_file", "A", "B", "--mix_weights", 1, 0), "--mix_weights must be above 0, not 0"),
+        ("pretrain", ("--train_file", "A", "A", "--mix_weights", 1, 2), "names a source of the mixture twice"),
+        ("pretrain", ("--train_file", "A", "B", "--mix_weights", 1, 2, "--streaming"), "does not work with --streaming"),
         ("pretrain", ("--train_file", "EMPTY", "A", "--mix_weights", 1, 2), "EMPTY: no text in it"),
-        (
-            "lora_finetune",
-            ("--train_file", "A", "EMPTY", "--mix_weights", 1, 2),
-            "EMPTY: no records in it",
-        ),
-        (
-            "image_classification",
-            ("--train_dir", "D", "E"),
-            "--train_dir has 2 values: give a share for each",
-        ),
+        ("lora_finetune", ("--train_file", "A", "EMPTY", "--mix_weights", 1, 2), "EMPTY: no records in it"),
+        ("image_classification", ("--train_dir", "D", "E"), "--train_dir has 2 values: give a share for each"),
     ],
 )
 def test_bad_mixtures_are_one_line(template, flags, message, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("A", "B"):
-        (tmp_path / name).with_suffix(".jsonl").write_text(
-            20 * (json.dumps({"text": 20 * "the model reads "}) + "\n")
-        )
+        (tmp_path / name).with_suffix(".jsonl").write_text(20 * (json.dumps({"text": 20 * "the model reads "}) + "\n"))
     (tmp_path / "EMPTY.jsonl").write_text("\n")
     for name in ("D", "E"):
         (tmp_path / name).mkdir()
     flags = [f"{flag}.jsonl" if flag in ("A", "B", "EMPTY") else flag for flag in flags]
-    model = {
-        "pretrain": ("--tokenizer_name", tiny_model),
-        "lora_finetune": ("--model_name_or_path", tiny_model),
-    }
+    model = {"pretrain": ("--tokenizer_name", tiny_model), "lora_finetune": ("--model_name_or_path", tiny_model)}
     with pytest.raises(ConfigError) as error:
         run_here(template, *flags, *model.get(template, ()), "--output_dir", tmp_path / "run")
     assert message in str(error.value).replace(".jsonl", "") and "\n" not in str(error.value)

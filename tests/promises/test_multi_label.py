@@ -45,20 +45,12 @@ def write(folder, counts):
             paint(path, [(label + mislabelled) % 3 for label in labels], number + 1000 * len(split))
             given = [NAMES[label] for label in labels]
             record = {"file_name": f"images/{path.name}", "label": given}
-            lines.append(
-                json.dumps(record) if split == "val" else f"images/{path.name},{'|'.join(given)}"
-            )
+            lines.append(json.dumps(record) if split == "val" else f"images/{path.name},{'|'.join(given)}")
             made[split].append((path, [float(label in labels) for label in range(3)]))
         file = folder / ("val.jsonl" if split == "val" else "train.csv")
         file.write_text("\n".join(["file_name,label"] * (split == "train") + lines) + "\n")
     assert any(not any(hot) for _, hot in made["train"])
-    return (
-        "--train_file",
-        folder / "train.csv",
-        "--validation_file",
-        folder / "val.jsonl",
-        *MULTI,
-    ), made
+    return ("--train_file", folder / "train.csv", "--validation_file", folder / "val.jsonl", *MULTI), made
 
 
 @pytest.fixture(scope="module")
@@ -66,48 +58,15 @@ def base(tmp_path_factory, architectures):
     """Flags of a tiny run with everything that changes targets, whose epochs end in a ragged global batch."""
     flags, _ = write(tmp_path_factory.mktemp("data"), {"train": 53, "val": 17})
     return (
-        *(
-            *flags,
-            "--config_name",
-            architectures / "convnext",
-            "--mixup_alpha",
-            0.3,
-            "--cutmix_alpha",
-            1.0,
-        ),
-        *(
-            "--label_smoothing",
-            0.1,
-            "--class_weights",
-            "balanced",
-            "--learning_rate",
-            3e-3,
-            "--global_batch_size",
-            8,
-        ),
-        *(
-            "--per_device_eval_batch_size",
-            4,
-            "--max_steps",
-            12,
-            "--eval_steps",
-            6,
-            "--save_steps",
-            4,
-            "--audit_data",
-        ),
+        *(*flags, "--config_name", architectures / "convnext", "--mixup_alpha", 0.3, "--cutmix_alpha", 1.0),
+        *("--label_smoothing", 0.1, "--class_weights", "balanced", "--learning_rate", 3e-3, "--global_batch_size", 8),
+        *("--per_device_eval_batch_size", 4, "--max_steps", 12, "--eval_steps", 6, "--save_steps", 4, "--audit_data"),
     )
 
 
 @pytest.fixture(scope="module")
 def one_process(base, tmp_path_factory):
-    return run(
-        "image_classification",
-        tmp_path_factory.mktemp("one"),
-        *base,
-        "--per_device_train_batch_size",
-        8,
-    )
+    return run("image_classification", tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8)
 
 
 def evaluation(folder) -> dict:
@@ -118,9 +77,7 @@ def evaluation(folder) -> dict:
     ("per_device", "config", "strategy"),
     [(2, "ddp", "DDP x 2 on cpu, fp32"), slow(4, "fsdp2", "FSDP2 x 2 on cpu, fp32")],
 )
-def test_two_processes_learn_what_one_learns(
-    one_process, base, tmp_path, per_device, config, strategy
-):
+def test_two_processes_learn_what_one_learns(one_process, base, tmp_path, per_device, config, strategy):
     flags = (*base, "--per_device_train_batch_size", per_device)
     other = run("image_classification", tmp_path, *flags, processes=2, config=config)
     assert other.manifest(12)["strategy"] == strategy
@@ -128,10 +85,7 @@ def test_two_processes_learn_what_one_learns(
     for key in ("eval_loss", "eval_map", "eval_macro_f1"):
         assert other.last(key) == pytest.approx(one_process.last(key), rel=1e-5)
     counts = [row["images"] for row in one_process.rows if "images" in row]
-    assert set(np.diff([0, *counts]).tolist()) == {
-        8,
-        5,
-    }  # a ragged batch, filled up to the size of the others
+    assert set(np.diff([0, *counts]).tolist()) == {8, 5}  # a ragged batch, filled up to the size of the others
     ours, theirs = evaluation(other.folder), evaluation(one_process.folder)
     assert ours["images"] == theirs["images"] == 17
     for name in NAMES:
@@ -141,17 +95,11 @@ def test_two_processes_learn_what_one_learns(
 def test_killed_and_resumed_bit_for_bit(one_process, base, tmp_path):
     flags, folder = (*base, "--per_device_train_batch_size", 8), tmp_path / "run"
     for fault in ("update:kill@7", "evaluation:kill@1", "finish:kill"):
-        killed = run(
-            "image_classification", folder, *flags, env={"TEMPLATES_FAULT": fault}, check=False
-        )
+        killed = run("image_classification", folder, *flags, env={"TEMPLATES_FAULT": fault}, check=False)
         assert killed.returncode != 0 and not (folder / "final").exists()
     again = run("image_classification", folder, *flags)
-    assert compare(one_process.folder, folder) == dict.fromkeys(
-        compare(one_process.folder, folder), ""
-    )
-    assert all(
-        torch.equal(weight, one_process.weights()[name]) for name, weight in again.weights().items()
-    )
+    assert compare(one_process.folder, folder) == dict.fromkeys(compare(one_process.folder, folder), "")
+    assert all(torch.equal(weight, one_process.weights()[name]) for name, weight in again.weights().items())
     configs = ((each / "final/config.json").read_text() for each in (folder, one_process.folder))
     assert len(set(configs)) == 1  # the thresholds, too
 
@@ -163,80 +111,32 @@ def test_equals_a_plain_loop_and_scikit_learn(architectures, tmp_path):
 
     flags, made = write(tmp_path / "data", {"train": 21, "val": 34})
     steps, rate, smoothing = 30, 5e-3, 0.1
-    model_folder = save_classifier(
-        architectures / "convnext", tmp_path / "model", ("owl", "dog", "cat")
-    )
+    model_folder = save_classifier(architectures / "convnext", tmp_path / "model", ("owl", "dog", "cat"))
     (model_folder / "preprocessor_config.json").unlink()
     theirs = run(
-        *(
-            "image_classification",
-            tmp_path / "run",
-            *flags,
-            "--model_name_or_path",
-            model_folder,
-            "--crop_pct",
-            1,
-        ),
-        *(
-            "--crop_min_scale",
-            1,
-            "--horizontal_flip",
-            0,
-            "--label_smoothing",
-            smoothing,
-            "--class_weights",
-            "balanced",
-        ),
-        *(
-            "--learning_rate",
-            rate,
-            "--weight_decay",
-            0,
-            "--lr_scheduler_type",
-            "constant",
-            "--warmup_steps",
-            0,
-        ),
-        *(
-            "--max_steps",
-            steps,
-            "--max_grad_norm",
-            0,
-            "--global_batch_size",
-            21,
-            "--per_device_train_batch_size",
-            21,
-        ),
+        *("image_classification", tmp_path / "run", *flags, "--model_name_or_path", model_folder, "--crop_pct", 1),
+        *("--crop_min_scale", 1, "--horizontal_flip", 0, "--label_smoothing", smoothing, "--class_weights", "balanced"),
+        *("--learning_rate", rate, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_steps", 0),
+        *("--max_steps", steps, "--max_grad_norm", 0, "--global_batch_size", 21, "--per_device_train_batch_size", 21),
         *("--metric_for_best_model", "none", "--per_device_eval_batch_size", 4),
     )
     assert "its head is kept" in theirs.output
     logged = [row for row in theirs.rows if "loss" in row]
-    assert all(
-        row["processed_images_per_second"] == row["trained_images_per_second"] for row in logged
-    )
+    assert all(row["processed_images_per_second"] == row["trained_images_per_second"] for row in logged)
 
     def load(split):
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-        pixels = [
-            resize(pil_to_tensor(Image.open(path)), [16, 16], InterpolationMode.BICUBIC)
-            for path, _ in made[split]
-        ]
-        hot = torch.tensor(
-            [labels[::-1] for _, labels in made[split]]
-        )  # in the model's order: owl, dog, cat
+        pixels = [resize(pil_to_tensor(Image.open(path)), [16, 16], InterpolationMode.BICUBIC) for path, _ in made[split]]
+        hot = torch.tensor([labels[::-1] for _, labels in made[split]])  # in the model's order: owl, dog, cat
         return (torch.stack(pixels).float() / 255 - mean[:, None, None]) / std[:, None, None], hot
 
     pixels, targets = load("train")
     model = AutoModelForImageClassification.from_pretrained(model_folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
     pos_weight = (targets == 0).sum(0) / targets.sum(0)
     for step in range(steps):
         smooth = targets * (1 - smoothing) + smoothing / 2
-        loss = F.binary_cross_entropy_with_logits(
-            model(pixel_values=pixels).logits, smooth, pos_weight=pos_weight
-        )
+        loss = F.binary_cross_entropy_with_logits(model(pixel_values=pixels).logits, smooth, pos_weight=pos_weight)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -248,22 +148,13 @@ def test_equals_a_plain_loop_and_scikit_learn(architectures, tmp_path):
     pixels, hot = load("val")
     with torch.no_grad():
         logits = final(pixel_values=pixels).logits
-    expected, found = (
-        F.binary_cross_entropy_with_logits(logits, hot).item(),
-        evaluation(tmp_path / "run"),
-    )
+    expected, found = F.binary_cross_entropy_with_logits(logits, hot).item(), evaluation(tmp_path / "run")
     scores, hot = logits.sigmoid().numpy(), hot.numpy().astype(bool)
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
-    assert found["map"] == pytest.approx(
-        average_precision_score(hot, scores, average="macro"), rel=1e-5
-    )
-    assert final.config.problem_type == "multi_label_classification" and set(
-        final.config.thresholds
-    ) == set(NAMES)
+    assert found["map"] == pytest.approx(average_precision_score(hot, scores, average="macro"), rel=1e-5)
+    assert final.config.problem_type == "multi_label_classification" and set(final.config.thresholds) == set(NAMES)
     limits = np.array([final.config.thresholds[final.config.id2label[i]] for i in range(3)])
-    assert found["macro_f1"] == pytest.approx(
-        f1_score(hot, scores >= limits, average="macro"), rel=1e-6
-    )
+    assert found["macro_f1"] == pytest.approx(f1_score(hot, scores >= limits, average="macro"), rel=1e-6)
     for number, name in final.config.id2label.items():
         truth, column = hot[:, number], scores[:, number]
         best = max(f1_score(truth, column >= cut, zero_division=0) for cut in column)
@@ -271,9 +162,7 @@ def test_equals_a_plain_loop_and_scikit_learn(architectures, tmp_path):
     assert 0.5 < found["map"] < 1  # neither is trivial
     wrong = (scores >= limits) != hot
     assert found["num_mistakes"] == wrong.sum() > 0
-    assert found["mistakes"][0]["score"] == pytest.approx(
-        scores[wrong][np.abs(scores - hot)[wrong].argmax()], abs=1e-4
-    )
+    assert found["mistakes"][0]["score"] == pytest.approx(scores[wrong][np.abs(scores - hot)[wrong].argmax()], abs=1e-4)
     assert "mistakes.png" in {path.name for path in (tmp_path / "run").iterdir()}
 
     # What the model card says, in another process, with transformers alone.
@@ -286,45 +175,20 @@ for path in {[str(path) for path, _ in made["val"]]}:
     found.append([scope["labels"], scope["answers"]])
 print(json.dumps(found))"""
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path / "run",
-        env=dict(os.environ),
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path / "run", env=dict(os.environ)
     )
     assert done.returncode == 0, done.stderr
-    for (labels, answers), row, given in zip(
-        json.loads(done.stdout), scores, scores >= limits, strict=True
-    ):
+    for (labels, answers), row, given in zip(json.loads(done.stdout), scores, scores >= limits, strict=True):
         by_name = {final.config.id2label[i]: float(score) for i, score in enumerate(row)}
-        assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(
-            by_name, abs=1e-5
-        )
+        assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(by_name, abs=1e-5)
         assert set(labels) == {final.config.id2label[i] for i in np.flatnonzero(given)}
     assert math.isclose(theirs.last("eval_loss"), found["loss"], rel_tol=1e-6)
 
 
 def test_one_label_after_several_forgets_thresholds(one_process, image_folder, tmp_path):
     """Pipelines would take a probability for each class, and users thresholds that mean nothing."""
-    flags = (
-        "--train_dir",
-        image_folder,
-        "--model_name_or_path",
-        one_process.folder / "final",
-        "--image_size",
-        16,
-    )
-    flags = (
-        *flags,
-        "--global_batch_size",
-        8,
-        "--max_steps",
-        1,
-        "--dataloader_num_workers",
-        0,
-        "--output_dir",
-        tmp_path,
-    )
+    flags = ("--train_dir", image_folder, "--model_name_or_path", one_process.folder / "final", "--image_size", 16)
+    flags = (*flags, "--global_batch_size", 8, "--max_steps", 1, "--dataloader_num_workers", 0, "--output_dir", tmp_path)
     run_here("image_classification", *flags)
     config = json.loads((tmp_path / "final/config.json").read_text())
     assert not {"problem_type", "thresholds"} & set(config)
@@ -334,19 +198,10 @@ def test_one_label_after_several_forgets_thresholds(one_process, image_folder, t
     ("extra", "message"),
     [
         ({"label": ["ghost"]}, "the class 'ghost' has no image to train on"),
-        (
-            {"label": "cat||dog"},
-            "val.jsonl:18: one of the labels is empty, expected a name or a number",
-        ),
+        ({"label": "cat||dog"}, "val.jsonl:18: one of the labels is empty, expected a name or a number"),
         ({"label": "cat,dog"}, "val.jsonl:18: the label is 'cat,dog': write name|name for several"),
-        (
-            {"label": None},
-            "val.jsonl:18: the label is null, expected a list of names, or text: name|name",
-        ),
-        (
-            {"label": [1.5]},
-            "val.jsonl:18: one of the labels is a float, expected a name or a number",
-        ),
+        ({"label": None}, "val.jsonl:18: the label is null, expected a list of names, or text: name|name"),
+        ({"label": [1.5]}, "val.jsonl:18: one of the labels is a float, expected a name or a number"),
         (("--train_file", ()), "--problem_type multi_label needs the labels of each image"),
         (("--per_device_train_batch_size", 1), "choose an even number"),
     ],
@@ -354,15 +209,7 @@ def test_one_label_after_several_forgets_thresholds(one_process, image_folder, t
 )
 def test_bad_input_is_one_line(tmp_path, extra, message):
     flags, made = write(tmp_path, {"train": 13, "val": 17})
-    flags = (
-        *flags,
-        "--output_dir",
-        tmp_path / "run",
-        "--global_batch_size",
-        4,
-        "--mixup_alpha",
-        0.1,
-    )
+    flags = (*flags, "--output_dir", tmp_path / "run", "--global_batch_size", 4, "--mixup_alpha", 0.1)
     if isinstance(extra, dict):
         with (tmp_path / "val.jsonl").open("a") as file:
             file.write(json.dumps({"file_name": str(made["val"][0][0]), **extra}) + "\n")
@@ -376,9 +223,5 @@ def test_bad_input_is_one_line(tmp_path, extra, message):
 
 
 def test_a_metric_of_several_labels_needs_them(image_folder, tmp_path):
-    with pytest.raises(
-        ConfigError, match="mean average precision, needs --problem_type multi_label"
-    ):
-        run_here(
-            "image_classification", "--train_dir", image_folder, "--metric_for_best_model", "map"
-        )
+    with pytest.raises(ConfigError, match="mean average precision, needs --problem_type multi_label"):
+        run_here("image_classification", "--train_dir", image_folder, "--metric_for_best_model", "map")

@@ -19,16 +19,11 @@ def samples(tmp_path_factory):
     kinds = {
         "texts": [{"text": q, "label": str(rng.randint(0, 2))} for q in questions],
         "chats": [{"prompt": q, "completion": sentence(rng, 5)} for q in questions],
-        "pairs": [
-            {"prompt": q, "chosen": sentence(rng, 5), "rejected": sentence(rng, 5)}
-            for q in questions
-        ],
+        "pairs": [{"prompt": q, "chosen": sentence(rng, 5), "rejected": sentence(rng, 5)} for q in questions],
         "corpus": [{"text": sentence(rng, 12)} for _ in questions],
     }
     for name, records in kinds.items():
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(record) + "\n" for record in records)
-        )
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for number in range(COUNT):
         paint(folder / f"images/class-{number % 3}/{number}.png", number % 3, number, (16, 16))
     return folder
@@ -36,16 +31,7 @@ def samples(tmp_path_factory):
 
 SHORT = ("--seq_length", 64, "--num_generations", 0, "--packing", "off")
 LORA = ("--lora_r", 64, "--lora_alpha", 64, "--learning_rate", 2e-3)
-NO_CROPS = (
-    "--crop_min_scale",
-    1.0,
-    "--horizontal_flip",
-    0,
-    "--label_smoothing",
-    0,
-    "--dataloader_num_workers",
-    0,
-)
+NO_CROPS = ("--crop_min_scale", 1.0, "--horizontal_flip", 0, "--label_smoothing", 0, "--dataloader_num_workers", 0)
 WIDE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
 FROM_SCRATCH = (
     "--config_overrides",
@@ -68,34 +54,17 @@ FROM_SCRATCH = (
         ("full_finetune", "chats", ("--learning_rate", 5e-3, *SHORT), 1, 0.1),
         ("dpo", "pairs", (*LORA, *SHORT), 1, 0.05),
         ("text_classification", "texts", ("--learning_rate", 2e-3), 1, 0.05),
-        (
-            "image_classification",
-            "images",
-            ("--image_size", 16, "--learning_rate", 3e-3, *NO_CROPS),
-            1,
-            0.05,
-        ),
+        ("image_classification", "images", ("--image_size", 16, "--learning_rate", 3e-3, *NO_CROPS), 1, 0.05),
         ("pretrain", "corpus", FROM_SCRATCH, 1, 0.3),
         ("pretrain_pipeline", "corpus", FROM_SCRATCH, 2, 0.3),
     ],
 )
-def test_learns_20_samples_by_heart(
-    tiny_model, samples, tmp_path, template, kind, flags, processes, loss
-):
-    where = (
-        "--train_file",
-        samples / f"{kind}.jsonl",
-        "--validation_file",
-        samples / f"{kind}.jsonl",
-    )
+def test_learns_20_samples_by_heart(tiny_model, samples, tmp_path, template, kind, flags, processes, loss):
+    where = ("--train_file", samples / f"{kind}.jsonl", "--validation_file", samples / f"{kind}.jsonl")
     if kind == "images":
         where = ("--train_dir", samples / "images", "--validation_dir", samples / "images")
     # Adapters leave a random model's small embeddings as they are: they get the demo's, which is trained.
-    model = (
-        ("--model_name_or_path", tiny_model)
-        if template in ("full_finetune", "text_classification")
-        else ()
-    )
+    model = ("--model_name_or_path", tiny_model) if template in ("full_finetune", "text_classification") else ()
     budget = ("--max_steps", STEPS, "--eval_steps", STEPS, "--weight_decay", 0)
     batch = () if kind == "corpus" else ("--global_batch_size", 10)
     done = run(template, tmp_path, *where, *model, *batch, *budget, *flags, processes=processes)

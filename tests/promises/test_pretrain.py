@@ -20,37 +20,15 @@ SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_
 def base(text_file):
     """Flags of a tiny run whose epochs end in a ragged global batch."""
     return (
-        *(
-            "--train_file",
-            text_file,
-            "--vocab_size",
-            320,
-            "--seq_length",
-            32,
-            "--config_overrides",
-            SHAPE,
-        ),
-        *(
-            "--optim",
-            "adamw",
-            "--learning_rate",
-            3e-3,
-            "--weight_decay",
-            0.1,
-            "--global_batch_size",
-            8,
-            "--max_steps",
-            12,
-        ),
+        *("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--config_overrides", SHAPE),
+        *("--optim", "adamw", "--learning_rate", 3e-3, "--weight_decay", 0.1, "--global_batch_size", 8, "--max_steps", 12),
         *("--eval_steps", 6, "--eval_samples", 7, "--save_steps", 6, "--save_total_limit", 5),
     )
 
 
 @pytest.fixture(scope="module")
 def one_process(base, tmp_path_factory):
-    return run(
-        "pretrain", tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8
-    )
+    return run("pretrain", tmp_path_factory.mktemp("one"), *base, "--per_device_train_batch_size", 8)
 
 
 def assert_same_learning(a, b, tolerance=1e-5):
@@ -67,9 +45,7 @@ def assert_same_learning(a, b, tolerance=1e-5):
 def test_equals_a_plain_loop(text_file, tiny_model, tmp_path, template, processes):
     """A hand-written loop with none of shared/'s training code; all sequences in each batch, so order plays no part."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    start = AutoModelForCausalLM.from_pretrained(
-        tiny_model, dtype=torch.float32, tie_word_embeddings=False
-    )
+    start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, tie_word_embeddings=False)
     start.save_pretrained(tmp_path / "start")  # of two matrices, as a pipeline needs it
     tokenizer.save_pretrained(tmp_path / "start")
 
@@ -78,61 +54,23 @@ def test_equals_a_plain_loop(text_file, tiny_model, tmp_path, template, processe
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in documents]
     stream = torch.tensor([token for document in ids for token in document])
     length = 32
-    windows = torch.stack(
-        [stream[i : i + length + 1] for i in range(0, len(stream) - length, length)]
-    )
+    windows = torch.stack([stream[i : i + length + 1] for i in range(0, len(stream) - length, length)])
     validation_file = tmp_path / "validation.jsonl"
     validation_file.write_text(text_file.read_text())
     steps, peak, warmup = 6, 3e-3, 2
     theirs = run(
-        *(
-            template,
-            tmp_path / "run",
-            "--model_name_or_path",
-            tmp_path / "start",
-            "--train_file",
-            text_file,
-        ),
-        *(
-            "--validation_file",
-            validation_file,
-            "--seq_length",
-            length,
-            "--optim",
-            "adamw",
-            "--learning_rate",
-            peak,
-        ),
-        *(
-            "--weight_decay",
-            0.1,
-            "--warmup_steps",
-            warmup / steps,
-            "--max_steps",
-            steps,
-            "--max_grad_norm",
-            0.5,
-        ),
-        *(
-            "--global_batch_size",
-            len(windows),
-            "--per_device_train_batch_size",
-            len(windows) // processes,
-        ),
+        *(template, tmp_path / "run", "--model_name_or_path", tmp_path / "start", "--train_file", text_file),
+        *("--validation_file", validation_file, "--seq_length", length, "--optim", "adamw", "--learning_rate", peak),
+        *("--weight_decay", 0.1, "--warmup_steps", warmup / steps, "--max_steps", steps, "--max_grad_norm", 0.5),
+        *("--global_batch_size", len(windows), "--per_device_train_batch_size", len(windows) // processes),
         *("--eval_samples", 8),
         processes=processes,
     )
     assert theirs.manifest(steps)["world_size"] == processes
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)
-    decayed = [
-        p
-        for n, p in model.named_parameters()
-        if p.ndim == 2 and "embed" not in n and "lm_head" not in n
-    ]
-    plain = [
-        p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n
-    ]
+    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    plain = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n or "lm_head" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), eps=1e-8)
     for step in range(steps):
@@ -155,9 +93,7 @@ def test_equals_a_plain_loop(text_file, tiny_model, tmp_path, template, processe
     per_token = sum(len(document.encode()) for document in documents) / len(stream)
     assert theirs.last("eval_loss") == pytest.approx(loss, rel=1e-5)
     assert theirs.last("eval_perplexity") == pytest.approx(math.exp(loss), rel=1e-4)
-    assert theirs.last("eval_bits_per_byte") == pytest.approx(
-        loss / math.log(2) / per_token, rel=1e-4
-    )
+    assert theirs.last("eval_bits_per_byte") == pytest.approx(loss / math.log(2) / per_token, rel=1e-4)
     weights = theirs.weights()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-3, atol=2e-5)
@@ -169,9 +105,7 @@ def test_muon_learns_the_same_sharded_and_resumes_under_another_strategy(base, t
     ddp = run("pretrain", tmp_path / "ddp", *flags, processes=2)
     start = ("--resume_from_checkpoint", tmp_path / "ddp" / "checkpoint-000006")
     fsdp = run("pretrain", tmp_path / "fsdp2", *flags, *start, processes=2, config="fsdp2")
-    assert ddp.manifest(6)["strategy"].startswith("DDP x 2") and fsdp.manifest(12)[
-        "strategy"
-    ].startswith("FSDP2 x 2")
+    assert ddp.manifest(6)["strategy"].startswith("DDP x 2") and fsdp.manifest(12)["strategy"].startswith("FSDP2 x 2")
     assert ddp.losses[12] < ddp.losses[1] - 0.3
     assert "at step 6" in fsdp.output
     assert fsdp.losses == pytest.approx({s: v for s, v in ddp.losses.items() if s > 6}, rel=1e-5)
@@ -189,27 +123,16 @@ def test_final_loads_with_from_pretrained(one_process):
 @pytest.mark.parametrize(
     "extra",
     [
-        (
-            "--gradient_checkpointing",
-            "2",
-            "--attn_implementation",
-            "eager",
-            "--dataloader_num_workers",
-            "2",
-        ),
+        ("--gradient_checkpointing", "2", "--attn_implementation", "eager", "--dataloader_num_workers", "2"),
         slow(("--gradient_checkpointing", "full", "--torch_compile")),
     ],
     ids=lambda e: e[0].strip("-"),
 )
-def test_speed_and_memory_flags_do_not_change_what_is_learned(
-    one_process, base, tmp_path, monkeypatch, extra
-):
+def test_speed_and_memory_flags_do_not_change_what_is_learned(one_process, base, tmp_path, monkeypatch, extra):
     # Compiled code is kept beside prepared data, for the next job, which may find another /tmp.
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     env = {"TEMPLATES_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}
-    other = run(
-        "pretrain", tmp_path / "run", *base, "--per_device_train_batch_size", 8, *extra, env=env
-    )
+    other = run("pretrain", tmp_path / "run", *base, "--per_device_train_batch_size", 8, *extra, env=env)
     assert_same_learning(one_process, other, tolerance=1e-4)
     assert "--torch_compile" not in extra or any((tmp_path / "cache/inductor").rglob("*.cpp"))
 
@@ -229,30 +152,11 @@ def _losses(folder):
 
 
 @pytest.mark.slow
-def test_streaming_sees_the_same_on_any_world_size_and_after_a_kill(
-    text_file, tiny_model, tmp_path
-):
+def test_streaming_sees_the_same_on_any_world_size_and_after_a_kill(text_file, tiny_model, tmp_path):
     flags = (
         *("--shuffle_window", 6),
-        *(
-            "--train_file",
-            text_file,
-            "--streaming",
-            "--model_name_or_path",
-            tiny_model,
-            "--seq_length",
-            32,
-        ),
-        *(
-            "--global_batch_size",
-            4,
-            "--per_device_train_batch_size",
-            2,
-            "--max_steps",
-            6,
-            "--save_steps",
-            3,
-        ),
+        *("--train_file", text_file, "--streaming", "--model_name_or_path", tiny_model, "--seq_length", 32),
+        *("--global_batch_size", 4, "--per_device_train_batch_size", 2, "--max_steps", 6, "--save_steps", 3),
         *("--optim", "adamw", "--eval_samples", 4, "--save_total_limit", 5),
     )
     one = run("pretrain", tmp_path / "one", *flags)
@@ -261,73 +165,34 @@ def test_streaming_sees_the_same_on_any_world_size_and_after_a_kill(
     start = tmp_path / "one" / "checkpoint-000003"
     resumed = run("pretrain", tmp_path / "resumed", *flags, "--resume_from_checkpoint", start)
     assert resumed.losses == {step: loss for step, loss in one.losses.items() if step > 3}
-    moved = run(
-        "pretrain", tmp_path / "moved", *flags, "--resume_from_checkpoint", start, processes=2
-    )
+    moved = run("pretrain", tmp_path / "moved", *flags, "--resume_from_checkpoint", start, processes=2)
     assert moved.losses == pytest.approx(resumed.losses, rel=1e-5)
-    killed = run(
-        "pretrain",
-        tmp_path / "killed",
-        *flags,
-        check=False,
-        env={"TEMPLATES_FAULT": "update:kill@5"},
-    )
+    killed = run("pretrain", tmp_path / "killed", *flags, check=False, env={"TEMPLATES_FAULT": "update:kill@5"})
     assert killed.returncode and not (killed.folder / "final").exists()
     killed = run("pretrain", tmp_path / "killed", *flags)
     assert "text.jsonl: read from its start on to step 3, where the run continues" in killed.output
     assert killed.losses == one.losses
     for name, weight in one.weights().items():
-        assert torch.equal(killed.weights()[name], weight) and torch.equal(
-            resumed.weights()[name], weight
-        )
+        assert torch.equal(killed.weights()[name], weight) and torch.equal(resumed.weights()[name], weight)
 
 
 def test_tokens_are_prepared_once(text_file, tmp_path, monkeypatch):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-    flags = (
-        "--train_file",
-        text_file,
-        "--vocab_size",
-        320,
-        "--seq_length",
-        32,
-        "--preprocess_only",
-    )
+    flags = ("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--preprocess_only")
     written = []
     for _ in range(2):
         run_here("pretrain", *flags)
-        written.append(
-            {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
-        )
+        written.append({path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")})
     assert written[0] == written[1] and written[0]
     assert not list(tmp_path.glob("outputs*"))
 
 
 def test_budget_in_tokens_and_epochs(text_file, tmp_path, tiny_model):
-    flags = (
-        "--train_file",
-        text_file,
-        "--model_name_or_path",
-        tiny_model,
-        "--seq_length",
-        32,
-        "--optim",
-        "adamw",
-    )
+    flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--optim", "adamw")
     sizes = ("--global_batch_size", 8, "--per_device_train_batch_size", 8, "--eval_samples", 2)
-    run_here(
-        "pretrain",
-        *flags,
-        *sizes,
-        "--max_tokens",
-        3 * 8 * 32 + 5,
-        "--output_dir",
-        tmp_path / "tokens",
-    )
+    run_here("pretrain", *flags, *sizes, "--max_tokens", 3 * 8 * 32 + 5, "--output_dir", tmp_path / "tokens")
     assert len(_losses(tmp_path / "tokens")) == 3
-    run_here(
-        "pretrain", *flags, *sizes, "--num_train_epochs", 1, "--output_dir", tmp_path / "epoch"
-    )
+    run_here("pretrain", *flags, *sizes, "--num_train_epochs", 1, "--output_dir", tmp_path / "epoch")
     sequences = Run(tmp_path / "epoch", 0, "").last("tokens") // 32
     assert len(_losses(tmp_path / "epoch")) == math.ceil(sequences / 8)
 
@@ -349,10 +214,7 @@ def test_other_data_is_refused_and_a_damaged_newest_checkpoint_passed_over(base,
     [
         (("--model_name_or_path", "/nowhere"), "/nowhere"),
         (("--config_overrides", "hiden_size=3"), "hidden_size"),
-        (
-            ("--global_batch_size", "4000", "--per_device_train_batch_size", "4000"),
-            "fewer than one --global_batch_size",
-        ),
+        (("--global_batch_size", "4000", "--per_device_train_batch_size", "4000"), "fewer than one --global_batch_size"),
         (("--text_column", "body"), "no column 'body' (has: text)"),
         (("--report_to", "nonesuch"), "nonesuch"),
         (("--streaming",), "--tokenizer_name"),
@@ -360,9 +222,7 @@ def test_other_data_is_refused_and_a_damaged_newest_checkpoint_passed_over(base,
 )
 def test_bad_input_is_one_config_error(base, tmp_path, flags, message):
     with pytest.raises(ConfigError) as caught:
-        run_here(
-            "pretrain", *base, "--per_device_train_batch_size", 2, "--output_dir", tmp_path, *flags
-        )
+        run_here("pretrain", *base, "--per_device_train_batch_size", 2, "--output_dir", tmp_path, *flags)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -379,22 +239,11 @@ def test_a_resumed_run_trains_a_loaded_model_with_its_dropout(text_file, tiny_mo
     shutil.copytree(tiny_model, model)
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.3}))
-    flags = (
-        "--train_file",
-        text_file,
-        "--model_name_or_path",
-        model,
-        "--seq_length",
-        32,
-        "--max_steps",
-        4,
-    )
+    flags = ("--train_file", text_file, "--model_name_or_path", model, "--seq_length", 32, "--max_steps", 4)
     flags += ("--eval_samples", 2)
     run_here("pretrain", *flags, "--save_steps", 2, "--output_dir", tmp_path / "whole")
     start = tmp_path / "whole/checkpoint-000002"
-    run_here(
-        "pretrain", *flags, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", start
-    )
+    run_here("pretrain", *flags, "--output_dir", tmp_path / "resumed", "--resume_from_checkpoint", start)
     assert _losses(tmp_path / "resumed") == _losses(tmp_path / "whole")[2:]
 
 
@@ -402,51 +251,20 @@ def test_a_resumed_run_trains_a_loaded_model_with_its_dropout(text_file, tiny_mo
 def test_the_eyes_of_a_model_stay_as_they_are(text_file, tiny_model, tmp_path):
     """No gradient reaches them through text, which DDP would wait for."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-    }
-    text = sizes | {
-        "vocab_size": len(tokenizer),
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "pad_token_id": None,
-    }
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    text = sizes | {"vocab_size": len(tokenizer), "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None}
     eyes = sizes | {"image_size": 16, "patch_size": 8}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Gemma3Config(text_config=text, vision_config=eyes))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    flags = (
-        "--train_file",
-        text_file,
-        "--model_name_or_path",
-        tmp_path / "model",
-        "--seq_length",
-        32,
-    )
-    flags += (
-        "--global_batch_size",
-        8,
-        "--eval_steps",
-        9,
-        "--learning_rate",
-        1e-3,
-        "--optim",
-        "adamw",
-        "--max_steps",
-        4,
-    )
+    flags = ("--train_file", text_file, "--model_name_or_path", tmp_path / "model", "--seq_length", 32)
+    flags += ("--global_batch_size", 8, "--eval_steps", 9, "--learning_rate", 1e-3, "--optim", "adamw", "--max_steps", 4)
     flags += ("--save_steps", 2)
     done = run("pretrain", tmp_path / "run", *flags, processes=2)
     assert done.manifest(4)["strategy"] == "DDP x 2 on cpu, fp32"
     assert "text trains its language model" in done.output
-    before, after = (
-        model.state_dict(),
-        AutoModelForCausalLM.from_pretrained(done.folder / "final").state_dict(),
-    )
+    before, after = model.state_dict(), AutoModelForCausalLM.from_pretrained(done.folder / "final").state_dict()
     assert after.keys() == before.keys()
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert kept == {name for name in before if "vision" in name or "multi_modal_projector" in name}

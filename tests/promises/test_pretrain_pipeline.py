@@ -18,28 +18,8 @@ STEPS, SAVED = 10, 4
 @pytest.fixture(scope="module")
 def flags(text_file):
     return (
-        *(
-            "--train_file",
-            text_file,
-            "--vocab_size",
-            320,
-            "--seq_length",
-            32,
-            "--max_steps",
-            STEPS,
-            "--save_steps",
-            SAVED,
-        ),
-        *(
-            "--save_total_limit",
-            9,
-            "--eval_samples",
-            9,
-            "--global_batch_size",
-            24,
-            "--max_grad_norm",
-            0.5,
-        ),
+        *("--train_file", text_file, "--vocab_size", 320, "--seq_length", 32, "--max_steps", STEPS, "--save_steps", SAVED),
+        *("--save_total_limit", 9, "--eval_samples", 9, "--global_batch_size", 24, "--max_grad_norm", 0.5),
         *("--learning_rate", 3e-3),
         *("--config_overrides", SHAPE + ",tie_word_embeddings=false"),
     )
@@ -47,9 +27,7 @@ def flags(text_file):
 
 @pytest.fixture(scope="module")
 def plain(flags, tmp_path_factory):
-    return run(
-        "pretrain", tmp_path_factory.mktemp("plain"), *flags, "--per_device_train_batch_size", 4
-    )
+    return run("pretrain", tmp_path_factory.mktemp("plain"), *flags, "--per_device_train_batch_size", 4)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +55,7 @@ def parameters(output: str) -> list[int]:
 def test_learns_what_one_process_learns(plain, pipeline, flags, tmp_path, processes, extra, name):
     """An epoch of this set ends in a smaller batch within these steps: its missing micro-batches count for nothing."""
     given = (*flags, "--per_device_train_batch_size", 4)
-    done = (
-        run("pretrain_pipeline", tmp_path, *given, *extra, processes=processes)
-        if extra
-        else pipeline
-    )
+    done = run("pretrain_pipeline", tmp_path, *given, *extra, processes=processes) if extra else pipeline
     manifest = done.manifest(STEPS)
     assert manifest["world_size"] == processes and manifest["strategy"] == f"{name} on cpu, fp32"
     own, whole = parameters(done.output)
@@ -98,39 +72,21 @@ def test_learns_what_one_process_learns(plain, pipeline, flags, tmp_path, proces
 
 
 def test_continues_what_one_process_has_saved(plain, flags, tmp_path):
-    start = (
-        "--resume_from_checkpoint",
-        plain.folder / f"checkpoint-{SAVED:06d}",
-        "--per_device_train_batch_size",
-        4,
-    )
+    start = ("--resume_from_checkpoint", plain.folder / f"checkpoint-{SAVED:06d}", "--per_device_train_batch_size", 4)
     resumed = run("pretrain_pipeline", tmp_path, *flags, *start, processes=2)
     assert f"at step {SAVED}" in resumed.output
-    assert resumed.losses == pytest.approx(
-        {s: v for s, v in plain.losses.items() if s > SAVED}, rel=1e-5
-    )
+    assert resumed.losses == pytest.approx({s: v for s, v in plain.losses.items() if s > SAVED}, rel=1e-5)
 
 
 @pytest.mark.parametrize(("processes", "config"), [(1, None), slow(2, "fsdp2")])
-def test_any_other_continues_what_a_pipeline_has_saved(
-    pipeline, flags, tmp_path, processes, config
-):
-    start = (
-        "--resume_from_checkpoint",
-        pipeline.folder / f"checkpoint-{SAVED:06d}",
-        "--per_device_train_batch_size",
-        4,
-    )
+def test_any_other_continues_what_a_pipeline_has_saved(pipeline, flags, tmp_path, processes, config):
+    start = ("--resume_from_checkpoint", pipeline.folder / f"checkpoint-{SAVED:06d}", "--per_device_train_batch_size", 4)
     resumed = run("pretrain", tmp_path, *flags, *start, processes=processes, config=config)
-    assert resumed.losses == pytest.approx(
-        {s: v for s, v in pipeline.losses.items() if s > SAVED}, rel=1e-5
-    )
+    assert resumed.losses == pytest.approx({s: v for s, v in pipeline.losses.items() if s > SAVED}, rel=1e-5)
 
 
 def test_final_loads_with_from_pretrained(pipeline):
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        pipeline.folder / "final", output_loading_info=True
-    )
+    model, loading = AutoModelForCausalLM.from_pretrained(pipeline.folder / "final", output_loading_info=True)
     assert not loading["missing_keys"] and model.config.num_hidden_layers == 4
 
 
@@ -139,14 +95,7 @@ def test_keeps_the_generation_settings_of_a_model_that_it_continues(pipeline, fl
     shutil.copytree(pipeline.folder / "final", tmp_path / "model")
     GenerationConfig(eos_token_id=[1, 2], max_new_tokens=7).save_pretrained(tmp_path / "model")
     given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
-    given += [
-        "--model_name_or_path",
-        tmp_path / "model",
-        "--per_device_train_batch_size",
-        4,
-        "--max_steps",
-        1,
-    ]
+    given += ["--model_name_or_path", tmp_path / "model", "--per_device_train_batch_size", 4, "--max_steps", 1]
     done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2)
     kept = GenerationConfig.from_pretrained(done.folder / "final")
     assert (kept.eos_token_id, kept.max_new_tokens) == ([1, 2], 7)
@@ -154,15 +103,8 @@ def test_keeps_the_generation_settings_of_a_model_that_it_continues(pipeline, fl
 
 @pytest.mark.slow
 def test_an_architecture_that_it_does_not_know_is_refused(flags, tmp_path):
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
-    GraniteConfig(**shape, logits_scaling=8.0, tie_word_embeddings=False).save_pretrained(
-        tmp_path / "a"
-    )
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    GraniteConfig(**shape, logits_scaling=8.0, tie_word_embeddings=False).save_pretrained(tmp_path / "a")
     given = [f for f in flags if f not in ("--config_overrides", flags[-1])]
     given += ["--config_name", tmp_path / "a", "--per_device_train_batch_size", 4]
     done = run("pretrain_pipeline", tmp_path / "run", *given, processes=2, check=False)
@@ -184,35 +126,18 @@ def test_evaluates_without_dropout(flags, tmp_path):
     [
         slow(4, "hsdp", (), "a pipeline is launched with ddp.yaml"),
         slow(3, "ddp", (), "3 processes cannot be split into pipelines of 2 ranks"),
-        (
-            2,
-            "ddp",
-            ("--config_overrides", SHAPE + ",tie_word_embeddings=true"),
-            "the first and the last stage cannot share",
-        ),
-        slow(
-            2,
-            "ddp",
-            ("--per_device_train_batch_size", "24"),
-            "1 micro-batches do not keep 2 pipeline ranks busy",
-        ),
+        (2, "ddp", ("--config_overrides", SHAPE + ",tie_word_embeddings=true"), "the first and the last stage cannot share"),
+        slow(2, "ddp", ("--per_device_train_batch_size", "24"), "1 micro-batches do not keep 2 pipeline ranks busy"),
     ],
 )
 def test_what_cannot_be_spread_is_one_line(flags, tmp_path, processes, config, extra, message):
     given = (*flags, "--per_device_train_batch_size", 2, *extra)
-    done = run(
-        "pretrain_pipeline", tmp_path, *given, processes=processes, config=config, check=False
-    )
+    done = run("pretrain_pipeline", tmp_path, *given, processes=processes, config=config, check=False)
     assert done.returncode != 0 and done.output.count(f"error: {message}") == 1
 
 
 def test_what_a_pipeline_would_leave_out_is_refused():
     config = load_template("pretrain_pipeline").Config
-    for flag in (
-        ["--streaming"],
-        ["--find_batch_size"],
-        ["--dress_rehearsal"],
-        ["--layer_decay", "0.9"],
-    ):
+    for flag in (["--streaming"], ["--find_batch_size"], ["--dress_rehearsal"], ["--layer_decay", "0.9"]):
         with pytest.raises(ConfigError, match=f"{flag[0]}.*not with a pipeline"):
             configs.parse(config, flag)

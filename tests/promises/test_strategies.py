@@ -30,60 +30,22 @@ STRATEGIES = {
     "deepspeed_zero3": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
     "deepspeed_zero3_offload": (2, "ZeRO-3 x 2", 1 / 2, 1 / 2),
 }
-FIRST = (
-    "ddp",
-    "fsdp2",
-    "tensor_parallel",
-    "deepspeed_zero3",
-)  # the others are of the exhaustive tier
+FIRST = ("ddp", "fsdp2", "tensor_parallel", "deepspeed_zero3")  # the others are of the exhaustive tier
 STEPS, SAVED = 10, 4
-COMMON = (
-    "--max_steps",
-    STEPS,
-    "--save_steps",
-    SAVED,
-    "--save_total_limit",
-    9,
-    "--global_batch_size",
-    8,
-)
+COMMON = ("--max_steps", STEPS, "--save_steps", SAVED, "--save_total_limit", 9, "--global_batch_size", 8)
 COMMON = (*COMMON, "--max_grad_norm", 0.5, "--eval_samples", 9)
 
 
 @pytest.fixture(scope="module")
 def flags(text_file, chat_file, tiny_model):
     return {
-        "pretrain": (
-            *COMMON,
-            "--train_file",
-            text_file,
-            "--seq_length",
-            32,
-            "--model_name_or_path",
-            tiny_model,
-        ),
+        "pretrain": (*COMMON, "--train_file", text_file, "--seq_length", 32, "--model_name_or_path", tiny_model),
         "lora_finetune": (
-            *(
-                *COMMON,
-                "--train_file",
-                chat_file,
-                "--seq_length",
-                64,
-                "--model_name_or_path",
-                tiny_model,
-            ),
+            *(*COMMON, "--train_file", chat_file, "--seq_length", 64, "--model_name_or_path", tiny_model),
             *("--num_generations", 0, "--lora_dropout", 0.0),
         ),
         "full_finetune": (
-            *(
-                *COMMON,
-                "--train_file",
-                chat_file,
-                "--seq_length",
-                64,
-                "--model_name_or_path",
-                tiny_model,
-            ),
+            *(*COMMON, "--train_file", chat_file, "--seq_length", 64, "--model_name_or_path", tiny_model),
             *("--num_generations", 0, "--learning_rate", 3e-4),
         ),
     }
@@ -93,9 +55,7 @@ def flags(text_file, chat_file, tiny_model):
 def reference(flags, tmp_path_factory):
     """One process, each template: what all others are compared with."""
     return {
-        template: run(
-            template, tmp_path_factory.mktemp(template), *given, "--per_device_train_batch_size", 4
-        )
+        template: run(template, tmp_path_factory.mktemp(template), *given, "--per_device_train_batch_size", 4)
         for template, given in flags.items()
     }
 
@@ -110,12 +70,7 @@ def launched(flags, tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"{template}-{config}")
             micro = ("--per_device_train_batch_size", 1 if STRATEGIES[config][0] == 4 else 2)
             runs[template, config] = run(
-                template,
-                folder,
-                *flags[template],
-                *micro,
-                processes=STRATEGIES[config][0],
-                config=config,
+                template, folder, *flags[template], *micro, processes=STRATEGIES[config][0], config=config
             )
         return runs[template, config]
 
@@ -131,45 +86,28 @@ def test_the_table_has_every_launch_config_of_several_processes():
 @pytest.mark.parametrize(
     ("template", "config"),
     [("pretrain", config) if config in FIRST else slow("pretrain", config) for config in STRATEGIES]
-    + [
-        slow("lora_finetune", config)
-        for config in ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")
-    ]
-    + [
-        slow("full_finetune", config)
-        for config in ("fsdp2", "fsdp2_tensor_parallel", "deepspeed_zero3")
-    ],
+    + [slow("lora_finetune", config) for config in ("fsdp2", "hsdp", "tensor_parallel", "deepspeed_zero3")]
+    + [slow("full_finetune", config) for config in ("fsdp2", "fsdp2_tensor_parallel", "deepspeed_zero3")],
 )
 def test_learns_what_one_process_learns(reference, launched, template, config):
     processes, name, weights, moments = STRATEGIES[config]
     one, other = reference[template], launched(template, config)
     counts = [row["tokens"] for row in one.rows if "tokens" in row]
-    assert (
-        template != "pretrain" or len(set(np.diff([0, *counts]).tolist())) == 2
-    )  # a ragged batch ends an epoch
+    assert template != "pretrain" or len(set(np.diff([0, *counts]).tolist())) == 2  # a ragged batch ends an epoch
     manifest = other.manifest(STEPS)
     assert manifest["world_size"] == processes
     assert manifest["strategy"] == f"{name} on cpu, fp32"
-    assert (
-        f"rehearsal: {name} on cpu, fp32: {processes} CPU processes in place of GPUs"
-        in other.output
-    )
+    assert f"rehearsal: {name} on cpu, fp32: {processes} CPU processes in place of GPUs" in other.output
     held = manifest["held"]
     assert held["weights"] == pytest.approx(weights, abs=0.01) if weights else held["weights"] < 0.9
     if moments or template == "pretrain":
-        assert (
-            held["optimizer state"] == pytest.approx(moments, abs=0.01)
-            if moments
-            else held["optimizer state"] < 0.9
-        )
+        assert held["optimizer state"] == pytest.approx(moments, abs=0.01) if moments else held["optimizer state"] < 0.9
     assert "fused with the head" in other.output
     assert other.losses == pytest.approx(one.losses, rel=1e-5)
     assert [row["grad_norm"] for row in other.rows if "grad_norm" in row] == pytest.approx(
         [row["grad_norm"] for row in one.rows if "grad_norm" in row], rel=1e-4
     )
-    assert (
-        max(row["grad_norm"] for row in one.rows if "grad_norm" in row) > 0.5
-    )  # so that clipping did something
+    assert max(row["grad_norm"] for row in one.rows if "grad_norm" in row) > 0.5  # so that clipping did something
     assert other.last("eval_loss") == pytest.approx(one.last("eval_loss"), rel=1e-5)
     assert other.weights().keys() == one.weights().keys()
     for key, value in one.weights().items():
@@ -178,89 +116,45 @@ def test_learns_what_one_process_learns(reference, launched, template, config):
         return
     saved, expected = (read_tensors(r.folder / f"checkpoint-{SAVED:06d}") for r in (other, one))
     assert saved.keys() == expected.keys()
-    theirs = {
-        key: torch.empty_like(value) for key, value in saved.items()
-    }  # PyTorch's own reader puts it together alike
-    dcp.load(
-        theirs,
-        storage_reader=dcp.HuggingFaceStorageReader(f"{other.folder}/checkpoint-{SAVED:06d}"),
-        no_dist=True,
-    )
+    theirs = {key: torch.empty_like(value) for key, value in saved.items()}  # PyTorch's own reader puts it together alike
+    dcp.load(theirs, storage_reader=dcp.HuggingFaceStorageReader(f"{other.folder}/checkpoint-{SAVED:06d}"), no_dist=True)
     assert all(value.equal(theirs[key]) for key, value in saved.items())
     for key, value in expected.items():
         scale = value.float().abs().max().item()  # second moments are tiny numbers
-        torch.testing.assert_close(
-            saved[key].float(), value.float(), rtol=1e-3, atol=2e-3 * scale + 1e-12, msg=key
-        )
+        torch.testing.assert_close(saved[key].float(), value.float(), rtol=1e-3, atol=2e-3 * scale + 1e-12, msg=key)
 
 
 @pytest.mark.parametrize(
     ("saved_by", "config"),
     [
-        *(
-            ("tensor_parallel", None),
-            ("deepspeed_zero3", "fsdp2"),
-            slow(None, "deepspeed_zero3"),
-            slow("hsdp", "ddp"),
-        ),
+        *(("tensor_parallel", None), ("deepspeed_zero3", "fsdp2"), slow(None, "deepspeed_zero3"), slow("hsdp", "ddp")),
         *(
             slow("deepspeed_zero2", None),
-            *(
-                slow("fsdp2_tensor_parallel", config)
-                for config in (None, "fsdp2", "tensor_parallel", "deepspeed_zero2")
-            ),
+            *(slow("fsdp2_tensor_parallel", config) for config in (None, "fsdp2", "tensor_parallel", "deepspeed_zero2")),
         ),
     ],
 )
 def test_resumes_what_another_has_saved(reference, launched, flags, tmp_path, saved_by, config):
     source = launched("pretrain", saved_by) if saved_by else reference["pretrain"]
     processes = STRATEGIES[config][0] if config else 1
-    start = (
-        "--resume_from_checkpoint",
-        source.folder / f"checkpoint-{SAVED:06d}",
-        "--per_device_train_batch_size",
-        2,
-    )
-    resumed = run(
-        "pretrain", tmp_path, *flags["pretrain"], *start, processes=processes, config=config
-    )
+    start = ("--resume_from_checkpoint", source.folder / f"checkpoint-{SAVED:06d}", "--per_device_train_batch_size", 2)
+    resumed = run("pretrain", tmp_path, *flags["pretrain"], *start, processes=processes, config=config)
     assert f"at step {SAVED}" in resumed.output
     name = STRATEGIES[config][1] if config else "1 process"
     assert resumed.manifest(STEPS)["strategy"] == f"{name} on cpu, fp32"
-    assert resumed.losses == pytest.approx(
-        {s: v for s, v in source.losses.items() if s > SAVED}, rel=1e-5
-    )
+    assert resumed.losses == pytest.approx({s: v for s, v in source.losses.items() if s > SAVED}, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
 def muon(text_file, tmp_path_factory):
     """Flags of a run from random weights, and what one process makes of them."""
-    flags = (
-        *COMMON,
-        "--train_file",
-        text_file,
-        "--seq_length",
-        32,
-        "--vocab_size",
-        300,
-        "--learning_rate",
-        3e-3,
-    )
-    flags = (
-        *flags,
-        "--config_overrides",
-        "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2",
-    )
-    return flags, run(
-        "pretrain", tmp_path_factory.mktemp("muon"), *flags, "--per_device_train_batch_size", 4
-    )
+    flags = (*COMMON, "--train_file", text_file, "--seq_length", 32, "--vocab_size", 300, "--learning_rate", 3e-3)
+    flags = (*flags, "--config_overrides", "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2")
+    return flags, run("pretrain", tmp_path_factory.mktemp("muon"), *flags, "--per_device_train_batch_size", 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    ["ddp", "fsdp2", "hsdp", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero3"],
-)
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "hsdp", "tensor_parallel", "fsdp2_tensor_parallel", "deepspeed_zero3"])
 def test_random_weights_learn_by_muon_what_one_process_learns(muon, tmp_path, config):
     flags, one = muon
     processes, name, *_ = STRATEGIES[config]
@@ -306,80 +200,29 @@ def test_qlora_learns_what_one_process_learns(flags, launched, tmp_path, config)
 @pytest.mark.parametrize(
     ("template", "config", "precision", "extra", "message"),
     [
-        (
-            "pretrain",
-            "deepspeed_zero2",
-            "no",
-            ("--optim", "muon"),
-            "under DeepSpeed only --optim adamw works",
-        ),
-        (
-            "lora_finetune",
-            "tensor_parallel",
-            "no",
-            ("--load_in_4bit",),
-            "tensor parallelism cannot cut quantised weights",
-        ),
-        slow(
-            "pretrain",
-            "tensor_parallel",
-            "no",
-            ("--optim", "adamw_8bit"),
-            "--optim adamw_8bit does not work with tensor",
-        ),
-        slow(
-            "full_finetune",
-            "deepspeed_zero2",
-            "no",
-            ("--weights_dtype", "bf16"),
-            "DeepSpeed keeps fp32 weights",
-        ),
-        slow(
-            "lora_finetune", "fsdp2", "no", ("--load_in_8bit",), "--load_in_8bit cannot be sharded"
-        ),
+        ("pretrain", "deepspeed_zero2", "no", ("--optim", "muon"), "under DeepSpeed only --optim adamw works"),
+        ("lora_finetune", "tensor_parallel", "no", ("--load_in_4bit",), "tensor parallelism cannot cut quantised weights"),
+        slow("pretrain", "tensor_parallel", "no", ("--optim", "adamw_8bit"), "--optim adamw_8bit does not work with tensor"),
+        slow("full_finetune", "deepspeed_zero2", "no", ("--weights_dtype", "bf16"), "DeepSpeed keeps fp32 weights"),
+        slow("lora_finetune", "fsdp2", "no", ("--load_in_8bit",), "--load_in_8bit cannot be sharded"),
         slow("pretrain", "tensor_parallel", "fp8", (), "tensor parallelism does not work with fp8"),
-        slow(
-            "pretrain",
-            "fsdp2",
-            "no",
-            ("--ddp_comm_hook", "bf16"),
-            "--ddp_comm_hook needs the processes of ddp.yaml",
-        ),
+        slow("pretrain", "fsdp2", "no", ("--ddp_comm_hook", "bf16"), "--ddp_comm_hook needs the processes of ddp.yaml"),
     ],
 )
-def test_what_a_strategy_cannot_do_is_one_line(
-    flags, tmp_path, template, config, precision, extra, message
-):
+def test_what_a_strategy_cannot_do_is_one_line(flags, tmp_path, template, config, precision, extra, message):
     how = {"processes": 2, "config": config, "precision": precision, "check": False}
     done = run(template, tmp_path, *flags[template], *extra, **how)
     assert done.returncode != 0
-    assert (
-        done.output.count(f"error: {message}") == 1
-        and "Traceback" not in done.output.split("torch/distributed")[0]
-    )
+    assert done.output.count(f"error: {message}") == 1 and "Traceback" not in done.output.split("torch/distributed")[0]
 
 
 @pytest.mark.slow
 def test_sizes_and_answers_that_do_not_agree_are_refused(flags, tmp_path):
     env = {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}
-    done = run(
-        "pretrain",
-        tmp_path,
-        *flags["pretrain"],
-        processes=2,
-        config="deepspeed_zero2",
-        env=env,
-        check=False,
-    )
-    assert (
-        "error: gradient_clipping is 1.0 in the DeepSpeed config, but --max_grad_norm is 0.5"
-        in done.output
-    )
+    done = run("pretrain", tmp_path, *flags["pretrain"], processes=2, config="deepspeed_zero2", env=env, check=False)
+    assert "error: gradient_clipping is 1.0 in the DeepSpeed config, but --max_grad_norm is 0.5" in done.output
     done = run("pretrain", tmp_path, *flags["pretrain"], processes=3, config="hsdp", check=False)
-    assert (
-        "3 processes were launched, but the launch config's sizes are dp_replicate_size 2 x dp_shard"
-        in done.output
-    )
+    assert "3 processes were launched, but the launch config's sizes are dp_replicate_size 2 x dp_shard" in done.output
 
 
 @pytest.mark.slow
@@ -387,46 +230,23 @@ def test_sizes_and_answers_that_do_not_agree_are_refused(flags, tmp_path):
 def test_one_process_rehearses_what_it_is_launched_as(flags, reference, tmp_path, config):
     given = (*flags["pretrain"], "--per_device_train_batch_size", 4)
     done = run("pretrain", tmp_path, *given, config=config)
-    assert (
-        done.manifest(STEPS)["strategy"]
-        == f"{'FSDP2' if config[0] == 'f' else 'ZeRO-3'} x 1 on cpu, fp32"
-    )
+    assert done.manifest(STEPS)["strategy"] == f"{'FSDP2' if config[0] == 'f' else 'ZeRO-3'} x 1 on cpu, fp32"
     assert done.losses == pytest.approx(reference["pretrain"].losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "shape", "ranks", "message"),
     [
-        (
-            "Llama",
-            {"intermediate_size": 65},
-            2,
-            "tp_size 2 does not divide the 65 features of layers.0.mlp.gate_proj",
-        ),
-        (
-            "GPTNeoX",
-            {"num_attention_heads": 3, "hidden_size": 48},
-            2,
-            "3 attention heads, which tp_size 2 does not divide",
-        ),
+        ("Llama", {"intermediate_size": 65}, 2, "tp_size 2 does not divide the 65 features of layers.0.mlp.gate_proj"),
+        ("GPTNeoX", {"num_attention_heads": 3, "hidden_size": 48}, 2, "3 attention heads, which tp_size 2 does not divide"),
         ("Phi", {"qk_layernorm": True}, 2, "q_layernorm sees all heads"),
     ],
 )
-def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(
-    kind, shape, ranks, message
-):
+def test_models_that_tensor_parallelism_would_compute_otherwise_are_refused(kind, shape, ranks, message):
     import transformers
 
-    usual = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "vocab_size": 64,
-    }
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{kind}Config")(**usual | shape)
-    )
+    usual = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**usual | shape))
     with pytest.raises(ConfigError, match=message):
         tensor_parallel(model, SimpleNamespace(size=lambda: ranks, device_type="cpu"))
 
@@ -436,22 +256,14 @@ def test_gradients_reduced_in_16_bits_are_nearly_those_in_32(flags, reference, t
     given = (*flags["pretrain"], "--per_device_train_batch_size", 2, "--ddp_comm_hook", "bf16")
     done = run("pretrain", tmp_path / "ddp", *given, processes=2)
     losses, exact = done.losses, reference["pretrain"].losses
-    assert losses != exact and losses == pytest.approx(
-        exact, rel=2e-3
-    )  # bf16 keeps 8 bits of each gradient
+    assert losses != exact and losses == pytest.approx(exact, rel=2e-3)  # bf16 keeps 8 bits of each gradient
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("template", "config"), [("pretrain", "fsdp2"), ("lora_finetune", "fp8")])
 def test_fp8_learns_nearly_what_bf16_learns_and_resumes_as_fp32(flags, tmp_path, template, config):
     # Products in fp8 are computed number by number where a CPU has no unit for them.
-    model = make_model(
-        tmp_path / "model",
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
+    model = make_model(tmp_path / "model", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     given = (*flags[template], "--model_name_or_path", model, "--per_device_train_batch_size", 2)
     one = run(template, tmp_path / "bf16", *given, config="single_gpu", precision="bf16")
     processes = 2 if config == "fsdp2" else 1
@@ -461,12 +273,8 @@ def test_fp8_learns_nearly_what_bf16_learns_and_resumes_as_fp32(flags, tmp_path,
     assert eight.manifest(STEPS)["strategy"] == f"{spread} on cpu, fp8"
     assert "fused with the head" in one.output and "fused with the head" in eight.output
     assert eight.losses != one.losses
-    assert eight.losses == pytest.approx(
-        one.losses, rel=5e-3
-    )  # fp8 keeps 3 bits of each factor of a product
+    assert eight.losses == pytest.approx(one.losses, rel=5e-3)  # fp8 keeps 3 bits of each factor of a product
     start = ("--resume_from_checkpoint", eight.folder / f"checkpoint-{SAVED:06d}")
     resumed = run(template, tmp_path / "fp32", *given, *start)
-    assert resumed.losses == pytest.approx(
-        {s: v for s, v in one.losses.items() if s > SAVED}, rel=5e-3
-    )
+    assert resumed.losses == pytest.approx({s: v for s, v in one.losses.items() if s > SAVED}, rel=5e-3)
     assert resumed.weights().keys() == eight.weights().keys()

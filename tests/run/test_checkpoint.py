@@ -35,11 +35,7 @@ def make(folder, *, optim_name="adamw", data="abc", **settings):
     folder.mkdir(exist_ok=True)
     train(model, optimizers, 0, 1)  # the optimizers have state from the first step on
     config = configs.replace(SmallConfig(), **settings)
-    return (
-        model,
-        optimizers,
-        Checkpointer(accelerator, {"model": model}, optimizers, folder, config, data=data),
-    )
+    return model, optimizers, Checkpointer(accelerator, {"model": model}, optimizers, folder, config, data=data)
 
 
 def train(model, optimizers, first, last):
@@ -77,10 +73,7 @@ def test_a_step_is_saved_once_and_a_run_taken_back_replaces_what_came_later(tmp_
     assert saver.resume(first).targets == 1
     saver.save(TrainState(step=2, targets=3))
     assert saver.resume().targets == 3
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
-        "checkpoint-000001",
-        "checkpoint-000002",
-    ]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "trainer_state.json", "rank-0.safetensors"])
@@ -122,22 +115,13 @@ def test_the_loss_scale_of_fp16_is_restored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        ("weights", "model.0.weight"),
-        ("optimizer's state", "optimizer.2.weight.exp_avg"),
-        (None, None),
-    ],
+    ("part", "name"), [("weights", "model.0.weight"), ("optimizer's state", "optimizer.2.weight.exp_avg"), (None, None)]
 )
 def test_verify_resume_sees_a_single_bit(tmp_path, part, name):
     for run in ("one", "other"):
         model, optimizers, saver = make(tmp_path / run)
         if run == "other" and part:
-            value = (
-                model[0].weight
-                if part == "weights"
-                else optimizers[0].state[model[2].weight]["exp_avg"]
-            )
+            value = model[0].weight if part == "weights" else optimizers[0].state[model[2].weight]["exp_avg"]
             with torch.no_grad():
                 flat = value.view(-1)
                 flat[0] = torch.nextafter(flat[0], torch.tensor(torch.inf))
@@ -148,9 +132,7 @@ def test_verify_resume_sees_a_single_bit(tmp_path, part, name):
     found = verify_resume.compare(tmp_path / "one", tmp_path / "other")
     for kind in ("weights", "optimizer's state", "averages and others"):
         assert bool(found[kind]) == (kind == part), kind
-    assert part is None or (
-        found[part].startswith("1 of ") and found[part].endswith(f" tensors, first {name}")
-    )
+    assert part is None or (found[part].startswith("1 of ") and found[part].endswith(f" tensors, first {name}"))
 
 
 def test_another_model_is_an_error_not_a_traceback(tmp_path):
@@ -160,9 +142,7 @@ def test_another_model_is_an_error_not_a_traceback(tmp_path):
     model = nn.Linear(3, 3)
     optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     model, optimizers = sharding.prepare(accelerator, model, optimizers, max_grad_norm=1.0)
-    other = Checkpointer(
-        accelerator, {"model": model}, optimizers, tmp_path / "run", SmallConfig(), data="abc"
-    )
+    other = Checkpointer(accelerator, {"model": model}, optimizers, tmp_path / "run", SmallConfig(), data="abc")
     with pytest.raises(CheckpointError, match="does not fit this model"):
         other.resume()
 
@@ -171,14 +151,10 @@ def test_other_settings_are_refused_by_name(tmp_path, capsys):
     make(tmp_path / "run")[2].save(TrainState(step=1))
     make(tmp_path / "run", per_device_train_batch_size=4, eval_steps=7)[2].resume()
     said = capsys.readouterr().err
-    assert (
-        "per_device_train_batch_size was 2, now 4" in said and "eval_steps was 5, now 7" in said
-    )  # told, and allowed
+    assert "per_device_train_batch_size was 2, now 4" in said and "eval_steps was 5, now 7" in said  # told, and allowed
     with pytest.raises(ConfigError, match="belongs to a run on other data"):
         make(tmp_path / "run", data="xyz")[2].resume()
-    with pytest.raises(
-        ConfigError, match=r"learns something else \(seed was 0, now 1\): .* --allow_changed seed"
-    ):
+    with pytest.raises(ConfigError, match=r"learns something else \(seed was 0, now 1\): .* --allow_changed seed"):
         make(tmp_path / "run", seed=1)[2].resume()
     assert make(tmp_path / "run", seed=1, allow_changed=("seed",))[2].resume().step == 1
     with pytest.raises(ConfigError, match="--allow_changed sead: no setting of that name"):
@@ -203,16 +179,11 @@ def replace_file(folder, name, content):
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(
-    "name", ["rank-0.safetensors", "trainer_state.json", "MANIFEST.json", "rank-1.pickle"]
-)
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "trainer_state.json", "MANIFEST.json", "rank-1.pickle"])
 def test_a_pickle_in_place_of_any_file_runs_nothing(tmp_path, name):
     _, _, saver = make(tmp_path / "run")
     saver.save(TrainState(step=1))
-    folder, content = (
-        saver.run_dir / "checkpoint-000001",
-        pickle.dumps(Payload(str(tmp_path / "ran"))),
-    )
+    folder, content = saver.run_dir / "checkpoint-000001", pickle.dumps(Payload(str(tmp_path / "ran")))
     if name == "MANIFEST.json":
         (folder / name).write_bytes(content)
     else:
@@ -268,9 +239,7 @@ def test_one_that_was_found_damaged_stays_until_its_step_is_due(tmp_path):
 
 def test_what_was_trained_is_not_overwritten_where_its_checkpoints_are_gone(tmp_path):
     (tmp_path / "run" / "final").mkdir(parents=True)
-    with pytest.raises(
-        ConfigError, match="holds final, which would be overwritten, and no checkpoint of its run"
-    ):
+    with pytest.raises(ConfigError, match="holds final, which would be overwritten, and no checkpoint of its run"):
         make(tmp_path / "run")
 
 
@@ -298,10 +267,7 @@ def test_a_run_that_starts_from_another_ones_checkpoint_is_a_run_of_its_own(tmp_
     saver.save(TrainState(step=2))
     capsys.readouterr()
     assert saver.resume(source).step == 2
-    assert (
-        f"{source} is where this run began; it continues from its own checkpoint-000002"
-        in capsys.readouterr().err
-    )
+    assert f"{source} is where this run began; it continues from its own checkpoint-000002" in capsys.readouterr().err
 
 
 def test_one_that_was_found_damaged_does_not_take_the_place_of_a_whole_one(tmp_path):

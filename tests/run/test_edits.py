@@ -18,9 +18,7 @@ PAGE = (ROOT / "docs/editing_the_step.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 NAMES = ("z_loss", "two_optimizers", "adversary", "teacher", "augmented", "penalty", "metric")
 FIRST_TIER = ("metric",)
-CASES = [
-    diff if name in FIRST_TIER else slow(diff) for name, diff in zip(NAMES, DIFFS, strict=True)
-]
+CASES = [diff if name in FIRST_TIER else slow(diff) for name, diff in zip(NAMES, DIFFS, strict=True)]
 KILLED = "adversary"  # the edit that is killed and resumed
 
 
@@ -33,50 +31,26 @@ def test_each_edit_is_small():
 
 @pytest.mark.parametrize("diff", CASES, ids=NAMES)
 def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_folder):
-    shutil.copytree(
-        ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "templates", tmp_path / "templates", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, check=True)
     template = re.search(r"a/templates/(\w+)\.py", diff)[1]
     classes = ["bad", "fair", "good"]
     texts = [f"{name} {'and so on ' * (n % 7)}{n},{name}" for n, name in enumerate(classes * 30)]
     (tmp_path / "stars.csv").write_text("\n".join(["text,label", *texts]))
-    for script in (tmp_path / "templates").glob(
-        "*.py"
-    ):  # a model that is there, and the student's own base
+    for script in (tmp_path / "templates").glob("*.py"):  # a model that is there, and the student's own base
         script.write_text(script.read_text().replace("org/teacher", str(demo.MODEL)))
     flags = {
         "lora_finetune": ["--seq_length", 128, "--num_generations", 0],
         "full_finetune": ["--seq_length", 128, "--num_generations", 0],
         "pretrain": ["--train_file", text_file, "--vocab_size", 300, "--seq_length", 32],
         "text_classification": ["--train_file", tmp_path / "stars.csv", "--eval_steps", 2],
-        "image_classification": [
-            "--train_dir",
-            image_folder,
-            "--image_size",
-            16,
-            "--dataloader_num_workers",
-            0,
-        ],
+        "image_classification": ["--train_dir", image_folder, "--image_size", 16, "--dataloader_num_workers", 0],
     }[template]
-    flags = [
-        *flags,
-        "--global_batch_size",
-        8,
-        "--per_device_train_batch_size",
-        4,
-        "--max_steps",
-        5,
-        "--save_steps",
-        2,
-    ]
+    flags = [*flags, "--global_batch_size", 8, "--per_device_train_batch_size", 4, "--max_steps", 5, "--save_steps", 2]
 
     def train(folder, fault=""):
         argv = command(template, folder, *flags)
-        argv = [
-            argument.replace(str(ROOT / "templates"), str(tmp_path / "templates"))
-            for argument in argv
-        ]
+        argv = [argument.replace(str(ROOT / "templates"), str(tmp_path / "templates")) for argument in argv]
         environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "TEMPLATES_FAULT": fault}
         return Run(folder, *LAUNCHER.run(argv, environment))
 
@@ -86,9 +60,7 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
     assert ("z_loss" in straight.rows[-2]) == ("z_loss" in diff)
     if "teacher" in diff:
         apart = [row["divergence"] for row in straight.rows if "divergence" in row]
-        assert apart[0] == 0 and all(
-            value > 0 for value in apart[1:]
-        )  # the adapters begin as nothing
+        assert apart[0] == 0 and all(value > 0 for value in apart[1:])  # the adapters begin as nothing
     if "drop_tokens" in diff:  # other tokens, as many targets
         plain = run("full_finetune", tmp_path / "plain", *flags)
         assert [row["tokens"] for row in plain.rows if "loss" in row] == [
@@ -99,30 +71,16 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
         with (tmp_path / "straight/predictions.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         lines = [int(row["where"].rpartition(":")[2]) for row in rows]
-        assert lines == sorted(
-            lines
-        )  # in the order of the file, though batches hold texts of one length
+        assert lines == sorted(lines)  # in the order of the file, though batches hold texts of one length
         pairs = [[classes.index(row[name]) for row in rows] for name in ("label", "predicted")]
         measured = json.loads((tmp_path / "straight/evaluation.json").read_text())["kappa"]
-        assert measured == pytest.approx(
-            cohen_kappa_score(*pairs, weights="quadratic", labels=range(3))
-        )
+        assert measured == pytest.approx(cohen_kappa_score(*pairs, weights="quadratic", labels=range(3)))
         assert "best by kappa: step" in straight.output
     if "z_loss" in diff:  # the documented test of it
-        (block,) = re.findall(
-            r"```python\n(import torch\n.*?from train import own_loss.*?)```", PAGE, re.S
-        )
+        (block,) = re.findall(r"```python\n(import torch\n.*?from train import own_loss.*?)```", PAGE, re.S)
         (tmp_path / "templates/pretrain.py").rename(tmp_path / "train.py")
         (tmp_path / "test_train.py").write_text(block)
-        argv = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            tmp_path / "test_train.py",
-        ]
+        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_train.py"]
         environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert "1 passed" in done.stdout, done.stdout + done.stderr
@@ -131,6 +89,4 @@ def test_an_edited_template_trains_and_resumes(diff, tmp_path, text_file, image_
         resumed = train(tmp_path / "killed")
         assert "resumed from" in resumed.output and resumed.losses == straight.losses
         saved = (run.weights() for run in (straight, resumed))
-        assert all(
-            one.equal(other) for one, other in zip(*(each.values() for each in saved), strict=True)
-        )
+        assert all(one.equal(other) for one, other in zip(*(each.values() for each in saved), strict=True))

@@ -12,20 +12,8 @@ from tests.conftest import ACCELERATE, ROOT, run
 
 def evaluated(folder, flag, data, template):
     """The table that the command prints, by metric: a value for each of base, final/ and merged/."""
-    command = [
-        sys.executable,
-        "-m",
-        "shared",
-        "evaluate",
-        str(folder),
-        flag,
-        str(data),
-        "--",
-        *ACCELERATE,
-    ]
-    done = subprocess.run(
-        [*command, f"templates/{template}.py"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "shared", "evaluate", str(folder), flag, str(data), "--", *ACCELERATE]
+    done = subprocess.run([*command, f"templates/{template}.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in rows[1:]] and "final" in rows[0]
@@ -37,34 +25,12 @@ def test_a_run_is_measured_as_it_measured_itself(chat_file, tiny_model, tmp_path
     """Adapter and merged model; on the run's own validation data the loss is the one that it logged."""
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(chat_file.read_text().splitlines(keepends=True)[:6]))
-    flags = (
-        "--train_file",
-        chat_file,
-        "--validation_file",
-        held_out,
-        "--model_name_or_path",
-        tiny_model,
-        "--max_steps",
-        4,
-    )
-    flags = (
-        *flags,
-        "--seq_length",
-        64,
-        "--global_batch_size",
-        4,
-        "--lora_r",
-        4,
-        "--num_generations",
-        0,
-        "--merge_adapter",
-    )
+    flags = ("--train_file", chat_file, "--validation_file", held_out, "--model_name_or_path", tiny_model, "--max_steps", 4)
+    flags = (*flags, "--seq_length", 64, "--global_batch_size", 4, "--lora_r", 4, "--num_generations", 0, "--merge_adapter")
     ended = run("lora_finetune", tmp_path / "run", *flags)
     again = evaluated(ended.folder, "--test_file", held_out, "lora_finetune")
     before = next(row["eval_loss"] for row in ended.rows if "eval_loss" in row)
-    assert again["loss"] == pytest.approx(
-        [before, ended.last("eval_loss"), ended.last("eval_loss")], abs=2e-4
-    )
+    assert again["loss"] == pytest.approx([before, ended.last("eval_loss"), ended.last("eval_loss")], abs=2e-4)
     assert not list(ended.folder.glob("evaluations/*/*/final"))
 
 
@@ -76,16 +42,7 @@ def test_a_demo_has_no_settings_for_other_data(tmp_path):
 
 @pytest.mark.slow
 def test_a_classifier_of_images_is_measured_on_other_folders(image_folder, tmp_path):
-    flags = (
-        "--train_dir",
-        image_folder,
-        "--image_size",
-        16,
-        "--max_steps",
-        3,
-        "--global_batch_size",
-        16,
-    )
+    flags = ("--train_dir", image_folder, "--image_size", 16, "--max_steps", 3, "--global_batch_size", 16)
     ended = run("image_classification", tmp_path / "run", *flags)
     again = evaluated(ended.folder, "--test_dir", image_folder / "val", "image_classification")
     assert again["accuracy"] == pytest.approx([ended.last("eval_accuracy")], abs=1e-4)
@@ -93,7 +50,4 @@ def test_a_classifier_of_images_is_measured_on_other_folders(image_folder, tmp_p
     files = sorted((image_folder / "val").rglob("*.*"))
     lines = [f"{file.parent.name},{file}" for file in files]
     (tmp_path / "list.csv").write_text("\n".join(["label,path", *lines]))
-    assert (
-        evaluated(ended.folder, "--test_file", tmp_path / "list.csv", "image_classification")
-        == again
-    )
+    assert evaluated(ended.folder, "--test_file", tmp_path / "list.csv", "image_classification") == again

@@ -17,15 +17,7 @@ from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, run, slow
 
 
 def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
-    done = run(
-        "pretrain",
-        tmp_path,
-        "--max_steps",
-        1,
-        processes=2,
-        check=False,
-        env={"ACCELERATE_USE_CPU": ""},
-    )
+    done = run("pretrain", tmp_path, "--max_steps", 1, processes=2, check=False, env={"ACCELERATE_USE_CPU": ""})
     assert done.returncode != 0
     assert done.output.count("error: 2 processes were launched but no GPU is visible") == 1
     assert "ACCELERATE_USE_CPU=true" in done.output
@@ -44,22 +36,10 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (
-            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-            "gradient_accumulation_steps is 4 in the launch config",
-        ),
-        (
-            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
-            "dynamo_backend is INDUCTOR .* give --torch_compile",
-        ),
-        (
-            {"ACCELERATE_USE_FSDP": "true"},
-            "fsdp_version is 1 .*: use fsdp2.yaml",
-        ),  # what Accelerate takes it for
-        (
-            FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-            "fsdp_activation_checkpointing is set .*_checkpointing full",
-        ),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps is 4 in the launch config"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend is INDUCTOR .* give --torch_compile"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version is 1 .*: use fsdp2.yaml"),  # what Accelerate takes it for
+        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing is set .*_checkpointing full"),
     ],
 )
 def test_no_value_has_two_owners(monkeypatch, variables, message):
@@ -116,12 +96,8 @@ def test_sharded_gradients_are_summed_in_fp32(tmp_path):
     )
     argv = ["--config_file", str(ROOT / "accelerate_configs/fsdp2.yaml"), "--num_processes", "1"]
     argv += ["--mixed_precision", "bf16", "--main_process_port", str(free_port()), str(script)]
-    code, output = LAUNCHER.run(
-        argv, dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-    )
-    assert code == 0 and "FSDP2 x 1 on cpu, bf16: torch.bfloat16, torch.float32, None" in output, (
-        output
-    )
+    code, output = LAUNCHER.run(argv, dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)})
+    assert code == 0 and "FSDP2 x 1 on cpu, bf16: torch.bfloat16, torch.float32, None" in output, output
 
 
 def test_randomness_of_a_step_depends_on_seed_step_and_rank_alone():
@@ -135,11 +111,7 @@ def test_randomness_of_a_step_depends_on_seed_step_and_rank_alone():
 
 def test_exit_code_of_the_script_itself_names_the_cause(tmp_path):
     script = command("lora_finetune", tmp_path)
-    bad = subprocess.run(
-        [sys.executable, *script, "--attn_implementation", "nonesuch"],
-        capture_output=True,
-        text=True,
-    )
+    bad = subprocess.run([sys.executable, *script, "--attn_implementation", "nonesuch"], capture_output=True, text=True)
     assert bad.returncode == 2
     assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
 
@@ -148,12 +120,7 @@ def short_of_memory(folder, rows, where, template, *flags, processes=1, config=N
     """Launch a template on a device that has no memory for more than `rows` rows at once."""
     argv = command(template, folder, *flags, processes=processes, config=config)
     place = argv.index(str(ROOT / "templates" / f"{template}.py"))
-    argv[place : place + 1] = [
-        str(ROOT / "tests" / "short_of_memory.py"),
-        str(rows),
-        where,
-        template,
-    ]
+    argv[place : place + 1] = [str(ROOT / "tests" / "short_of_memory.py"), str(rows), where, template]
     code, output = LAUNCHER.run(argv, dict(os.environ))
     return Run(folder, code, output)
 
@@ -161,60 +128,30 @@ def short_of_memory(folder, rows, where, template, *flags, processes=1, config=N
 @pytest.fixture(scope="module")
 def small(text_file, tiny_model):
     return (
-        *(
-            "--train_file",
-            text_file,
-            "--model_name_or_path",
-            tiny_model,
-            "--seq_length",
-            32,
-            "--max_steps",
-            3,
-        ),
+        *("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 3),
         *("--eval_samples", 2, "--global_batch_size", 8),
     )
 
 
 @pytest.mark.parametrize(
     ("config", "processes", "where"),
-    [
-        ("fsdp2", 2, "backward"),
-        slow(None, 1, "forward"),
-        slow("ddp", 2, "backward"),
-        slow("fsdp2", 2, "forward"),
-    ],
+    [("fsdp2", 2, "backward"), slow(None, 1, "forward"), slow("ddp", 2, "backward"), slow("fsdp2", 2, "forward")],
 )
-def test_where_memory_runs_out_the_micro_batch_is_halved_and_nothing_else_changes(
-    small, tmp_path, config, processes, where
-):
+def test_where_memory_runs_out_the_micro_batch_is_halved_and_nothing_else_changes(small, tmp_path, config, processes, where):
     plain = run("pretrain", tmp_path / "plain", *small, "--per_device_train_batch_size", 1)
     short = short_of_memory(
-        *(
-            tmp_path / "short",
-            1,
-            where,
-            "pretrain",
-            *small,
-            "--per_device_train_batch_size",
-            4,
-            "--find_batch_size",
-        ),
+        *(tmp_path / "short", 1, where, "pretrain", *small, "--per_device_train_batch_size", 4, "--find_batch_size"),
         processes=processes,
         config=config,
     )
     assert short.returncode == 0, short.output
-    assert (
-        "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often"
-        in short.output
-    )
+    assert "out of memory with 4 at once; trying 2 at once, accumulated 2 times as often" in short.output
     assert f"{processes} process(es) x 1 at once x {8 // processes} accumulated" in short.output
     assert short.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
 def test_out_of_memory_names_the_next_lever(small, tmp_path):
-    short = short_of_memory(
-        tmp_path, 1, "backward", "pretrain", *small, "--per_device_train_batch_size", 4
-    )
+    short = short_of_memory(tmp_path, 1, "backward", "pretrain", *small, "--per_device_train_batch_size", 4)
     assert short.returncode != 0
     advice = "error: out of memory: 4 rows do not fit\n  next: --per_device_train_batch_size 2"
     assert advice in short.output and "--gradient_checkpointing full" in short.output
@@ -238,11 +175,6 @@ def test_processes_that_were_asked_for_and_not_started_are_told(tmp_path):
             2,
         ),
     ):
-        done = subprocess.run(
-            [sys.executable, *words, *script], cwd=ROOT, capture_output=True, text=True
-        )
-        assert (
-            "error: --num_processes 2, but this launch config starts one process: take ddp.yaml"
-            in done.stderr
-        )
+        done = subprocess.run([sys.executable, *words, *script], cwd=ROOT, capture_output=True, text=True)
+        assert "error: --num_processes 2, but this launch config starts one process: take ddp.yaml" in done.stderr
         assert done.returncode == code and not list(tmp_path.glob("run/checkpoint-*"))

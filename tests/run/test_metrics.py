@@ -23,15 +23,11 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     monkeypatch.setattr(metrics, "peak_flops", lambda _: PEAK_FLOPS["H100"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
-    two = SimpleNamespace(
-        num_processes=2, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None
-    )
+    two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None)
     state = TrainState()
     logger = metrics.Logger(two, QUIET, tmp_path, state, 4, {}, template="x", flops=3.0)
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
-    window = SimpleNamespace(
-        micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None
-    )
+    window = SimpleNamespace(micro_batches=[batch, batch], num_targets=8, num_samples=4, sources={}, place=None)
     window.indices = [[0], [1]]
     monkeypatch.setattr(step, "time", metrics.time)
 
@@ -59,12 +55,8 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2, 4]
     for row in rows:  # 2 steps of 1 + 2 seconds, with 8 targets and 2 x 6 positions in each
-        assert row["loss"] == pytest.approx(2 * 12 / 8) and row["entropy"] == pytest.approx(
-            2 * 24 / 8
-        )
+        assert row["loss"] == pytest.approx(2 * 12 / 8) and row["entropy"] == pytest.approx(2 * 24 / 8)
         assert row["trained_tokens_per_second"] == pytest.approx(16 / 6)
         assert row["processed_tokens_per_second"] == pytest.approx(24 / 6)
         assert row["data_wait_share"] == pytest.approx(2 / 6)
-        assert row["mfu"] == pytest.approx(
-            3.0 * 4 / 2 / 989.4e12
-        )  # FLOPs a token, tokens a second and device, peak
+        assert row["mfu"] == pytest.approx(3.0 * 4 / 2 / 989.4e12)  # FLOPs a token, tokens a second and device, peak

@@ -11,25 +11,9 @@ from tests.conftest import run, slow
 
 # Rates at which the validation loss soon rises again, so that the best evaluation is not the last.
 SMALL = {
-    "pretrain": [
-        "--vocab_size",
-        300,
-        "--seq_length",
-        32,
-        "--learning_rate",
-        0.3,
-        "--metric_for_best_model",
-        "loss",
-    ],
+    "pretrain": ["--vocab_size", 300, "--seq_length", 32, "--learning_rate", 0.3, "--metric_for_best_model", "loss"],
     "lora_finetune": ["--seq_length", 64, "--learning_rate", 0.5, "--max_new_tokens", 2],
-    "image_classification": [
-        "--image_size",
-        16,
-        "--learning_rate",
-        0.05,
-        "--dataloader_num_workers",
-        0,
-    ],
+    "image_classification": ["--image_size", 16, "--learning_rate", 0.05, "--dataloader_num_workers", 0],
 }
 COMMON = [
     "--global_batch_size",
@@ -60,26 +44,20 @@ def small(request, text_file, chat_file, tiny_model, image_folder):
 
 
 def comparable(rows):
-    return [
-        {k: v for k, v in row.items() if not re.search("per_second|memory|wait", k)} for row in rows
-    ]
+    return [{k: v for k, v in row.items() if not re.search("per_second|memory|wait", k)} for row in rows]
 
 
 def test_final_holds_the_average_of_the_best_evaluation_also_after_a_kill(small, tmp_path):
     template, flags = small
     flags = [*flags, "--ema_decay", 0.5, "--early_stopping_patience", 3]
     straight = run(template, tmp_path / "straight", *flags)
-    killed = run(
-        template, tmp_path / "killed", *flags, check=False, env={"TEMPLATES_FAULT": "update:kill@5"}
-    )
+    killed = run(template, tmp_path / "killed", *flags, check=False, env={"TEMPLATES_FAULT": "update:kill@5"})
     assert killed.returncode != 0 and not (tmp_path / "killed" / "final").exists()
     resumed = run(template, tmp_path / "killed", *flags)
     assert "resumed from" in resumed.output
     assert comparable(resumed.rows) == comparable(straight.rows)
     metric = "eval_accuracy" if template == "image_classification" else "eval_loss"
-    scores = {
-        row["step"]: row[metric] for row in straight.rows if metric in row and row["step"] > 0
-    }
+    scores = {row["step"]: row[metric] for row in straight.rows if metric in row and row["step"] > 0}
     best = int(re.search(r"best by \w+: step (\d+)", straight.output)[1])
     assert scores[best] == (max if metric == "eval_accuracy" else min)(scores.values())
     last = max(scores)

@@ -9,30 +9,16 @@ import torch.distributed.checkpoint as dcp
 
 from shared.process.files import digest
 from shared.run.checkpoint_files import MANIFEST, CheckpointError
-from shared.run.tensors import (
-    _DTYPES,
-    Piece,
-    TensorReader,
-    pieces_of,
-    read_tensors,
-    share_out,
-    write,
-)
+from shared.run.tensors import _DTYPES, Piece, TensorReader, pieces_of, read_tensors, share_out, write
 
 
 def finish(folder):
-    (folder / MANIFEST).write_text(
-        json.dumps({"files": {path.name: digest(path) for path in folder.iterdir()}})
-    )
+    (folder / MANIFEST).write_text(json.dumps({"files": {path.name: digest(path) for path in folder.iterdir()}}))
 
 
 def test_all_types_and_shapes_are_the_same_bits_after_it(tmp_path):
     tensors = {f"of {code}": torch.randn(3, 5).mul(9).to(dtype) for code, dtype in _DTYPES.items()}
-    tensors |= {
-        "scalar": torch.tensor(3.0),
-        "empty": torch.zeros(0, 4),
-        "part": torch.randn(9)[2:5],
-    }
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "part": torch.randn(9)[2:5]}
     tensors |= {"turned": torch.randn(2, 3).T, "column": torch.randn(5, 4)[:, 1:2]}
     fact = write(tmp_path / "rank-0.safetensors", tensors, share_out([pieces_of(tensors)])[0])
     assert fact == digest(tmp_path / "rank-0.safetensors")
@@ -43,31 +29,20 @@ def test_all_types_and_shapes_are_the_same_bits_after_it(tmp_path):
         assert found.keys() == tensors.keys()
         for name, value in tensors.items():
             assert found[name].dtype == value.dtype and found[name].shape == value.shape
-            assert (
-                found[name]
-                .contiguous()
-                .view(-1)
-                .view(torch.uint8)
-                .equal(value.contiguous().view(-1).view(torch.uint8))
-            )
+            assert found[name].contiguous().view(-1).view(torch.uint8).equal(value.contiguous().view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("cuts", [(1, 1), (3, 1), (1, 4), (2, 3), (7, 5)])
 def test_pieces_of_any_number_of_ranks_make_the_whole(tmp_path, cuts):
     """Cut in both dimensions, each piece on two ranks, as under HSDP; more ranks than rows leave some with nothing."""
     whole = torch.randn(5, 4)
-    rows, columns = (
-        [min(size, i * -(-size // n)) for i in range(n + 1)]
-        for size, n in zip((5, 4), cuts, strict=True)
-    )
+    rows, columns = ([min(size, i * -(-size // n)) for i in range(n + 1)] for size, n in zip((5, 4), cuts, strict=True))
     boxes = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
     pieces = [Piece("F32", (5, 4), (a, c), (b - a, d - c)) for (a, b), (c, d) in boxes]
     shares = share_out([{"x": piece} for piece in pieces * 2])
     assert sum(piece.bytes for share in shares for piece in share.values()) == whole.nbytes
     for rank, share in enumerate(shares):
-        mine = {
-            name: whole[tuple(map(slice, piece.offset, piece.end))] for name, piece in share.items()
-        }
+        mine = {name: whole[tuple(map(slice, piece.offset, piece.end))] for name, piece in share.items()}
         write(tmp_path / f"rank-{rank}.safetensors", mine, share)
     finish(tmp_path)
     assert read_tensors(tmp_path)["x"].equal(whole)
@@ -79,9 +54,7 @@ def test_pieces_of_any_number_of_ranks_make_the_whole(tmp_path, cuts):
 def test_what_ranks_hold_alike_is_written_once_and_evenly():
     held = {f"x{n}": Piece("F32", (n + 1, 10), (0, 0), (n + 1, 10)) for n in range(20)}
     shares = share_out([held | {f"own{rank}": Piece("U8", (), (), ())} for rank in range(4)])
-    assert sorted(name for share in shares for name in share) == sorted(
-        [*held, *(f"own{rank}" for rank in range(4))]
-    )
+    assert sorted(name for share in shares for name in share) == sorted([*held, *(f"own{rank}" for rank in range(4))])
     sizes = [sum(piece.bytes for piece in share.values()) for share in shares]
     assert max(sizes) < 1.1 * min(sizes)
 
@@ -100,9 +73,7 @@ def test_nothing_is_filled_where_one_tensor_does_not_fit(tmp_path):
         assert not target.any()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 99, b"\x02" + bytes(7) + b"{}", b"\x05" + bytes(7) + b'"abc"']
-)
+@pytest.mark.parametrize("content", [b"", b"\xff" * 99, b"\x02" + bytes(7) + b"{}", b"\x05" + bytes(7) + b'"abc"'])
 def test_a_file_of_something_else_is_named(tmp_path, content):
     (tmp_path / "rank-0.safetensors").write_bytes(content)
     finish(tmp_path)

@@ -37,16 +37,7 @@ TINY = {
     "pretrain": (*TEXT, "--seq_length", 16),
     "lora_finetune": (*TEXT, "--seq_length", 32, "--num_generations", 0),
     "image_classification": (
-        *(
-            "--max_steps",
-            1,
-            "--global_batch_size",
-            2,
-            "--per_device_train_batch_size",
-            2,
-            "--dataloader_num_workers",
-            0,
-        ),
+        *("--max_steps", 1, "--global_batch_size", 2, "--per_device_train_batch_size", 2, "--dataloader_num_workers", 0),
         *("--image_size", 16),
     ),
 }

@@ -45,9 +45,7 @@ def rename_to_a_link(project):
     (project / "train.py").rename(project.parent / "train.py")
     link(project / "mine.py", project.parent / "train.py")
     subprocess.run(["git", "add", "-A"], check=True)
-    subprocess.run(
-        ["git", "-c", "user.name=me", "-c", "user.email=me", "commit", "-qm", "all"], check=True
-    )
+    subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me", "commit", "-qm", "all"], check=True)
 
 
 ATTACKS = {
@@ -55,9 +53,7 @@ ATTACKS = {
     "a-folder": lambda project: link(project / "shared", project.parent),
     "another-name": rename_to_a_link,
     "the-record": lambda project: link(project / upgrade.RECORD, project.parent / "origin.json"),
-    "a-new-file": lambda project: link(
-        project / "accelerate_configs/fresh.yaml", project.parent / "victim.txt"
-    ),
+    "a-new-file": lambda project: link(project / "accelerate_configs/fresh.yaml", project.parent / "victim.txt"),
 }
 
 
@@ -65,15 +61,10 @@ ATTACKS = {
 def test_an_upgrade_does_not_leave_the_project(attack, project, monkeypatch):
     shutil.copy(project / upgrade.RECORD, project.parent / "origin.json")
 
-    def made(
-        source, commit, record
-    ):  # the templates of today have two files more, and one that is changed
+    def made(source, commit, record):  # the templates of today have two files more, and one that is changed
         files = new.build(("pretrain",), "project")
         if commit == "later":
-            files |= {
-                "accelerate_configs/fresh.yaml": b"num_processes: 2\n",
-                "train.py": files["train.py"] + b"# better\n",
-            }
+            files |= {"accelerate_configs/fresh.yaml": b"num_processes: 2\n", "train.py": files["train.py"] + b"# better\n"}
             files |= {"shared/fresh.py": b""}
         return files
 
@@ -87,9 +78,7 @@ def test_an_upgrade_does_not_leave_the_project(attack, project, monkeypatch):
         assert contents(project.parent) == before
 
 
-def test_a_project_does_not_name_the_folder_whose_code_an_upgrade_runs(
-    project, tmp_path, monkeypatch, capsys
-):
+def test_a_project_does_not_name_the_folder_whose_code_an_upgrade_runs(project, tmp_path, monkeypatch, capsys):
     other = tmp_path / "other"
     for path in ("templates/pretrain.py", "shared/__init__.py"):
         (other / path).parent.mkdir(parents=True)
@@ -115,7 +104,5 @@ def test_the_command_that_names_another_checkout_runs_nothing_of_its_name(tmp_pa
     with pytest.raises(ConfigError) as caught:
         parse._require_shared_beside(tmp_path / HOSTILE / "train.py")
     command = str(caught.value).partition(": put ")[2].partition(" before the command")[0]
-    told = subprocess.run(
-        ["sh", "-c", f"{command} printenv PYTHONPATH"], check=True, capture_output=True, text=True
-    ).stdout
+    told = subprocess.run(["sh", "-c", f"{command} printenv PYTHONPATH"], check=True, capture_output=True, text=True).stdout
     assert told == f"{tmp_path / HOSTILE}\n" and not (tmp_path / "ran").exists()

@@ -19,9 +19,7 @@ from tests.security.conftest import refused, trains
 
 FORGED = "step 9/9: loss 0.0000"
 HOSTILE = f"cat\n{FORGED}\r\x1b[2J\x1b]0;title\x07\x9b31m\u2028\u202egnp\u2066\u200f\x00"
-MOVES = re.compile(
-    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)  # all but a newline
+MOVES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # all but a newline
 
 
 def harmless(printed: str) -> bool:
@@ -29,9 +27,7 @@ def harmless(printed: str) -> bool:
 
 
 def test_each_way_to_the_console_shows_control_characters_as_escapes(capsys, monkeypatch):
-    assert (
-        shown(HOSTILE) == label(HOSTILE) and "\n" not in shown(HOSTILE) and harmless(shown(HOSTILE))
-    )
+    assert shown(HOSTILE) == label(HOSTILE) and "\n" not in shown(HOSTILE) and harmless(shown(HOSTILE))
     assert shown(shown(HOSTILE)) == shown(HOSTILE) and shown("naïve 猫 שלום") == "naïve 猫 שלום"
     print_main(f"warning: {HOSTILE}")
     print_main("first sample:", *indented(HOSTILE))
@@ -43,9 +39,7 @@ def test_each_way_to_the_console_shows_control_characters_as_escapes(capsys, mon
         raise CleanExit("what", f"  next: {HOSTILE}")
     texts = iter([HOSTILE, HOSTILE])
     monkeypatch.setattr(generation, "continuations", lambda *_, **__: [HOSTILE])
-    monkeypatch.setattr(
-        "tests.security.test_console.Tokenizer.decode", lambda *_, **__: next(texts)
-    )
+    monkeypatch.setattr("tests.security.test_console.Tokenizer.decode", lambda *_, **__: next(texts))
     rows = generation.answers(None, Tokenizer(), [([1], [2])], step=9, max_new_tokens=1, end=None)  # type: ignore[arg-type]
     assert rows == [["9", HOSTILE, HOSTILE.strip(), HOSTILE]]  # what is kept is what it was
     printed = "".join(capsys.readouterr())
@@ -61,24 +55,11 @@ def test_names_of_files_and_classes_stay_text_in_a_run(tmp_path, capfd):
     images = tmp_path / f"images\n{FORGED}"
     for kind, name in enumerate(classes):
         for number in range(4):
-            paint(
-                images / name.replace("/", "") / f"{number}\n{FORGED}\x1b[2J.png".replace("/", ""),
-                kind,
-                number,
-                (16, 16),
-            )
+            paint(images / name.replace("/", "") / f"{number}\n{FORGED}\x1b[2J.png".replace("/", ""), kind, number, (16, 16))
     bad = next(images.glob("b*/0*"))
     bad.write_bytes(b"no picture")
     assert harmless(refused("image_classification", tmp_path, "--train_dir", images))
-    assert trains(
-        "image_classification",
-        tmp_path,
-        "--train_dir",
-        images,
-        "--skip_bad_images",
-        "--report_to",
-        "none",
-    )
+    assert trains("image_classification", tmp_path, "--train_dir", images, "--skip_bad_images", "--report_to", "none")
     printed = "".join(capfd.readouterr())
     assert harmless(printed) and "skipped 1 of 8 images" in printed
     card = (tmp_path / "run/final/README.md").read_text()
@@ -89,27 +70,17 @@ def test_a_model_card_is_not_forged():
     name = "x\n---\nlicense: mit\n# [link](http://x) <img src=x> `code`"
     settings = {"run_name": "a\n```\n\n# forged\n````\n", "seed": 1, "unset": None}
     results, load = {f"eval_loss/a|b\n{name}": 0.5}, f"load({name!r})"
-    card = model_card(
-        f"LoRA adapter of {name}", name, results, settings, made_by=name, load=load, base_model=name
-    )
+    card = model_card(f"LoRA adapter of {name}", name, results, settings, made_by=name, load=load, base_model=name)
     front, body = card.removeprefix("---\n").split("\n---\n", 1)
     assert yaml.safe_load(front) == {"library_name": "transformers", "base_model": shown(name)}
     lines = body.splitlines()
-    assert [line for line in lines if line.startswith("#")] == [
-        lines[1],
-        "## Results",
-        "## Settings",
-    ]
+    assert [line for line in lines if line.startswith("#")] == [lines[1], "## Results", "## Settings"]
     assert "license: mit" not in lines and "---" not in lines
     outside = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", body)
     assert "forged" not in outside and not re.search(r"(?<!\\)[\[\]<>`]", outside)
     kept = re.search(r"(?ms)^(`{3,})yaml\n(.*?)^\1$", body)
     assert kept and yaml.safe_load(kept[2]) == {"run_name": settings["run_name"], "seed": 1}
-    assert yaml.safe_load(
-        model_card("t", "d", {}, {}, made_by="", load="", base_model="https://a:b@c").split(
-            "---\n"
-        )[1]
-    )
+    assert yaml.safe_load(model_card("t", "d", {}, {}, made_by="", load="", base_model="https://a:b@c").split("---\n")[1])
 
 
 ASKED = """
@@ -131,7 +102,5 @@ def test_telemetry_is_off_and_a_run_s_folder_does_not_say_where_the_key_of_wandb
         (place / "settings").write_text(f"[default]\nbase_url = http://127.0.0.1:{number + 1}\n")
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}/templates:{ROOT}"}
     command = [sys.executable, "-c", ASKED, str(tmp_path / "run")]
-    told = subprocess.run(
-        command, cwd=tmp_path / "current", env=env, capture_output=True, text=True, check=True
-    ).stdout
+    told = subprocess.run(command, cwd=tmp_path / "current", env=env, capture_output=True, text=True, check=True).stdout
     assert "said: True False http://127.0.0.1:2" in told  # the rule that docs/logging.md names

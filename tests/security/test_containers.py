@@ -23,25 +23,17 @@ def test_pods_have_no_token_and_talk_only_to_pods_of_their_job():
     assert rules["podSelector"] == pods and rules["policyTypes"] == ["Ingress", "Egress"]
     assert rules["ingress"] == [{"from": [{"podSelector": pods}]}]
     own, names = rules["egress"]
-    assert own == {"to": [{"podSelector": pods}]} and {port["port"] for port in names["ports"]} == {
-        53
-    }
+    assert own == {"to": [{"podSelector": pods}]} and {port["port"] for port in names["ports"]} == {53}
 
 
 def test_only_kinds_of_files_that_the_image_needs_get_into_it():
     """Row 20: a key, a token or a data file beside the source stays out."""
-    patterns = [
-        line
-        for line in (ROOT / ".dockerignore").read_text().splitlines()
-        if not line.startswith("#")
-    ]
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     wild = {r"\*\*/": "(.*/)?", r"\*": "[^/]*"}
 
     def included(path: str) -> bool:
         result = True
-        for pattern in (
-            patterns
-        ):  # the last one that matches decides; `*` takes folders with all that is in them
+        for pattern in patterns:  # the last one that matches decides; `*` takes folders with all that is in them
             plain = re.escape(pattern.removeprefix("!"))
             for old, new in wild.items():
                 plain = plain.replace(old, new)
@@ -49,17 +41,12 @@ def test_only_kinds_of_files_that_the_image_needs_get_into_it():
                 result = pattern.startswith("!")
         return result
 
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     copied = ("shared/", "templates/", "tools/", "accelerate_configs/")
     needed = {f for f in tracked if f.startswith(copied) and "README" not in f}
     assert {f for f in tracked if included(f)} == needed | {"requirements.txt", "requirements.lock"}
     strangers = "templates/id_rsa shared/hf_token.txt shared/demo/chats.jsonl shared/.env.py accelerate_configs/key.pem .env"
-    assert not any(
-        included(path)
-        for path in [*strangers.split(), "shared/demo/tiny-llama/key.bin", "outputs/x.py"]
-    )
+    assert not any(included(path) for path in [*strangers.split(), "shared/demo/tiny-llama/key.bin", "outputs/x.py"])
 
 
 def test_the_lock_holds_what_requirements_name():
@@ -68,10 +55,6 @@ def test_the_lock_holds_what_requirements_name():
     """
     pins = set(re.findall(r"^[\w-]+==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     lock = (ROOT / "requirements.lock").read_text()
-    locked = re.findall(
-        r"^([\w.-]+==\S+)(?: ;.*?)? \\\n    --hash=sha256:[0-9a-f]{64}", lock, re.MULTILINE
-    )
-    assert {pin.lower() for pin in pins} <= set(locked) and len(locked) == len(
-        re.findall("^[a-z].*==", lock, re.MULTILINE)
-    )
+    locked = re.findall(r"^([\w.-]+==\S+)(?: ;.*?)? \\\n    --hash=sha256:[0-9a-f]{64}", lock, re.MULTILINE)
+    assert {pin.lower() for pin in pins} <= set(locked) and len(locked) == len(re.findall("^[a-z].*==", lock, re.MULTILINE))
     assert "://" not in lock

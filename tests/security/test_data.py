@@ -29,9 +29,7 @@ def test_a_pickle_in_place_of_data_runs_nothing(tiny_model, tmp_path, payload):
     for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.npy", "a.pkl", "a.txt"):
         (tmp_path / name).write_bytes(payload)
         for template in ("pretrain", "lora_finetune", "image_classification"):
-            flags = (
-                () if template == "image_classification" else ("--model_name_or_path", tiny_model)
-            )
+            flags = () if template == "image_classification" else ("--model_name_or_path", tiny_model)
             message = refused(template, tmp_path, "--train_file", tmp_path / name, *flags)
             assert message.startswith(str(tmp_path / name)), name
 
@@ -57,49 +55,21 @@ def test_code_in_a_data_set_s_folder_is_not_run(tiny_model, tmp_path, nobody_ans
 
 @pytest.mark.parametrize("template", ["pretrain", "lora_finetune", "image_classification"])
 def test_a_pickle_in_place_of_prepared_data_runs_nothing(
-    template,
-    tiny_model,
-    text_file,
-    image_folder,
-    architectures,
-    tmp_path,
-    payload,
-    monkeypatch,
-    capsys,
+    template, tiny_model, text_file, image_folder, architectures, tmp_path, payload, monkeypatch, capsys
 ):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
     flags = {
         "pretrain": (
-            *(
-                "--train_file",
-                text_file,
-                "--vocab_size",
-                320,
-                "--config_overrides",
-                "num_hidden_layers=1",
-            ),
+            *("--train_file", text_file, "--vocab_size", 320, "--config_overrides", "num_hidden_layers=1"),
             *("--preprocessing_num_workers", 1),
         ),
         "lora_finetune": ("--train_file", text_file, "--model_name_or_path", tiny_model),
-        "image_classification": (
-            "--train_dir",
-            image_folder,
-            "--config_name",
-            architectures / "convnext",
-        ),
+        "image_classification": ("--train_dir", image_folder, "--config_name", architectures / "convnext"),
     }[template]
     assert trains(template, tmp_path, *flags)
     kinds = ("corpus", "chat", "images")
-    (folder,) = (
-        path
-        for path in (tmp_path / "cache").glob("*/*")
-        if path.parent.name in kinds and path.is_dir()
-    )
-    before = {
-        path: path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != prepared.VERIFIED
-    }
+    (folder,) = (path for path in (tmp_path / "cache").glob("*/*") if path.parent.name in kinds and path.is_dir())
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != prepared.VERIFIED}
     for path in before:
         path.write_bytes(payload)
     assert trains(template, tmp_path / "again", *flags)
@@ -113,32 +83,12 @@ def test_no_flipped_bit_in_prepared_data_is_learned_from(
     template, flips, tiny_model, text_file, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
-    flags = [
-        "--train_file",
-        text_file,
-        "--model_name_or_path",
-        tiny_model,
-        "--seq_length",
-        32,
-        "--max_steps",
-        2,
-    ]
+    flags = ["--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", 32, "--max_steps", 2]
     flags += ["--eval_samples", 2, "--global_batch_size", 2, "--preprocessing_num_workers", 1]
     flags += ["--num_generations", 0] * (template == "lora_finetune")
     if template == "text_classification":
-        flags = [
-            *flags[:6],
-            "--max_steps",
-            2,
-            "--global_batch_size",
-            2,
-            "--per_device_train_batch_size",
-            2,
-        ]
-        rows = [
-            {"text": f"the model reads {number} lines", "label": "ab"[number % 2]}
-            for number in range(40)
-        ]
+        flags = [*flags[:6], "--max_steps", 2, "--global_batch_size", 2, "--per_device_train_batch_size", 2]
+        rows = [{"text": f"the model reads {number} lines", "label": "ab"[number % 2]} for number in range(40)]
         flags[1] = tmp_path / "labelled.jsonl"
         flags[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -154,11 +104,7 @@ def test_no_flipped_bit_in_prepared_data_is_learned_from(
     rng = random.Random(0)
     for number in range(flips):
         folder = rng.choice([*(tmp_path / "cache").glob("*/*")])
-        files = [
-            path
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name != prepared.VERIFIED
-        ]
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != prepared.VERIFIED]
         bits = [8 * path.stat().st_size for path in files]
         (path,) = rng.choices(files, bits)
         flip(path, rng.randrange(8 * path.stat().st_size))
@@ -172,22 +118,11 @@ def test_no_rank_reads_what_the_main_one_finds_damaged(tiny_model, text_file, tm
     flags = ("--train_file", text_file, "--model_name_or_path", tiny_model, *TINY["pretrain"])
     cache = tmp_path / "cache"
     first, second = (
-        run(
-            "pretrain",
-            tmp_path / name,
-            *flags,
-            processes=2,
-            env={"TEMPLATES_CACHE": str(cache), "TEMPLATES_FAULT": fault},
-        )
-        for name, fault in (
-            ("first", ""),
-            ("second", "prepare:pause#0"),
-        )  # rank 1 is there long before the data are
+        run("pretrain", tmp_path / name, *flags, processes=2, env={"TEMPLATES_CACHE": str(cache), "TEMPLATES_FAULT": fault})
+        for name, fault in (("first", ""), ("second", "prepare:pause#0"))  # rank 1 is there long before the data are
         if name == "first" or not flip(next(cache.glob("corpus/*/tokens.bin")), 0)
     )
-    assert (
-        second.output.count("prepared data is damaged (tokens.bin), so it is prepared again") == 1
-    )
+    assert second.output.count("prepared data is damaged (tokens.bin), so it is prepared again") == 1
     assert second.losses == first.losses
     assert len([*cache.glob("corpus/*")]) == 2  # one of them put aside
 
@@ -197,17 +132,8 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpa
 
 def in_iptc(content: bytes) -> bytes:
     """A picture inside of an IPTC file, which Pillow opens by its own content."""
-    parts = {
-        (3, 60): b"\1\0",
-        (3, 65): b"\1",
-        (3, 20): b"\0\x10",
-        (3, 30): b"\0\x10",
-        (3, 120): b"\5",
-        (8, 10): content,
-    }
-    return b"".join(
-        bytes([0x1C, *tag]) + len(part).to_bytes(2, "big") + part for tag, part in parts.items()
-    )
+    parts = {(3, 60): b"\1\0", (3, 65): b"\1", (3, 20): b"\0\x10", (3, 30): b"\0\x10", (3, 120): b"\5", (8, 10): content}
+    return b"".join(bytes([0x1C, *tag]) + len(part).to_bytes(2, "big") + part for tag, part in parts.items())
 
 
 @pytest.fixture
@@ -237,10 +163,7 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
     folder.mkdir()
     (folder / "b.png").write_bytes(in_iptc(EPS))
     (folder / "metadata.csv").write_text("file_name,text\nb.png,what is seen\n")
-    for streaming in (
-        False,
-        True,
-    ):  # a text's data set may hold pictures, too, and `datasets` decodes them
+    for streaming in (False, True):  # a text's data set may hold pictures, too, and `datasets` decodes them
         ((_, record),) = load_hub(str(folder), None, "train", streaming=streaming)
         assert record["text"] == "what is seen"
 
@@ -265,11 +188,7 @@ def test_what_is_not_a_regular_file_is_refused_and_not_waited_for(tmp_path, kind
 
     data = make(tmp_path / "data" / "b.jsonl")
     (tmp_path / "data" / "a.jsonl").write_text('{"text": "a"}\n')
-    for flag, named in (
-        ("train_file", data),
-        ("train_file", data.parent),
-        ("dataset_name", data.parent),
-    ):
+    for flag, named in (("train_file", data), ("train_file", data.parent), ("dataset_name", data.parent)):
         with pytest.raises(ConfigError, match=f"^--{flag} {data}: not a regular file"):
             find_files([str(named)], flag=flag)
     image = make(tmp_path / "images" / "b" / "x.png")
@@ -289,21 +208,9 @@ def test_what_is_not_a_regular_file_is_refused_and_not_waited_for(tmp_path, kind
 @pytest.mark.parametrize(
     "named",
     [
-        *(
-            "data_files: ../secret.jsonl",
-            "data_files: [{{split: train, path: [a.jsonl, {}/secret.jsonl]}}]",
-        ),
-        *(
-            "data_files: part/../../*.jsonl",
-            "data_files: file:{}/secret.jsonl",
-            "data_files: x/y::{}/secret.jsonl",
-        ),
-        *(
-            "data_dir: ..",
-            "data_dir: {}",
-            "data_files: http://127.0.0.1:9/secret.jsonl",
-            "data_files: hf://datasets/a/b/c",
-        ),
+        *("data_files: ../secret.jsonl", "data_files: [{{split: train, path: [a.jsonl, {}/secret.jsonl]}}]"),
+        *("data_files: part/../../*.jsonl", "data_files: file:{}/secret.jsonl", "data_files: x/y::{}/secret.jsonl"),
+        *("data_dir: ..", "data_dir: {}", "data_files: http://127.0.0.1:9/secret.jsonl", "data_files: hf://datasets/a/b/c"),
     ],
 )
 def test_a_data_set_s_readme_names_its_own_files_only(tmp_path, named, file, monkeypatch):
@@ -322,10 +229,7 @@ def test_a_data_set_s_readme_names_its_own_files_only(tmp_path, named, file, mon
             sources.open_table(ImageConfig(dataset_name=(str(folder),)))
         return found
 
-    with pytest.raises(
-        ConfigError,
-        match=f"^--dataset_name {folder}: its README.md names .*, which is not a file of this",
-    ):
+    with pytest.raises(ConfigError, match=f"^--dataset_name {folder}: its README.md names .*, which is not a file of this"):
         read(named.format(tmp_path))
     with pytest.raises(ConfigError, match=r"its README\.md names"):
         sources.open_table(ImageConfig(dataset_name=(str(folder),)))

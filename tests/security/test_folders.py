@@ -21,9 +21,7 @@ from tests.run.test_checkpoint import make
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
-    }
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def rewrite(folder: Path, **changes: object) -> None:
@@ -44,10 +42,7 @@ def test_checkpoints_that_the_run_has_not_written_are_never_removed(tmp_path, ca
     _lock(tmp_path / "run")
     _, _, saver = make(tmp_path / "run", save_total_limit=1)
     saver.save(TrainState(step=1))
-    theirs = [
-        tmp_path / "run" / name
-        for name in ("checkpoint-1", "checkpoint-000003", "checkpoint-000004")
-    ]
+    theirs = [tmp_path / "run" / name for name in ("checkpoint-1", "checkpoint-000003", "checkpoint-000004")]
     for folder in theirs:
         folder.mkdir()
         (folder / "thesis.txt").write_text("mine")
@@ -56,20 +51,11 @@ def test_checkpoints_that_the_run_has_not_written_are_never_removed(tmp_path, ca
     before = {folder: files_of(folder) for folder in theirs}
     _, _, saver = make(tmp_path / "run", save_total_limit=1)
     assert saver.resume().step == 1
-    assert (
-        "checkpoint-000002: another run has written it; the one before it is used"
-        in capsys.readouterr().err
-    )
+    assert "checkpoint-000002: another run has written it; the one before it is used" in capsys.readouterr().err
     for step in range(2, 7):
         saver.save(TrainState(step=step))
-    moved = [
-        tmp_path / "run" / name
-        for name in os.listdir(tmp_path / "run")
-        if name.startswith("other-")
-    ]
-    assert sorted(p.name.rpartition("-")[0] for p in moved) == [
-        f"other-checkpoint-00000{n}" for n in (2, 3, 4)
-    ]
+    moved = [tmp_path / "run" / name for name in os.listdir(tmp_path / "run") if name.startswith("other-")]
+    assert sorted(p.name.rpartition("-")[0] for p in moved) == [f"other-checkpoint-00000{n}" for n in (2, 3, 4)]
     kept = {p.name.split("-")[2]: files_of(p) for p in moved} | {"1": files_of(theirs[0])}
     assert kept == {folder.name.split("-")[1]: content for folder, content in before.items()}
     own = sorted(p.name for p in (tmp_path / "run").glob("checkpoint-0*"))
@@ -83,66 +69,29 @@ def test_a_checkpoint_under_another_ones_name_is_damage(tmp_path, capsys):
     one, two = (tmp_path / "run" / f"checkpoint-00000{n}" for n in (2, 3))
     one.rename(tmp_path / "x"), two.rename(one), (tmp_path / "x").rename(two)
     assert make(tmp_path / "run")[2].resume().step == 1
-    assert (
-        "checkpoint-000003: of step 2, was it renamed?; the one before it is used"
-        in capsys.readouterr().err
-    )
+    assert "checkpoint-000003: of step 2, was it renamed?; the one before it is used" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="of step 3, was it renamed"):
         make(tmp_path / "new")[2].resume(one)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "metrics.jsonl", "curves.png", "final/model.safetensors", ".lock"]
-)
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "curves.png", "final/model.safetensors", ".lock"])
 def test_files_of_the_user_are_not_overwritten(name, tmp_path, tiny_model, text_file):
     folder = tmp_path / "run"
     (folder / name).parent.mkdir(parents=True)
-    (folder / name).write_text(
-        f"train_file: {text_file}\nmodel_name_or_path: {tiny_model}\nmax_steps: 1\n"
-    )
+    (folder / name).write_text(f"train_file: {text_file}\nmodel_name_or_path: {tiny_model}\nmax_steps: 1\n")
     before = files_of(folder)
     flags = ["--config", folder / name] if name == "config.yaml" else []
-    with pytest.raises(
-        ConfigError,
-        match=f"holds {name.split('/')[0]}, which would be overwritten.*choose another folder",
-    ):
+    with pytest.raises(ConfigError, match=f"holds {name.split('/')[0]}, which would be overwritten.*choose another folder"):
         run_here("pretrain", "--max_steps", 1, "--output_dir", folder, *flags)
     assert files_of(folder) == before
 
 
 def test_a_run_writes_nothing_but_what_it_is_known_to_write(tmp_path, image_folder, architectures):
     """Else the list of files that a run refuses to overwrite would not be true."""
-    flags = [
-        "--train_dir",
-        image_folder,
-        "--config_name",
-        architectures / "convnext",
-        "--image_size",
-        16,
-        "--audit_data",
-    ]
-    flags += [
-        "--global_batch_size",
-        4,
-        "--per_device_train_batch_size",
-        4,
-        "--max_steps",
-        2,
-        "--dataloader_num_workers",
-        0,
-    ]
-    run_here(
-        "image_classification",
-        *flags,
-        "--output_dir",
-        tmp_path / "run",
-        "--report_to",
-        "none",
-        "--profile",
-    )
-    names = {
-        p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith((".", "checkpoint-"))
-    }
+    flags = ["--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16, "--audit_data"]
+    flags += ["--global_batch_size", 4, "--per_device_train_batch_size", 4, "--max_steps", 2, "--dataloader_num_workers", 0]
+    run_here("image_classification", *flags, "--output_dir", tmp_path / "run", "--report_to", "none", "--profile")
+    names = {p.name for p in (tmp_path / "run").iterdir() if not p.name.startswith((".", "checkpoint-"))}
     assert names <= {*FILES, *REPORT, *PICTURES, *MODELS} and len(names) > 6
 
 
@@ -155,26 +104,8 @@ def test_no_link_is_followed_where_a_run_writes(tmp_path, image_folder, architec
     folder.mkdir(), target.mkdir()
     victim.write_text("precious"), (target / "precious.txt").write_text("precious")
     (folder / ".lock").symlink_to(victim)
-    flags = [
-        "--train_dir",
-        image_folder,
-        "--config_name",
-        architectures / "convnext",
-        "--image_size",
-        16,
-        "--save_steps",
-        1,
-    ]
-    flags += [
-        "--global_batch_size",
-        4,
-        "--per_device_train_batch_size",
-        4,
-        "--max_steps",
-        2,
-        "--dataloader_num_workers",
-        0,
-    ]
+    flags = ["--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16, "--save_steps", 1]
+    flags += ["--global_batch_size", 4, "--per_device_train_batch_size", 4, "--max_steps", 2, "--dataloader_num_workers", 0]
     flags += ["--output_dir", folder, "--report_to", "none"]
     with pytest.raises(ConfigError, match=r"holds \.lock"):
         run_here("image_classification", *flags)
@@ -194,9 +125,7 @@ def test_no_link_is_followed_where_a_run_writes(tmp_path, image_folder, architec
         with pytest.raises(OSError, match="symbolic links"):
             open_regular(folder / name)
     assert victim.read_text() == "precious" and files_of(target) == {"precious.txt": b"precious"}
-    assert (folder / "final" / "model.safetensors").is_file() and not (
-        folder / "final"
-    ).is_symlink()
+    assert (folder / "final" / "model.safetensors").is_file() and not (folder / "final").is_symlink()
 
 
 def test_what_is_no_file_is_not_opened_and_no_name_leads_out(tmp_path):
@@ -222,14 +151,7 @@ def test_a_checkpoint_reads_its_own_files_alone(tmp_path):
     saver.save(TrainState(step=1))
     saver.save(TrainState(step=2))
     one, two = (tmp_path / "run" / f"checkpoint-00000{n}" for n in (1, 2))
-    rewrite(
-        two,
-        files={
-            f"../{one.name}/{path.name}": digest(path)
-            for path in one.iterdir()
-            if path.name != MANIFEST
-        },
-    )
+    rewrite(two, files={f"../{one.name}/{path.name}": digest(path) for path in one.iterdir() if path.name != MANIFEST})
     with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
         verify(two)
 
@@ -239,9 +161,7 @@ def test_a_checkpoint_reads_its_own_files_alone(tmp_path):
 
 def test_a_process_that_has_got_an_ended_ones_id_gets_no_signal(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
-        (tmp_path / str(bystander.pid)).write_text(
-            start_of(os.getpid())
-        )  # of an earlier process with its id
+        (tmp_path / str(bystander.pid)).write_text(start_of(os.getpid()))  # of an earlier process with its id
         assert command._training(str(tmp_path)) == set()
         (tmp_path / str(bystander.pid)).write_text(start_of(bystander.pid))
         assert command._training(str(tmp_path)) == {bystander.pid}

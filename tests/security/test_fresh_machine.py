@@ -18,9 +18,7 @@ mknod -m 666 /dev/urandom c 1 9 && exec "$@"
 """
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts need root and util-linux"
-)
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts need root and util-linux")
 @pytest.mark.slow
 def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
     (tmp_path / "home").mkdir()
@@ -34,21 +32,9 @@ def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
         "--output_dir",
         str(tmp_path / "run"),
     ]
-    command = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        BARE,
-        "sh",
-        sys.executable,
-        "templates/image_classification.py",
-        *flags,
-    ]
+    command = ["unshare", "--mount", "sh", "-c", BARE, "sh", sys.executable, "templates/image_classification.py", *flags]
     env = os.environ | {"HOME": str(tmp_path / "home"), "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     said = done.stdout.decode("ascii")
     assert done.returncode == 0 and "model in" in said, said
 
@@ -56,10 +42,7 @@ def test_no_dev_shm_a_read_only_home_and_an_ascii_console(tmp_path):
 def test_without_dev_shm_reading_processes_are_refused(monkeypatch):
     monkeypatch.setattr(os.path, "isdir", lambda path: path != "/dev/shm")
     assert list(parallel_map(str, [1, 2], 1)) == ["1", "2"]
-    with pytest.raises(
-        ConfigError,
-        match="/dev/shm, which is missing here: mount it, or give --dataloader_num_workers 0",
-    ):
+    with pytest.raises(ConfigError, match="/dev/shm, which is missing here: mount it, or give --dataloader_num_workers 0"):
         list(parallel_map(str, [1, 2], 2))
 
 
@@ -71,15 +54,8 @@ def test_too_little_of_it_is_said_in_one_line():
         "shared memory. Please try to raise your shared memory limit.",
     ):
         said = str(exits._as_clean_exit(RuntimeError(error), None))
-        assert (
-            said.startswith("/dev/shm is too small")
-            and "--shm-size" in said
-            and len(said.splitlines()) == 1
-        )
-    assert (
-        exits._as_clean_exit(RuntimeError("out of resource: shared memory, Required: 262144"), None)
-        is None
-    )  # a GPU's
+        assert said.startswith("/dev/shm is too small") and "--shm-size" in said and len(said.splitlines()) == 1
+    assert exits._as_clean_exit(RuntimeError("out of resource: shared memory, Required: 262144"), None) is None  # a GPU's
 
 
 def test_the_quota_of_a_container_counts(tmp_path, monkeypatch):

@@ -28,9 +28,7 @@ def classifier(architectures, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained_adapter(tiny_model, text_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
-    assert trains(
-        "lora_finetune", folder, "--model_name_or_path", tiny_model, "--train_file", text_file
-    )
+    assert trains("lora_finetune", folder, "--model_name_or_path", tiny_model, "--train_file", text_file)
     return folder / "run" / "final"
 
 
@@ -58,16 +56,8 @@ KINDS = pytest.mark.parametrize("given", MODELS, indirect=True, ids="-".join)
 def test_a_pickle_in_place_of_any_file_of_a_model_runs_nothing(given, tmp_path, payload):
     template, model, flags = given
     adapter = (model / "adapter_config.json").exists()  # of such a folder the tokenizer is not read
-    files = {
-        path: path.read_bytes()
-        for path in model.glob("adapter_*" if adapter else "*")
-        if path.suffix != ".md"
-    }
-    added = (
-        ("chat_template.jinja", "special_tokens_map.json")
-        if (model / "tokenizer.json").exists() and not adapter
-        else ()
-    )
+    files = {path: path.read_bytes() for path in model.glob("adapter_*" if adapter else "*") if path.suffix != ".md"}
+    added = ("chat_template.jinja", "special_tokens_map.json") if (model / "tokenizer.json").exists() and not adapter else ()
     assert len(files) > 1
     for path in {*files, *(model / name for name in added)}:
         path.write_bytes(payload)
@@ -108,12 +98,7 @@ OWN = {
     "tokenizer_config.json": {"tokenizer_class": "OfItsOwn"},
     "preprocessor_config.json": {"image_processor_type": "OfItsOwn"},
 }
-CLASSES = (
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoModelForImageClassification",
-    "AutoImageProcessor",
-)
+CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForImageClassification", "AutoImageProcessor")
 MAPS = dict.fromkeys(CLASSES, "code.C") | {"AutoTokenizer": ["code.C", "code.C"]}
 
 
@@ -139,10 +124,7 @@ def test_code_in_a_model_s_folder_is_not_run(
     (model / file).write_text(json.dumps(content | {"auto_map": MAPS} | OWN[file]))
     data = ("--train_dir", image_folder) if images else ("--train_file", text_file)
     message = refused(template, tmp_path, *data, f"--{flag}", model)
-    assert (
-        message.startswith(str(model))
-        and "needs code of its own, which is never run here" in message
-    )
+    assert message.startswith(str(model)) and "needs code of its own, which is never run here" in message
     assert not (tmp_path / "ran").exists()
 
 
@@ -160,9 +142,7 @@ def test_a_chat_template_reaches_nothing_beyond_the_messages(model, tmp_path, te
     made = str(tmp_path / "made")
     turns = [{"role": "user", "content": made}, {"role": "assistant", "content": "x"}]
     chats.write_text((json.dumps({"messages": turns}) + "\n") * 20)
-    message = refused(
-        "lora_finetune", tmp_path, "--model_name_or_path", model, "--train_file", chats
-    )
+    message = refused("lora_finetune", tmp_path, "--model_name_or_path", model, "--train_file", chats)
     assert "chats.jsonl:1: the chat template refuses this conversation (" in message
     assert not Path(made).exists()
 
@@ -177,19 +157,12 @@ def test_a_chat_template_reaches_nothing_beyond_the_messages(model, tmp_path, te
     ],
     ids=str,
 )
-def test_weights_that_a_config_of_timm_names_are_not_read(
-    named, architectures, image_folder, tmp_path, payload
-):
+def test_weights_that_a_config_of_timm_names_are_not_read(named, architectures, image_folder, tmp_path, payload):
     model = Path(shutil.copytree(architectures / "timm", tmp_path / "model"))
     (tmp_path / "weights.pth").write_bytes(payload)
     content = json.loads((model / "config.json").read_text())
     text = json.dumps(content | named).replace("{}", str(tmp_path / "weights.pth"))
     (model / "config.json").write_text(text)
-    message = refused(
-        "image_classification", tmp_path, "--train_dir", image_folder, "--config_name", model
-    )
+    message = refused("image_classification", tmp_path, "--train_dir", image_folder, "--config_name", model)
     key = next(iter(named["model_args"])) if "model_args" in named else "architecture"
-    assert (
-        message
-        == f"{model}: its config.json names weights from elsewhere ({key}), which are not read"
-    )
+    assert message == f"{model}: its config.json names weights from elsewhere ({key}), which are not read"

@@ -34,10 +34,7 @@ def canaries() -> dict[str, tuple[str, str]]:
         "url-with-at": (f"https://me:{long[:20]}@{long[20:]}@example.com/x", long[20:]),
         "url-token": (f"https://{long}@example.com/x", long),
         "azure": (f"https://account.blob.core.windows.net/x?sv=2024&se=2026&sig={long}", long),
-        "google": (
-            f"https://storage.googleapis.com/b/x?X-Goog-Credential=a&X-Goog-Signature={long}",
-            long,
-        ),
+        "google": (f"https://storage.googleapis.com/b/x?X-Goog-Credential=a&X-Goog-Signature={long}", long),
         "query": (f"https://example.com/x?a=1&access_token={long}&b=2", long),
         "signed": (f"s3://bucket/x?X-Amz-Signature={long}", long),
         "hugging-face": (f"hf_{long}", f"hf_{long}"),
@@ -61,15 +58,9 @@ def canaries() -> dict[str, tuple[str, str]]:
         "bearer-alone": (f"curl -H 'bearer {long}'", long),
         "basic": (f"authorization: Basic {long}==", long),
         "pem": (f"-----BEGIN RSA PRIVATE KEY-----\n{lines}\n-----END RSA PRIVATE KEY-----", long),
-        "pem-in-json": (
-            f'"-----BEGIN PRIVATE KEY-----\\n{long}\\n-----END PRIVATE KEY-----\\n"',
-            long,
-        ),
+        "pem-in-json": (f'"-----BEGIN PRIVATE KEY-----\\n{long}\\n-----END PRIVATE KEY-----\\n"', long),
         "pem-cut": (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{long}", long),
-        "azure-storage": (
-            f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={long * 2}A1Bc+/==;E=x",
-            long,
-        ),
+        "azure-storage": (f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={long * 2}A1Bc+/==;E=x", long),
         "databricks": (f"dapi{digits[:32]}", digits[:32]),
         "docker": (f"dckr_pat_{parts[27]}", parts[27]),
         "password": (f"password: {long}", long),
@@ -124,14 +115,7 @@ def test_what_only_resembles_a_secret_is_left_alone(text, monkeypatch):
 
 
 def test_the_environment_s_secrets_are_masked_wherever_they_stand(monkeypatch):
-    names = (
-        "MY_TOKEN",
-        "CLIENT_SECRET",
-        "PGPASSWORD",
-        "SOME_API_KEY",
-        "AWS_SECRET_ACCESS_KEY",
-        "THE_CREDENTIAL",
-    )
+    names = ("MY_TOKEN", "CLIENT_SECRET", "PGPASSWORD", "SOME_API_KEY", "AWS_SECRET_ACCESS_KEY", "THE_CREDENTIAL")
     values = {name: f"/{canary(12)} {canary(8)}" for name in names}  # of no known shape
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -143,46 +127,19 @@ def test_the_environment_s_secrets_are_masked_wherever_they_stand(monkeypatch):
 
 def test_a_run_resumes_with_other_secrets_in_the_environment(monkeypatch):
     """Settings are compared as they were masked, by what was in the environment then and is now."""
-    settings = {
-        "train_file": ["s3://bucket/data-Xy3kPq81.jsonl", "b.jsonl"],
-        "run_name": "data-Xy3kPq81",
-        "seed": 1,
-    }
+    settings = {"train_file": ["s3://bucket/data-Xy3kPq81.jsonl", "b.jsonl"], "run_name": "data-Xy3kPq81", "seed": 1}
     plain = redact(settings)
     monkeypatch.setenv("MY_TOKEN", "data-Xy3kPq81")
     hidden = redact(settings)
     assert hidden["run_name"] == "***" and hidden["train_file"][0] == "s3://bucket/***.jsonl"
-    assert all(
-        _same(one[k], other[k])
-        for k in settings
-        for one, other in ((plain, hidden), (hidden, plain))
-    )
+    assert all(_same(one[k], other[k]) for k in settings for one, other in ((plain, hidden), (hidden, plain)))
     assert not _same(hidden["train_file"], ["s3://another/data-Xy3kPq81.jsonl", "b.jsonl"])
-    assert not _same(plain["train_file"], ["s3://bucket/other.jsonl", "b.jsonl"]) and not _same(
-        1, 2
-    )
+    assert not _same(plain["train_file"], ["s3://bucket/other.jsonl", "b.jsonl"]) and not _same(1, 2)
 
 
 HINTS = "hf_ sk- ghp_ github_pat_ glpat- AKIA AIza ya29. xoxb- wandb_v1_ dapi dckr_pat_ eyJ".split()  # noqa: SIM905
-HINTS += [
-    "wandb login ",
-    "authorization: ",
-    "bearer ",
-    "api_key",
-    "secret=",
-    "password: ",
-    "https://",
-]
-PIECES = [
-    *HINTS,
-    *"?&=:@/. -_'\"\n*0aA",
-    "://",
-    "api_key=",
-    "&sig=",
-    "-----BEGIN PRIVATE KEY-----",
-    "a" * 40,
-    "A1" * 20,
-]
+HINTS += ["wandb login ", "authorization: ", "bearer ", "api_key", "secret=", "password: ", "https://"]
+PIECES = [*HINTS, *"?&=:@/. -_'\"\n*0aA", "://", "api_key=", "&sig=", "-----BEGIN PRIVATE KEY-----", "a" * 40, "A1" * 20]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
@@ -192,36 +149,17 @@ def test_masking_twice_changes_nothing(text):
 
 def test_hostile_text_costs_linear_time():
     size = 100_000
-    starts = [
-        *PIECES,
-        "?token",
-        "sk-",
-        "://a:",
-        "https://",
-        "eyJ",
-        "glpat-",
-        "bearer ",
-        "SG.",
-        "M",
-        "1:",
-        "***",
-    ]
+    starts = [*PIECES, "?token", "sk-", "://a:", "https://", "eyJ", "glpat-", "bearer ", "SG.", "M", "1:", "***"]
     starts += ["machine a login b password ", "-----BEGIN PRIVATE KEY-----a-", "wandb login "]
-    texts = [start * (size // len(start)) for start in starts] + [
-        start + end * size for start in starts for end in "aA- :"
-    ]
+    texts = [start * (size // len(start)) for start in starts] + [start + end * size for start in starts for end in "aA- :"]
     for text in (*texts, " ".join(HINTS) * (size // 400)):
         began = time.process_time()
         masked(text)
-        assert time.process_time() - began < 2, text[
-            :60
-        ]  # 0.05 s; with backtracking, half a minute
+        assert time.process_time() - began < 2, text[:60]  # 0.05 s; with backtracking, half a minute
 
 
 def files_with(needle: str, *folders: Path) -> list[Path]:
-    found = [
-        p for folder in folders for p in folder.rglob("*") if p.is_file() and not p.is_symlink()
-    ]
+    found = [p for folder in folders for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
     assert found
     return [p for p in found if needle.encode() in p.read_bytes() or needle in p.name]
 
@@ -231,66 +169,27 @@ def test_no_secret_is_in_any_file_that_a_run_writes(
     template, tiny_model, text_file, image_folder, architectures, tmp_path, monkeypatch, capfd
 ):
     texts = canaries()
-    secrets = {
-        name: canary(40)
-        for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_OWN_PASSWORD")
-    }
-    places = {
-        "HOME": str(tmp_path / "home"),
-        "TEMPLATES_CACHE": str(tmp_path / "cache"),
-        "WANDB_MODE": "offline",
-    }
+    secrets = {name: canary(40) for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_OWN_PASSWORD")}
+    places = {"HOME": str(tmp_path / "home"), "TEMPLATES_CACHE": str(tmp_path / "cache"), "WANDB_MODE": "offline"}
     for name, value in (secrets | places).items():
         monkeypatch.setenv(name, value)
     in_yaml, in_prompt = canary(40), canary(40)
     (tmp_path / "run.yaml").write_text(f"project_name: hf_{in_yaml}\n")
-    flags = [
-        "--config",
-        tmp_path / "run.yaml",
-        "--report_to",
-        "wandb",
-        "--max_steps",
-        2,
-        "--output_dir",
-        tmp_path / "run",
-    ]
+    flags = ["--config", tmp_path / "run.yaml", "--report_to", "wandb", "--max_steps", 2, "--output_dir", tmp_path / "run"]
     flags += ["--run_name", " ".join(text for text, _ in texts.values()), "--global_batch_size", 4]
     if template == "image_classification":
-        flags += [
-            "--train_dir",
-            image_folder,
-            "--config_name",
-            architectures / "convnext",
-            "--image_size",
-            16,
-        ]
+        flags += ["--train_dir", image_folder, "--config_name", architectures / "convnext", "--image_size", 16]
         flags += ["--per_device_train_batch_size", 4, "--dataloader_num_workers", 0]
     else:
-        flags += [
-            "--model_name_or_path",
-            tiny_model,
-            "--train_file",
-            text_file,
-            "--seq_length",
-            32,
-            "--eval_samples",
-            2,
-        ]
+        flags += ["--model_name_or_path", tiny_model, "--train_file", text_file, "--seq_length", 32, "--eval_samples", 2]
     flags += ["--sample_prompt", f"hf_{in_prompt}"] if template == "pretrain" else []
     monkeypatch.setattr(sys, "argv", [template, *map(str, flags)])  # which W&B would store
     run_here(template, *flags)
     (tmp_path / "run.yaml").unlink()
     (tmp_path / "console.txt").write_text("".join(capfd.readouterr()))
     assert list((tmp_path / "run" / "wandb").rglob("*.wandb"))
-    for secret in [
-        *secrets.values(),
-        *(secret for _, secret in texts.values()),
-        in_yaml,
-        in_prompt,
-    ]:
+    for secret in [*secrets.values(), *(secret for _, secret in texts.values()), in_yaml, in_prompt]:
         assert files_with(secret, tmp_path) == []
-    assert files_with(
-        "***", tmp_path / "run" / "wandb"
-    )  # the settings are there: a secret in them would have been found
+    assert files_with("***", tmp_path / "run" / "wandb")  # the settings are there: a secret in them would have been found
     for name in ("config.yaml", "final/README.md"):
         assert "access_token=***" in (tmp_path / "run" / name).read_text()

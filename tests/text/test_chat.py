@@ -23,13 +23,7 @@ from shared.text import chat
 from shared.text.encoder import Encoder
 from shared.text.forms import Example, read_example, recognise, refuse_other_meanings, unused
 from shared.text.options import ChatConfig
-from shared.text.packing import (
-    GroupedOrder,
-    Packed,
-    best_fit_decreasing,
-    collate_packed,
-    collate_padded,
-)
+from shared.text.packing import GroupedOrder, Packed, best_fit_decreasing, collate_packed, collate_padded
 from tests.conftest import put_a_token_before_texts
 
 CHATML = (
@@ -68,54 +62,26 @@ def learned_runs(tokenizer, ids, learned):
     [
         ({"messages": TURNS[1:3]}, "chat messages", "says what"),
         (
-            {
-                "conversations": [
-                    {"from": "human", "value": "a line"},
-                    {"from": "gpt", "value": "says what"},
-                ]
-            },
+            {"conversations": [{"from": "human", "value": "a line"}, {"from": "gpt", "value": "says what"}]},
             "ShareGPT conversations",
             "says what",
         ),
         ({"prompt": "a line ", "completion": "says what"}, "prompt and completion", "says what"),
         ({"prompt": TURNS[1:2], "completion": TURNS[2:3]}, "prompt and completion", "says what"),
-        (
-            {"instruction": "a line", "input": "", "output": "says what"},
-            "Alpaca instructions",
-            "says what",
-        ),
-        (
-            {"instruction": "a", "input": "line", "output": "says what"},
-            "Alpaca instructions",
-            "says what",
-        ),
+        ({"instruction": "a line", "input": "", "output": "says what"}, "Alpaca instructions", "says what"),
+        ({"instruction": "a", "input": "line", "output": "says what"}, "Alpaca instructions", "says what"),
         ({"text": "says what"}, "plain text", "says what"),
         ({"messages": json.dumps(TURNS[1:3])}, "chat messages", "says what"),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "line"}]},
-                    TURNS[2],
-                ]
-            },
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a "}, {"text": "line"}]}, TURNS[2]]},
             "chat messages",
             "says what",
         ),
-        (
-            {"prompt": TURNS[1:4], "completion": TURNS[4:]},
-            "prompt and completion",
-            "since it saw many",
-        ),
-        (
-            {"messages": [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]},
-            "chat messages",
-            "since it saw many",
-        ),
+        ({"prompt": TURNS[1:4], "completion": TURNS[4:]}, "prompt and completion", "since it saw many"),
+        ({"messages": [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]}, "chat messages", "since it saw many"),
     ],
 )
-def test_each_form_is_recognised_and_learns_the_answer_and_its_end(
-    tokenizer, record, form, learned
-):
+def test_each_form_is_recognised_and_learns_the_answer_and_its_end(tokenizer, record, form, learned):
     assert recognise(record, "here") == form
     ids, mask = Encoder(tokenizer, "assistant")(read_example(record, form, "here"), "here")
     assert learned_runs(tokenizer, ids, mask) == [learned + "<|endoftext|>"]
@@ -142,14 +108,11 @@ def test_what_the_system_says_is_read_from_each_form():
         {"system": "the model reads", "messages": TURNS[1:3]},
     ):
         assert read_example(record, recognise(record, "here"), "here").messages == TURNS[:3]
-    with pytest.raises(
-        ConfigError, match="in the column 'system' and among the messages: keep one"
-    ):
+    with pytest.raises(ConfigError, match="in the column 'system' and among the messages: keep one"):
         read_example({"system": "be brief", "messages": TURNS}, "chat messages", "here")
     joined = {"system": "the model reads", "prompt": "a line", "completion": "says what"}
     with pytest.raises(
-        ConfigError,
-        match=r"data with a system text .*, no template here takes it; .* --allow_unused_columns",
+        ConfigError, match=r"data with a system text .*, no template here takes it; .* --allow_unused_columns"
     ):
         refuse_other_meanings(joined, "prompt and completion", "here")
     refuse_other_meanings(joined | {"system": ""}, "prompt and completion", "here")
@@ -166,10 +129,7 @@ MARKED = (
 def test_a_turn_of_weight_0_is_shown_and_not_learned(chatml, marked):
     chatml.chat_template = MARKED if marked else CHATML
     for unlearned, expected in ((2, ["since it saw many<|im_end|>"]), (4, ["says what<|im_end|>"])):
-        messages = [
-            {**turn, "weight": 0} if number == unlearned else turn
-            for number, turn in enumerate(TURNS)
-        ]
+        messages = [{**turn, "weight": 0} if number == unlearned else turn for number, turn in enumerate(TURNS)]
         example = read_example({"messages": messages}, "chat messages", "here")
         ids, mask = Encoder(chatml, "assistant")(example, "here")
         assert learned_runs(chatml, ids, mask) == expected
@@ -209,23 +169,15 @@ RETURNING = (  # another token ends the last answer, as in gpt-oss's template
     ],
     ids=["thinking", "opened", "alike", "returning"],
 )
-def test_a_template_that_writes_the_last_turn_differently_loses_no_other(
-    chatml, template, expected
-):
-    chatml.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]}
-    )
+def test_a_template_that_writes_the_last_turn_differently_loses_no_other(chatml, template, expected):
+    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
     chatml.chat_template = template
     ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
     assert learned_runs(chatml, ids, mask) == expected
 
 
-@pytest.mark.parametrize(
-    ("loss_on", "learned"), [("assistant", ["says what<|im_end|>"]), ("completion", [])]
-)
-def test_a_template_that_writes_what_was_before_differently_is_read_around_a_turn(
-    chatml, loss_on, learned
-):
+@pytest.mark.parametrize(("loss_on", "learned"), [("assistant", ["says what<|im_end|>"]), ("completion", [])])
+def test_a_template_that_writes_what_was_before_differently_is_read_around_a_turn(chatml, loss_on, learned):
     """One that moves the system's words before the last question."""
     chatml.chat_template = (
         "{% for m in messages[1:] %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -258,14 +210,8 @@ def test_turns_that_cannot_be_found_are_refused(chatml):
 @pytest.mark.parametrize(
     ("head", "written"),
     [
-        (
-            "\n{%- if strftime_now is defined %}{%- set d = strftime_now('%d %b %Y') %}{%- endif %}{{ d }}\n",
-            "26 Jul 2024\n",
-        ),
-        (
-            "\n  {% macro now() %}{{- 'On ' + strftime_now('%Y-%m-%d') }}{% endmacro %}{{ now() }}",
-            "\nOn 2024-07-26",
-        ),
+        ("\n{%- if strftime_now is defined %}{%- set d = strftime_now('%d %b %Y') %}{%- endif %}{{ d }}\n", "26 Jul 2024\n"),
+        ("\n  {% macro now() %}{{- 'On ' + strftime_now('%Y-%m-%d') }}{% endmacro %}{{ now() }}", "\nOn 2024-07-26"),
         ("{{ strftime_now('%A %e %b %y %H:%M, %j') }}", "Friday 26 Jul 24 00:00, 208"),
     ],
 )
@@ -277,16 +223,10 @@ def test_a_template_that_writes_the_date_makes_the_same_samples_on_any_day(chatm
 
 
 def test_calls_of_tools_are_no_matter_of_the_default_template(tokenizer):
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"type": "function", "function": {"name": "look_up"}}],
-    }
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "look_up"}}]}
     encoder = Encoder(tokenizer, "assistant")
     for messages in ([TURNS[0], call], [*TURNS[:2], {"role": "tool", "content": "3"}, TURNS[1]]):
-        with pytest.raises(
-            ConfigError, match=r"^here: calls a tool, but the default chat template has no tools"
-        ):
+        with pytest.raises(ConfigError, match=r"^here: calls a tool, but the default chat template has no tools"):
             encoder(Example(messages), "here")
 
 
@@ -294,13 +234,9 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
     record = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "look_up"}}]}
     for tools in (record["tools"], json.dumps(record["tools"])):
         example = read_example(record | {"tools": tools}, "chat messages", "here")
-        with pytest.raises(
-            ConfigError, match=r"^here: has tools, but the chat template does not write them"
-        ):
+        with pytest.raises(ConfigError, match=r"^here: has tools, but the chat template does not write them"):
             Encoder(chatml, "assistant")(example, "here")
-    chatml.chat_template = (
-        "{% if tools %}{{ tools[0]['function']['name'] + '\n' }}{% endif %}" + CHATML
-    )
+    chatml.chat_template = "{% if tools %}{{ tools[0]['function']['name'] + '\n' }}{% endif %}" + CHATML
     ids, mask = Encoder(chatml, "assistant")(example, "here")
     assert chatml.decode(ids).startswith("look_up")
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
@@ -311,19 +247,13 @@ def test_tools_are_shown_to_the_model_or_refused(chatml):
 def test_keys_that_parquet_adds_are_left_out_and_nulls_that_somebody_wrote_are_not(tmp_path):
     def calling(**arguments):
         calls = [{"function": {"name": "f", "arguments": arguments}}]
-        return {
-            "messages": [{"role": "assistant", "tool_calls": calls}],
-            "tools": [{"default": None}],
-        }
+        return {"messages": [{"role": "assistant", "tool_calls": calls}], "tools": [{"default": None}]}
 
     written = [calling(city=None), calling(text="a", city="b"), {"messages": TURNS, "tools": None}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, written)))
     pq.write_table(pa.Table.from_pylist(written), tmp_path / "a.parquet")
     lines, table = (
-        [
-            read_example(record, "chat messages", "here")
-            for _, record in read_records([tmp_path / name])
-        ]
+        [read_example(record, "chat messages", "here") for _, record in read_records([tmp_path / name])]
         for name in ("a.jsonl", "a.parquet")
     )
     assert [example.messages for example in lines] == [record["messages"] for record in written]
@@ -350,20 +280,11 @@ CALLING = (
 )
 def test_arguments_of_calls_are_written_once(chatml, written, given):
     chatml.chat_template = CALLING.replace("CALL", written)
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "weather", "arguments": given}}],
-    }
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": given}}]}
     record = {"messages": [*TURNS[:2], call, {"role": "tool", "content": "sunny"}, TURNS[4]]}
-    example = read_example(
-        record | {"tools": [{"function": {"name": "weather"}}]}, "chat messages", "here"
-    )
+    example = read_example(record | {"tools": [{"function": {"name": "weather"}}]}, "chat messages", "here")
     ids, mask = Encoder(chatml, "assistant")(example, "here")
-    assert learned_runs(chatml, ids, mask) == [
-        '{"city": "Rome"}<|im_end|>',
-        "since it saw many<|im_end|>",
-    ]
+    assert learned_runs(chatml, ids, mask) == ['{"city": "Rome"}<|im_end|>', "since it saw many<|im_end|>"]
 
 
 def test_a_conversation_that_the_assistant_begins(chatml):
@@ -371,17 +292,13 @@ def test_a_conversation_that_the_assistant_begins(chatml):
     for template in (CHATML, refusing):
         chatml.chat_template = template
         ids, mask = Encoder(chatml, "assistant")(Example(TURNS[2:]), "here")
-        assert learned_runs(chatml, ids, mask) == [
-            "says what<|im_end|>",
-            "since it saw many<|im_end|>",
-        ]
+        assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
 
 
 MANY = [
     *TURNS[:1],
     *(
-        {"role": role, "content": f"{said} {number}"}
-        | ({"weight": 0} if number == 7 and role == "assistant" else {})
+        {"role": role, "content": f"{said} {number}"} | ({"weight": 0} if number == 7 and role == "assistant" else {})
         for number in range(60)
         for role, said in (("user", "a line"), ("assistant", "says what"))
     ),
@@ -392,11 +309,7 @@ CALLS = [
         message
         for number in range(60)
         for message in (
-            {
-                "role": "assistant",
-                "content": f"says {number}",
-                "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
-            },
+            {"role": "assistant", "content": f"says {number}", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
             {"role": "tool", "content": f"many {number} "},
         )
     ),
@@ -407,27 +320,15 @@ CALLS = [
 @pytest.mark.parametrize("messages", [MANY, CALLS], ids=["questions", "tools"])
 @pytest.mark.parametrize("template", [CHATML, THINKING, OPENED, ALIKE, RETURNING, MARKED])
 def test_many_turns_are_found_in_a_few_renderings(chatml, template, messages, monkeypatch):
-    chatml.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]}
-    )
+    chatml.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|return|>"]})
     chatml.chat_template = template
     encoder, render, rendered = Encoder(chatml, "assistant"), Encoder._render, []
-    monkeypatch.setattr(
-        Encoder, "_render", lambda *args, **o: rendered.append(t := render(*args, **o)) or t
-    )
+    monkeypatch.setattr(Encoder, "_render", lambda *args, **o: rendered.append(t := render(*args, **o)) or t)
     ids, learned = encoder(read_example({"messages": messages}, "chat messages", "here"), "here")
-    said = [
-        turn["content"]
-        for turn in messages
-        if turn["role"] == "assistant" and turn.get("weight", 1)
-    ]
+    said = [turn["content"] for turn in messages if turn["role"] == "assistant" and turn.get("weight", 1)]
     for run, text in zip(learned_runs(chatml, ids, learned), said, strict=True):
         head, text, end = run.partition(text)
-        assert (
-            text
-            and head in ("", "<think>\n\n</think>\n\n")
-            and re.fullmatch(r"(\s*<\|(im_end|return)\|>)+", end)
-        )
+        assert text and head in ("", "<think>\n\n</think>\n\n") and re.fullmatch(r"(\s*<\|(im_end|return)\|>)+", end)
     assert sum(map(len, rendered)) < 7 * len(chatml.decode(ids))
 
 
@@ -454,83 +355,52 @@ def test_an_answer_follows_the_generation_prompt_token_by_token(chatml, template
 
     def render(count, **options):
         told = [
-            {**t, "content": [{"type": "text", "text": t["content"]}]} if template == PARTS else t
-            for t in turns[:count]
+            {**t, "content": [{"type": "text", "text": t["content"]}]} if template == PARTS else t for t in turns[:count]
         ]
-        text = chatml.apply_chat_template(
-            told, tokenize=False, **options, **given.get("chat_template_kwargs", {})
-        )
+        text = chatml.apply_chat_template(told, tokenize=False, **options, **given.get("chat_template_kwargs", {}))
         return chatml(text, add_special_tokens=False)["input_ids"]
 
     whole = render(5)
     assert ids == whole[: len(ids)] and chatml.decode(whole[len(ids) :]).strip() == ""
-    answers = [
-        run
-        for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1)
-        if learned[run[0]]
-    ]
+    answers = [run for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learned)) + 1) if learned[run[0]]]
     unlike = []
     for count, run in zip((2, 4), answers, strict=True):
         prompt = render(count, add_generation_prompt=True)
         if ids[: run[0]] != prompt:
             unlike.append(f"here, message {count + 1}")
-    assert (
-        sorted(place.split(", as")[0] for what, place in notes.seen if what == "unlike") == unlike
-    )
-    assert unlike == (
-        [] if template != SWITCHED else ["here, message 3"] if thinks is not None else unlike
-    )
-    if (
-        template == SWITCHED and thinks is None
-    ):  # "\n\n" is one token here or not, as the tokenizer has it
+    assert sorted(place.split(", as")[0] for what, place in notes.seen if what == "unlike") == unlike
+    assert unlike == ([] if template != SWITCHED else ["here, message 3"] if thinks is not None else unlike)
+    if template == SWITCHED and thinks is None:  # "\n\n" is one token here or not, as the tokenizer has it
         assert "here, message 3" in unlike
 
 
 def test_what_enable_thinking_would_mend_is_said(chatml, tmp_path, monkeypatch, capsys):
     closed = "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>\n' }}"
-    chatml.chat_template = CHATML.replace(
-        "m['content']", "'<think></think>' * (m['role'] == 'assistant') + m['content']"
-    )
-    chatml.chat_template = chatml.chat_template.replace(
-        "assistant\n' }}", "assistant\n' }}" + closed
-    )
+    chatml.chat_template = CHATML.replace("m['content']", "'<think></think>' * (m['role'] == 'assistant') + m['content']")
+    chatml.chat_template = chatml.chat_template.replace("assistant\n' }}", "assistant\n' }}" + closed)
     path = tmp_path / "data.jsonl"
     path.write_text((json.dumps({"messages": TURNS[1:3]}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        "warning: 30 answers are learned after other tokens than the template's generation prompt gives at inference"
-        in said
+        "warning: 30 answers are learned after other tokens than the template's generation prompt gives at inference" in said
     )
     assert 'message 2, as it does with "chat_template_kwargs": {"enable_thinking": false}' in said
-    path.write_text(
-        (
-            json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}})
-            + "\n"
-        )
-        * 30
-    )
+    path.write_text((json.dumps({"messages": TURNS[1:3], "chat_template_kwargs": {"enable_thinking": False}}) + "\n") * 30)
     prepared(chatml, path, tmp_path, monkeypatch)
     (line,) = capsys.readouterr().err.splitlines()  # the records are alike
     assert line.endswith("texts to validate on are trained on, too, word for word")
 
 
 def test_files_of_different_forms_are_trained_on_together(chatml, tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{i}?", "completion": "So."}) + "\n" for i in range(3))
-    )
-    talk = {
-        "messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-    }
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "completion": "So."}) + "\n" for i in range(3)))
+    talk = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
     (tmp_path / "b.json").write_text(json.dumps([talk] * 2))
     train, _, _ = prepared(chatml, tmp_path / "*.json*", tmp_path, monkeypatch)
     assert train.stores[0].notes.named("form ") == {"prompt and completion": 3, "chat messages": 2}
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(json.dumps(talk))
-    with pytest.raises(
-        ConfigError,
-        match=r"a.jsonl:4: 'prompt' is missing, but the first record of this file has it",
-    ):
+    with pytest.raises(ConfigError, match=r"a.jsonl:4: 'prompt' is missing, but the first record of this file has it"):
         prepared(chatml, tmp_path / "*.json*", tmp_path, monkeypatch)
 
 
@@ -541,54 +411,36 @@ def test_empty_answers_and_what_is_on_both_sides_are_said(chatml, tmp_path, monk
     path.write_text("".join(json.dumps(row) + "\n" for row in alike + empty))
     prepared(chatml, path, tmp_path, monkeypatch)
     said = " ".join(capsys.readouterr().err.split())
-    assert (
-        "warning: 3 records have an empty answer, from which the model learns to say nothing; the first is"
-        in said
-    )
+    assert "warning: 3 records have an empty answer, from which the model learns to say nothing; the first is" in said
     assert "data.jsonl:31" in said
     assert "warning: 2 of the 2 texts to validate on are trained on, too, word for word" in said
 
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "look", "arguments": {}}}],
-    }
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     for turn, is_empty in (
         (call, False),
         ({"role": "assistant", "content": "", "weight": 0}, False),
         (call | {"tool_calls": []}, True),
     ):
         messages = [TURNS[1], turn, TURNS[2]]
-        assert (
-            read_example({"messages": messages}, "chat messages", "here").has_empty_answer
-            is is_empty
-        )
+        assert read_example({"messages": messages}, "chat messages", "here").has_empty_answer is is_empty
 
 
 def test_options_of_the_template_that_it_does_not_read_are_named(chatml):
     record = {"messages": TURNS, "chat_template_kwargs": json.dumps({"enable_thinking": False})}
     example = read_example(record, "chat messages", "here")
-    assert unused(record, "chat messages", example, CHATML) == [
-        "enable_thinking (of chat_template_kwargs)"
-    ]
+    assert unused(record, "chat messages", example, CHATML) == ["enable_thinking (of chat_template_kwargs)"]
     assert unused(record, "chat messages", example, SWITCHED) == []
-    with pytest.raises(
-        ConfigError, match=r"^here: 'chat_template_kwargs' is a str, expected an object"
-    ):
+    with pytest.raises(ConfigError, match=r"^here: 'chat_template_kwargs' is a str, expected an object"):
         read_example(record | {"chat_template_kwargs": "yes"}, "chat messages", "here")
 
 
-@pytest.mark.parametrize(
-    "file", ["chat_template.json", "processor_config.json", "chat_template.jinja", None]
-)
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json", "chat_template.jinja", None])
 def test_the_template_of_a_processor_is_found(tiny_model, tmp_path, file):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     if file:
-        (tmp_path / file).write_text(
-            PARTS if file.endswith("jinja") else json.dumps({"chat_template": PARTS})
-        )
+        (tmp_path / file).write_text(PARTS if file.endswith("jinja") else json.dumps({"chat_template": PARTS}))
     assert chat.load_tokenizer(str(tmp_path)).chat_template == (PARTS if file else None)
 
 
@@ -600,21 +452,14 @@ def beginning(tokenizer):
 
 @pytest.mark.parametrize(
     "example",
-    [
-        Example(TURNS[1:3]),
-        Example(prompt="a line ", completion="says what"),
-        Example(completion="<s>says what"),
-    ],
+    [Example(TURNS[1:3]), Example(prompt="a line ", completion="says what"), Example(completion="<s>says what")],
     ids=["messages", "completion", "rendered before"],
 )
 def test_what_begins_a_text_is_there_once(beginning, example):
     encoder = Encoder(beginning, "assistant")
     ids, mask = encoder(example, "here")
     assert ids.count(beginning.bos_token_id) == 1 and ids[0] == beginning.bos_token_id
-    assert (
-        not encoder.has_own_template
-        and "says what<|endoftext|>" in learned_runs(beginning, ids, mask)[-1]
-    )
+    assert not encoder.has_own_template and "says what<|endoftext|>" in learned_runs(beginning, ids, mask)[-1]
 
 
 def test_a_template_that_marks_turns_gives_the_same(chatml):
@@ -625,9 +470,7 @@ def test_a_template_that_marks_turns_gives_the_same(chatml):
 
 
 def test_an_end_of_turn_with_a_line_end_after_it_gets_no_other(chatml):
-    chatml.chat_template = MARKED.replace("'<|im_end|>'", "'<|im_end|>\n'").replace(
-        "{{ '\n' }}{% endfor", "{% endfor"
-    )
+    chatml.chat_template = MARKED.replace("'<|im_end|>'", "'<|im_end|>\n'").replace("{{ '\n' }}{% endfor", "{% endfor")
     ids, mask = Encoder(chatml, "assistant")(Example(TURNS), "here")
     assert learned_runs(chatml, ids, mask) == ["says what<|im_end|>", "since it saw many<|im_end|>"]
 
@@ -665,9 +508,7 @@ def prepared(tokenizer, path, tmp_path, monkeypatch, **options):
     return *chat.open_samples(config, tokenizer), config
 
 
-def test_split_is_disjoint_and_whole_and_rows_are_shifted(
-    tokenizer, chat_file, tmp_path, monkeypatch
-):
+def test_split_is_disjoint_and_whole_and_rows_are_shifted(tokenizer, chat_file, tmp_path, monkeypatch):
     train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     assert len(train) + len(validation) == 23 and len(validation) == 1
     assert train.context == pytest.approx(np.mean([n for n in train.lengths for _ in range(n)]))
@@ -684,55 +525,35 @@ def test_more_processes_prepare_the_same(chatml, chat_file, tmp_path, monkeypatc
     monkeypatch.setattr(store, "BATCH", 1000)
     tokenizer = chatml
     alone = prepared(tokenizer, chat_file, tmp_path / "alone", monkeypatch)[:2]
-    together = prepared(
-        tokenizer, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2
-    )[:2]
+    together = prepared(tokenizer, chat_file, tmp_path / "together", monkeypatch, preprocessing_num_workers=2)[:2]
     for one, other in zip(alone, together, strict=True):
-        assert (
-            one.fingerprint == other.fingerprint
-            and chatml.convert_ids_to_tokens(one.end) == "<|im_end|>"
-        )
+        assert one.fingerprint == other.fingerprint and chatml.convert_ids_to_tokens(one.end) == "<|im_end|>"
         assert one.stores[0].notes == other.stores[0].notes
         assert np.array_equal(one.stores[0]["ids"], other.stores[0]["ids"])
-        assert np.array_equal(one.lengths, other.lengths) and np.array_equal(
-            one.targets, other.targets
-        )
+        assert np.array_equal(one.lengths, other.lengths) and np.array_equal(one.targets, other.targets)
 
 
 def test_a_run_is_resumed_on_data_that_were_prepared_anew(tmp_path, monkeypatch):
     """What is compared then stays what it was, whatever writes it."""
     file = tmp_path / "data.jsonl"
-    file.write_text(
-        "".join(
-            json.dumps({"prompt": f"line {n}\n", "completion": f"it is {n * n}"}) + "\n"
-            for n in range(30)
-        )
-    )
+    file.write_text("".join(json.dumps({"prompt": f"line {n}\n", "completion": f"it is {n * n}"}) + "\n" for n in range(30)))
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
     train, validation, _ = prepared(tokenizer, file, tmp_path, monkeypatch)
     assert (len(train), len(validation)) == (28, 2)
     assert train.fingerprint == "9b8418d7baa24b43"
 
 
-def test_a_separate_validation_file_is_the_whole_validation(
-    tokenizer, chat_file, tmp_path, monkeypatch
-):
+def test_a_separate_validation_file_is_the_whole_validation(tokenizer, chat_file, tmp_path, monkeypatch):
     options = {"validation_file": (str(chat_file),), "max_train_samples": 9}
     train, validation, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch, **options)
     assert (len(train), len(validation)) == (9, 23)
     for index in range(9):
-        assert all(
-            np.array_equal(train[index][key], validation[index][key])
-            for key in ("input_ids", "labels")
-        )
+        assert all(np.array_equal(train[index][key], validation[index][key]) for key in ("input_ids", "labels"))
 
 
 def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
-    rows = [
-        {"prompt": "the line " * 100, "completion": "x"},
-        *[{"prompt": "a ", "completion": "line"}] * 3,
-    ]
+    rows = [{"prompt": "the line " * 100, "completion": "x"}, *[{"prompt": "a ", "completion": "line"}] * 3]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch)
     counts = train.stores[0].notes.counts
@@ -740,15 +561,11 @@ def test_rows_with_nothing_to_learn_are_counted_and_dropped(tokenizer, tmp_path,
     assert len(train) + len(validation) == 3 and "1 dropped" in chat.describe(train, config)
 
 
-def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(
-    tokenizer, tmp_path, monkeypatch
-):
+def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(tokenizer, tmp_path, monkeypatch):
     texts = [f"text {number}: " + "the model reads a line " * (number * 20) for number in range(12)]
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    train, validation, config = prepared(
-        tokenizer, path, tmp_path, monkeypatch, validation_split_percentage=25
-    )
+    train, validation, config = prepared(tokenizer, path, tmp_path, monkeypatch, validation_split_percentage=25)
     found = []
     for split in (train, validation):
         samples = [list(split.tokens(number)[0]) for number in range(len(split))]
@@ -762,11 +579,7 @@ def test_plain_text_makes_as_many_samples_as_it_takes_and_is_held_out_whole(
     assert sorted(text for text, _ in found) == sorted(texts)
     assert sum(held_out for _, held_out in found) == 3
     counts = train.stores[0].notes.counts
-    assert max(train.lengths) == 96 and (counts["read"], counts["cut"], counts["dropped"]) == (
-        12,
-        0,
-        0,
-    )
+    assert max(train.lengths) == 96 and (counts["read"], counts["cut"], counts["dropped"]) == (12, 0, 0)
     assert f"{len(train)} to train on" in chat.describe(train, config)
     tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
     assert sum(split.num_targets(np.arange(len(split))) for split in (train, validation)) == tokens
@@ -789,9 +602,7 @@ def test_of_one_long_text_the_end_is_held_out(tokenizer, tmp_path, monkeypatch):
     train, validation, config = prepared(tokenizer, path, tmp_path / "cache", monkeypatch)
     tokens = [sum(split.lengths) for split in (train, validation)]
     assert tokens[1] / sum(tokens) == pytest.approx(0.05, abs=0.02)
-    ids = [
-        validation[index]["input_ids"] for index in range(len(validation))
-    ]  # neighbours share a token
+    ids = [validation[index]["input_ids"] for index in range(len(validation))]  # neighbours share a token
     last = tokenizer.decode(np.concatenate(ids))
     assert text.removesuffix("\n").endswith(last.removesuffix("\n")) and len(last) > 300
     share = len(validation) / (len(train) + len(validation))
@@ -827,9 +638,7 @@ def test_packing_uses_each_sample_once_and_never_overfills(lengths):
         best_fit_decreasing(np.append(lengths, 65), 64)
 
 
-def test_packed_rows_restart_positions_and_keep_labels_apart(
-    tokenizer, chat_file, tmp_path, monkeypatch
-):
+def test_packed_rows_restart_positions_and_keep_labels_apart(tokenizer, chat_file, tmp_path, monkeypatch):
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
     packed = Packed(train, 96)
     row = packed[0]
@@ -847,11 +656,7 @@ def test_packed_rows_restart_positions_and_keep_labels_apart(
 def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
     end = 0  # the id of what fills up, and a real target: no loss may be lost for that
     rows = [
-        {
-            "input_ids": np.array([5, 6, 7]),
-            "labels": np.array([IGNORED, 7, end]),
-            "position_ids": np.arange(3),
-        },
+        {"input_ids": np.array([5, 6, 7]), "labels": np.array([IGNORED, 7, end]), "position_ids": np.arange(3)},
         {"input_ids": np.array([8]), "labels": np.array([end]), "position_ids": np.arange(1)},
     ]
     padded, packed = collate_padded(rows), collate_packed(rows)
@@ -864,11 +669,7 @@ def test_collators_fill_without_targets_and_keep_a_real_end_of_text():
         longer = collate(rows, multiple_of=8)
         assert longer["labels"].shape == longer["input_ids"].shape == (2, 8)
         assert longer["labels"][:, :3].tolist() == [[IGNORED, 7, end], [end, IGNORED, IGNORED]]
-        assert (longer["labels"][:, 3:] == IGNORED).all() and longer["targets"].tolist() == [
-            1,
-            2,
-            8,
-        ]
+        assert (longer["labels"][:, 3:] == IGNORED).all() and longer["targets"].tolist() == [1, 2, 8]
         assert collate(rows, multiple_of=8, at_most=5)["labels"].shape == (2, 5)
     rows[0]["position_ids"] = np.array([0, 0, 1])
     several = collate_packed(rows, multiple_of=4)
@@ -885,10 +686,7 @@ class OfLengths:
         return len(self.lengths)
 
     def __getitem__(self, index):
-        return {
-            "input_ids": np.full(self.lengths[index], index),
-            "labels": np.full(self.lengths[index], index),
-        }
+        return {"input_ids": np.full(self.lengths[index], index), "labels": np.full(self.lengths[index], index)}
 
     def num_targets(self, indices):
         return int(self.lengths[indices].sum())
@@ -897,28 +695,17 @@ class OfLengths:
 def test_what_memory_has_to_suffice_for_is_as_long_as_can_be_and_has_a_mask():
     def longest(samples, collate, rows):
         share = Share(0, 1, torch.device("cpu"))
-        return Loader(
-            samples, collate, Order(len(samples), rows, 0), share, per_device=rows
-        ).longest(rows)
+        return Loader(samples, collate, Order(len(samples), rows, 0), share, per_device=rows).longest(rows)
 
     talks = OfLengths(16, 3, 9, 7, 12)
     padded = longest(talks, collate_padded, 3)
-    assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded[
-        "labels"
-    ].shape == (3, 16)
+    assert (padded["labels"] != IGNORED).sum(1).tolist() == [16, 3, 3] and padded["labels"].shape == (3, 16)
     assert set(longest(talks, collate_padded, 1)) == {"input_ids", "labels"}
     packed = Packed(talks, 16)
-    assert [len(members) for members in map(packed.bin, range(len(packed)))] == [
-        1,
-        2,
-        2,
-    ]  # of 16, of 12 + 3, of 9 + 7
+    assert [len(members) for members in map(packed.bin, range(len(packed)))] == [1, 2, 2]  # of 16, of 12 + 3, of 9 + 7
     for rows in (1, 3):
         batch = longest(packed, collate_packed, rows)
-        assert batch["labels"].shape == (rows, 16) and batch["position_ids"][0].tolist() == [
-            *range(9),
-            *range(7),
-        ]
+        assert batch["labels"].shape == (rows, 16) and batch["position_ids"][0].tolist() == [*range(9), *range(7)]
 
 
 @settings(deadline=None, max_examples=30)
@@ -928,9 +715,7 @@ def test_grouped_order_covers_each_epoch_once(size, batch, seed):
     order = GroupedOrder(size, batch, seed, lengths=lengths)
     for epoch in range(2):
         steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
-        assert sorted(np.concatenate([order.indices(s) for s in steps]).tolist()) == list(
-            range(size)
-        )
+        assert sorted(np.concatenate([order.indices(s) for s in steps]).tolist()) == list(range(size))
 
 
 def test_grouped_batches_pad_less_and_come_in_an_order_that_changes():
@@ -942,41 +727,26 @@ def test_grouped_batches_pad_less_and_come_in_an_order_that_changes():
         return sum(int((b.max() - b).sum()) for b in batches)
 
     assert padding(order) < 0.2 * padding(Order(1000, 8, 0))
-    longest = [
-        [int(lengths[order.indices(125 * epoch + step)].max()) for step in range(8)]
-        for epoch in range(3)
-    ]
+    longest = [[int(lengths[order.indices(125 * epoch + step)].max()) for step in range(8)] for epoch in range(3)]
     orders = {tuple(np.argsort(np.argsort(epoch)).tolist()) for epoch in longest}
     assert len(orders) == 3 and tuple(range(7, -1, -1)) not in orders
 
 
-def test_conversations_are_prepared_anew_when_something_changed(
-    tokenizer, chat_file, tmp_path, monkeypatch
-):
+def test_conversations_are_prepared_anew_when_something_changed(tokenizer, chat_file, tmp_path, monkeypatch):
     monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path))
     config = {"train_file": (str(chat_file),), "seq_length": 96}
-    kinds = (
-        {},
-        {"seq_length": 64},
-        {"loss_on": "all"},
-        {"max_train_samples": 9},
-        {"validation_split_percentage": 30.0},
-    )
+    kinds = ({}, {"seq_length": 64}, {"loss_on": "all"}, {"max_train_samples": 9}, {"validation_split_percentage": 30.0})
 
     def fingerprint(**kind):
         return chat.open_samples(ChatConfig(**config | kind), tokenizer)[0].fingerprint
 
     found = [fingerprint(**kind) for kind in kinds]
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     found.append(fingerprint())
     assert len(set(found)) == 6 and fingerprint() == found[-1]
 
 
-def test_packed_documents_do_not_see_each_other(
-    tiny_model, tokenizer, chat_file, tmp_path, monkeypatch
-):
+def test_packed_documents_do_not_see_each_other(tiny_model, tokenizer, chat_file, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     train, _, _ = prepared(tokenizer, chat_file, tmp_path, monkeypatch)
@@ -986,15 +756,11 @@ def test_packed_documents_do_not_see_each_other(
     assert len(packed.bin(second)) > 1
     batch = collate_packed([packed[first], packed[second]])
     with torch.no_grad():
-        together = model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-        ).logits
+        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         for row, bin_ in enumerate([packed.bin(first), packed.bin(second)]):
             start = 0
             for index in bin_:
                 ids = torch.from_numpy(train[index]["input_ids"])[None]
                 alone = model(input_ids=ids, use_cache=False).logits[0]
-                torch.testing.assert_close(
-                    together[row, start : start + len(alone)], alone, atol=1e-5, rtol=1e-5
-                )
+                torch.testing.assert_close(together[row, start : start + len(alone)], alone, atol=1e-5, rtol=1e-5)
                 start += len(alone)

@@ -50,26 +50,16 @@ def read(tokens):
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-def test_files_hold_the_documents_each_ended(
-    text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc
-):
+def test_files_hold_the_documents_each_ended(text_file, documents, tokenizer, tmp_path, monkeypatch, num_proc):
     monkeypatch.setattr(store, "BATCH", 500)
-    folder = prepared(
-        text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc
-    )
+    folder = prepared(text_file, tokenizer, tmp_path, monkeypatch, preprocessing_num_workers=num_proc)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     assert 0 < held_out.sum() < 15
     tokens, ends, num_bytes = stored(folder)
     lengths = [len(tokenizer(text)["input_ids"]) + 1 for text in documents]
-    assert (
-        ends == np.cumsum(lengths).tolist()
-        and len(ends) == len(documents)
-        and tokens.dtype == np.uint16
-    )
+    assert ends == np.cumsum(lengths).tolist() and len(ends) == len(documents) and tokens.dtype == np.uint16
     assert num_bytes == sum(len(text.encode()) for text in documents)
-    for windows, chosen in zip(
-        corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True
-    ):
+    for windows, chosen in zip(corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True):
         expected = [
             [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
             for text, keep in zip(documents, chosen, strict=True)
@@ -77,9 +67,7 @@ def test_files_hold_the_documents_each_ended(
         ]
         tokens = read(windows)
         assert tokens == [token for document in expected for token in document]
-        assert [*windows._ends(0, len(tokens))] == np.cumsum([len(d) for d in expected])[
-            :-1
-        ].tolist()
+        assert [*windows._ends(0, len(tokens))] == np.cumsum([len(d) for d in expected])[:-1].tolist()
         if chosen is held_out:
             size = sum(len(t.encode()) for t, keep in zip(documents, chosen, strict=True) if keep)
             assert windows.bytes_per_token(tokenizer) == size / len(tokens)
@@ -92,9 +80,7 @@ def test_files_hold_the_documents_each_ended(
 
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_document_of_several_pieces_is_one(
-    text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun
-):
+def test_a_document_of_several_pieces_is_one(text_file, documents, tokenizer, tmp_path, monkeypatch, plain, begun):
     start = [put_a_token_before_texts(tokenizer).bos_token_id] if begun else []
     monkeypatch.setattr(records, "PIECE", 40)
     monkeypatch.setattr(store, "BATCH", 150)  # documents reach over what is tokenised at a time
@@ -107,16 +93,11 @@ def test_a_document_of_several_pieces_is_one(
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     held_out = is_validation(np.arange(len(documents)), 5.0)
     whole, end = make_stream(path, tokenizer, 0, 1), tokenizer.eos_token_id
-    for split, chosen in zip(
-        corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True
-    ):
+    for split, chosen in zip(corpus.open_splits(*folder, 16, 5)[:2], (~held_out, held_out), strict=True):
         kept = [text for text, keep in zip(documents, chosen, strict=True) if keep]
         cut = [[piece for piece, _ in records.split_text([text])] for text in kept]
         assert max(map(len, cut)) > 5
-        encoded = [
-            [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-            for pieces in cut
-        ]
+        encoded = [[tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces] for pieces in cut]
         expected = [[*start, *(t for ids in pieces for t in ids), end] for pieces in encoded]
         tokens = np.array(read(split))
         assert tokens.tolist() == [token for document in expected for token in document]
@@ -130,9 +111,7 @@ def test_a_document_of_several_pieces_is_one(
             assert window.tolist() == tokens[number * 16 : number * 16 + 17].tolist()
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(
-    text_file, tokenizer, tmp_path, monkeypatch
-):
+def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(text_file, tokenizer, tmp_path, monkeypatch):
     plain, *_ = stored(prepared(text_file, tokenizer, tmp_path / "plain", monkeypatch))
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding()
@@ -143,25 +122,17 @@ def test_truncation_and_padding_of_a_tokenizer_file_do_not_reach_the_corpus(
 def test_a_document_that_is_most_of_the_text_is_not_held_out(tokenizer, tmp_path, monkeypatch):
     """A hash of their numbers would hold out the 13th of these, nine tenths of all tokens."""
     assert is_validation(np.arange(16), 5).nonzero()[0].tolist() == [12]
-    texts = [
-        f"the model reads line {number} " * (400 if number == 12 else 3) for number in range(16)
-    ]
+    texts = [f"the model reads line {number} " * (400 if number == 12 else 3) for number in range(16)]
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     train, validation, stated = corpus.open_splits(*folder, 16, 5)
     whole, ends, num_bytes = stored(folder)
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    assert (
-        [*read(train), *read(validation)]
-        == whole.tolist()
-        == [token for document in ids for token in document]
-    )
+    assert [*read(train), *read(validation)] == whole.tolist() == [token for document in ids for token in document]
     assert ends == np.cumsum([len(document) for document in ids]).tolist()
     assert len(ends) == 16 and num_bytes == sum(len(text.encode()) for text in texts)
-    assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith(
-        "the last 5 % of the text"
-    )
+    assert validation.num_tokens == pytest.approx(0.05 * len(whole), abs=1) and stated.startswith("the last 5 % of the text")
 
 
 def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
@@ -179,10 +150,7 @@ def test_the_bytes_of_a_tail_are_its_own(tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_columns_that_are_not_read_are_said(tokenizer, tmp_path, monkeypatch, suffix):
-    rows = [
-        {"text": f"the model reads line {number} " * 9, "label": number % 2, "url": None}
-        for number in range(40)
-    ]
+    rows = [{"text": f"the model reads line {number} " * 9, "label": number % 2, "url": None} for number in range(40)]
     rows[7]["source"] = "a"
     path = tmp_path / f"text.{suffix}"
     if suffix == "parquet":
@@ -199,9 +167,7 @@ def test_columns_that_are_not_read_are_said(tokenizer, tmp_path, monkeypatch, su
 def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "book.txt"
     path.write_text("the model reads a line of text " * 200)
-    folder = prepared(
-        path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=10
-    )
+    folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch, validation_split_percentage=10)
     train, validation, stated = corpus.open_splits(*folder, 16, 10)
     whole, *_ = stored(folder)
     assert train.num_tokens + validation.num_tokens == len(whole)
@@ -210,22 +176,14 @@ def test_one_document_is_split_by_its_tail(tokenizer, tmp_path, monkeypatch):
     assert "the last 10 % of the text" in stated
 
 
-def test_too_short_a_validation_file_is_no_reason_to_validate_on_training_text(
-    text_file, tokenizer, tmp_path, monkeypatch
-):
+def test_too_short_a_validation_file_is_no_reason_to_validate_on_training_text(text_file, tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "val.txt"
     path.write_text("the model reads")
-    short = prepared(
-        text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),)
-    )
-    with pytest.raises(
-        ConfigError, match=r"val\.txt: the validation split has \d+ tokens, fewer than one sequence"
-    ):
+    short = prepared(text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),))
+    with pytest.raises(ConfigError, match=r"val\.txt: the validation split has \d+ tokens, fewer than one sequence"):
         corpus.open_splits(*short, 64, 5)
     path.write_text("the model reads a line of text " * 20)
-    enough = prepared(
-        text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),)
-    )
+    enough = prepared(text_file, tokenizer, tmp_path / "cache", monkeypatch, validation_file=(str(path),))
     train, validation, stated = corpus.open_splits(*enough, 64, 5)
     assert (len(train.store), validation.store.source) == (57, str(path))
     assert stated == f"1 document(s) of {path}"
@@ -265,14 +223,9 @@ def test_a_tokenizer_is_trained_on_as_much_of_a_single_long_text_as_is_wanted(do
     text = " ".join(documents)
     wanted = corpus.train_tokenizer([text[:5000]], 300)
     assert len(wanted) == 300
-    assert (
-        corpus.train_tokenizer([text], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
-    )
+    assert corpus.train_tokenizer([text], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
     at = text.index(" ", 3000)
-    assert (
-        corpus.train_tokenizer([text[:at], text[at:]], 300, max_characters=5000).get_vocab()
-        == wanted.get_vocab()
-    )
+    assert corpus.train_tokenizer([text[:at], text[at:]], 300, max_characters=5000).get_vocab() == wanted.get_vocab()
 
 
 def test_another_column_or_tokenizer_is_prepared_anew(tokenizer, tmp_path, monkeypatch):
@@ -298,18 +251,7 @@ def test_a_vocabulary_above_16_bits_keeps_its_numbers(tokenizer, tmp_path, monke
 
 
 def make_stream(
-    path,
-    tokenizer,
-    rank,
-    world,
-    *,
-    length=16,
-    column="text",
-    percent=5,
-    window=0,
-    seed=0,
-    processes=1,
-    hub=False,
+    path, tokenizer, rank, world, *, length=16, column="text", percent=5, window=0, seed=0, processes=1, hub=False
 ):
     named = {"dataset_name" if hub else "train_file": (str(path),)}
     source, _ = records.open_sources(CorpusConfig(**named), demo=corpus.DEMO, streaming=True)
@@ -321,23 +263,16 @@ def make_stream(
         preprocessing_num_workers=processes,
     )
     batch = BatchConfig(global_batch_size=4, per_device_train_batch_size=2, seed=seed)
-    return Stream(
-        source, tokenizer, length, options, batch, Share(rank, world, torch.device("cpu"))
-    )
+    return Stream(source, tokenizer, length, options, batch, Share(rank, world, torch.device("cpu")))
 
 
 def test_a_stream_of_one_text_cannot_be_validated(tokenizer, tmp_path):
     (tmp_path / "one.txt").write_text("the model reads a line of text " * 200)
-    with pytest.raises(
-        ConfigError,
-        match=r"whole documents.*raise --validation_split_percentage, or drop --streaming",
-    ):
+    with pytest.raises(ConfigError, match=r"whole documents.*raise --validation_split_percentage, or drop --streaming"):
         make_stream(tmp_path / "one.txt", tokenizer, 0, 1).held_out(1)
 
 
-def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(
-    text_file, tokenizer, monkeypatch
-):
+def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(text_file, tokenizer, monkeypatch):
     def rows(window):
         return [tuple(r.tolist()) for batch in window.micro_batches for r in batch["input_ids"]]
 
@@ -348,9 +283,7 @@ def test_a_stream_is_the_same_on_any_world_size_and_from_any_step(
     later = [rows(w) for w in make_stream(text_file, tokenizer, 0, 1).windows(30, 40)]
     assert later == whole[30:]
     monkeypatch.setattr(store, "BATCH", 500)
-    assert [
-        rows(w) for w in make_stream(text_file, tokenizer, 0, 1, processes=2).windows(0, 40)
-    ] == whole
+    assert [rows(w) for w in make_stream(text_file, tokenizer, 0, 1, processes=2).windows(0, 40)] == whole
     kept = make_stream(text_file, tokenizer, 0, 1).held_out(5)
     assert len(kept) == 5
     held_out = {tuple(row["input_ids"].tolist()) for row in kept}
@@ -362,9 +295,7 @@ def test_a_stream_that_ends_begins_anew(text_file, tokenizer):
     each = sum(1 for _ in stream.sequences(validation=False)) // 4  # steps
     windows = list(stream.windows(0, each + 2))
     assert [window.epoch for window in windows] == [0] * each + [1] * 2
-    assert torch.equal(
-        windows[each + 1].micro_batches[0]["labels"], windows[1].micro_batches[0]["labels"]
-    )
+    assert torch.equal(windows[each + 1].micro_batches[0]["labels"], windows[1].micro_batches[0]["labels"])
     samples = [int(i) for window in windows for i in window.indices.flatten()]
     assert samples == [*range(4 * each), *range(8)]  # which an audit compares
 
@@ -392,34 +323,19 @@ def test_what_is_wrong_is_said_with_its_place(tokenizer, tmp_path, monkeypatch, 
 
 def test_no_more_is_held_out_than_evaluation_uses(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "text.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": f"the model reads line {number} "}) + "\n"
-            for number in range(20_000)
-        )
-    )
+    path.write_text("".join(json.dumps({"text": f"the model reads line {number} "}) + "\n" for number in range(20_000)))
     folder = prepared(path, tokenizer, tmp_path / "cache", monkeypatch)
     total = len(stored(folder)[0])
-    sizes = {
-        rows: corpus.open_splits(*folder, 16, 5, rows)[1].num_tokens
-        for rows in (None, 10_000, 128, 1)
-    }
+    sizes = {rows: corpus.open_splits(*folder, 16, 5, rows)[1].num_tokens for rows in (None, 10_000, 128, 1)}
     assert sizes[10_000] == sizes[None] == pytest.approx(0.05 * total, rel=0.1)
-    assert sizes[128] == pytest.approx(2 * 128 * 17, rel=0.3) and sizes[1] == pytest.approx(
-        100 * total / 20_000, rel=0.3
-    )
+    assert sizes[128] == pytest.approx(2 * 128 * 17, rel=0.3) and sizes[1] == pytest.approx(100 * total / 20_000, rel=0.3)
     fewer, most = (corpus.open_splits(*folder, 16, 5, rows)[0] for rows in (None, 128))
     assert most.num_tokens + sizes[128] == total and most.fingerprint != fewer.fingerprint
-    assert {*map(tuple, corpus._held_out(folder[0], 5, 0.1)[0])} < {
-        *map(tuple, corpus._held_out(folder[0], 5, 1)[0])
-    }
+    assert {*map(tuple, corpus._held_out(folder[0], 5, 0.1)[0])} < {*map(tuple, corpus._held_out(folder[0], 5, 1)[0])}
     stream = make_stream(path, tokenizer, 0, 1)
     first = np.concatenate([row["input_ids"] for row in stream.held_out(20)])
     numbers, ends = np.flatnonzero(is_validation(np.arange(20_000), 5)), folder[0]["ends"]
-    tokens, number = (
-        stored(folder)[0],
-        np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1),
-    )
+    tokens, number = stored(folder)[0], np.searchsorted(np.cumsum(np.diff(ends, prepend=0)[numbers]), 20 * 16 + 1)
     each = np.split(tokens.astype(np.int64), ends[:-1])
     assert stream.held_out_before == numbers[number] + 1 < 1000
     assert np.concatenate([each[n] for n in numbers])[: 20 * 16].tolist() == first.tolist()
@@ -447,12 +363,8 @@ def write_documents(folder, form, texts):
             for number, text in enumerate(some):
                 (folder / f"{part}-{number:03d}.txt").write_text(text)
         else:
-            content = "\ufeff" + "".join(
-                line + ("\n", "\r\n", "\n \n")[n % 3] for n, line in enumerate(lines)
-            )
-            path.write_bytes(
-                gzip.compress(content.encode()) if form.endswith("gz") else content.encode()
-            )
+            content = "\ufeff" + "".join(line + ("\n", "\r\n", "\n \n")[n % 3] for n, line in enumerate(lines))
+            path.write_bytes(gzip.compress(content.encode()) if form.endswith("gz") else content.encode())
     return folder
 
 
@@ -461,12 +373,8 @@ def plain(windows):
 
 
 @pytest.mark.parametrize("window", [0, 8, 30])
-@pytest.mark.parametrize(
-    "form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt", "hub parquet", "hub json"]
-)
-def test_a_resumed_stream_reads_on_from_its_place(
-    tokenizer, tmp_path, monkeypatch, capsys, form, window
-):
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "jsonl.gz", "csv", "json", "txt", "hub parquet", "hub json"])
+def test_a_resumed_stream_reads_on_from_its_place(tokenizer, tmp_path, monkeypatch, capsys, form, window):
     """Killed after any step, with the place through JSON as checkpoints do: the same samples, and little is read again."""
     monkeypatch.setattr(store, "BATCH", 2000)
     rng = random.Random(0)
@@ -480,9 +388,7 @@ def test_a_resumed_stream_reads_on_from_its_place(
     assert [w.epoch for w in whole][-1] == 1
     read = []
     monkeypatch.setattr(
-        corpus.records,
-        "split_text",
-        lambda blocks, split=records.split_text: read.append(1) or split(blocks),
+        corpus.records, "split_text", lambda blocks, split=records.split_text: read.append(1) or split(blocks)
     )
     for step in (1, 7, 50, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 120, 149):
         stream = make()
@@ -500,9 +406,7 @@ def test_a_resumed_stream_reads_on_from_its_place(
     later = make()
     later.place = whole[99].place
     again = list(later.windows(100, 150))
-    assert plain(again) == plain(whole[100:]) and [w.place for w in again] == [
-        w.place for w in whole[100:]
-    ]
+    assert plain(again) == plain(whole[100:]) and [w.place for w in again] == [w.place for w in whole[100:]]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -545,10 +449,7 @@ def test_what_is_read_to_resume_does_not_grow_with_the_step(tokenizer, tmp_path,
 
 def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer):
     """Against a plain reference: the sequences of the source, cut into windows, each permuted."""
-    source = [
-        tokens.tolist()
-        for tokens in make_stream(text_file, tokenizer, 0, 1).sequences(validation=False)
-    ]
+    source = [tokens.tolist() for tokens in make_stream(text_file, tokenizer, 0, 1).sequences(validation=False)]
     each = len(source) // 4
 
     def rows(seed, window, rank=0, world=1, start=0):
@@ -564,15 +465,9 @@ def test_shuffled_windows_are_a_function_of_seed_and_epoch(text_file, tokenizer)
                 size = len(source[first : first + window])
                 order += [first + i for i in permute(np.arange(size), size, (seed, epoch, number))]
             flat = [row for step in steps[epoch * each : (epoch + 1) * each] for row in step]
-            assert (
-                flat
-                == [source[i][:-1] for i in order[: len(flat)]]
-                != [tokens[:-1] for tokens in source[: len(flat)]]
-            )
+            assert flat == [source[i][:-1] for i in order[: len(flat)]] != [tokens[:-1] for tokens in source[: len(flat)]]
             assert sorted(order) == list(range(len(source)))
-            used = [
-                int(i) for w in windows[epoch * each : (epoch + 1) * each] for i in w.indices.flat
-            ]
+            used = [int(i) for w in windows[epoch * each : (epoch + 1) * each] for i in w.indices.flat]
             assert used == order[: len(used)]
         halves = [rows(seed, window, rank, 2)[0] for rank in (0, 1)]
         for one, first, second in zip(steps, *halves, strict=True):
@@ -587,10 +482,7 @@ def test_a_place_of_another_stream_is_not_taken(text_file, tokenizer, tmp_path):
     """Of other data, or of other settings that --allow_changed lets pass: it reads from the start, and is right."""
     (*_, last) = make_stream(text_file, tokenizer, 0, 1).windows(0, 20)
     other = tmp_path / "text.jsonl"
-    other.write_text(
-        "".join(reversed(text_file.read_text().splitlines(keepends=True)))
-        + '{"text": "one more"}\n'
-    )
+    other.write_text("".join(reversed(text_file.read_text().splitlines(keepends=True))) + '{"text": "one more"}\n')
     for path, options in ((other, {}), (text_file, {"window": 5}), (text_file, {"percent": 9})):
         stream = make_stream(path, tokenizer, 0, 1, **options)
         expected = plain(make_stream(path, tokenizer, 0, 1, **options).windows(0, 25))[20:]

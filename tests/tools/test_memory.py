@@ -65,14 +65,9 @@ def test_predicted_peak_is_within_15_percent_of_the_allocators(
     length = measure_memory.LONG if packed else measure_memory.LENGTH
     shape = (LlamaConfig(**measure_memory.SHAPE), measure_memory.ROWS, length)
     job = memory.Job(*shape, precision == "bf16", lora_r, packed=bool(packed))
-    predicted = {name: peak for name, _, peak in memory.plan(job, processes)}[
-        config or "single_gpu"
-    ].total(checkpointing)
+    predicted = {name: peak for name, _, peak in memory.plan(job, processes)}[config or "single_gpu"].total(checkpointing)
     measured = measure(tmp_path, config, precision, checkpointing, lora_r, length)
-    assert (
-        measured["strategy"].split()[0]
-        == {None: "1", "ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "TP"}[config]
-    )
+    assert measured["strategy"].split()[0] == {None: "1", "ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "TP"}[config]
     assert predicted == pytest.approx(measured["peak"], rel=0.15)
 
 
@@ -83,47 +78,19 @@ def test_counts_are_those_of_the_real_model(measure_memory):
     numbers = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8))
     assert numbers.all == numbers.trained == sum(p.numel() for p in model.parameters())
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n)
-    assert (
-        numbers.matrices
-        == matrices
-        == measure_memory.SHAPE["num_hidden_layers"] * numbers.block_matrices
-    )
+    assert numbers.matrices == matrices == measure_memory.SHAPE["num_hidden_layers"] * numbers.block_matrices
     lora = memory.count(memory.Job(LlamaConfig(**measure_memory.SHAPE), 1, 8, lora_r=4))
     assert 0 < lora.trained < lora.all / 10
 
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 48,
-}
-EXPERTS = {
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
-LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "qk_nope_head_dim": 8,
-}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
+EXPERTS = {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8}
 
 
 def deepseek(blocks, dense, **changes):
     return DeepseekV3Config(
-        **(
-            SMALL
-            | EXPERTS
-            | LATENT
-            | {"num_hidden_layers": blocks, "first_k_dense_replace": dense}
-            | changes
-        )
+        **(SMALL | EXPERTS | LATENT | {"num_hidden_layers": blocks, "first_k_dense_replace": dense} | changes)
     )
 
 
@@ -139,9 +106,7 @@ def deepseek(blocks, dense, **changes):
         pytest.param("nemotron_h", 128, 0, "none", marks=pytest.mark.slow),
     ],
 )
-def test_models_of_several_kinds_of_blocks_are_predicted_within_5_percent(
-    tmp_path, name, length, lora_r, checkpointing
-):
+def test_models_of_several_kinds_of_blocks_are_predicted_within_5_percent(tmp_path, name, length, lora_r, checkpointing):
     job = memory.Job(architectures()[name], 2, length, False, lora_r)
     ((_, _, peak),) = memory.plan(job, 1)
     measured = measure(tmp_path, None, "no", checkpointing, lora_r, length, architecture=name)
@@ -150,9 +115,7 @@ def test_models_of_several_kinds_of_blocks_are_predicted_within_5_percent(
 
 def test_counts_follow_kinds_of_blocks():
     """Two dense blocks, then four of experts; fused experts carry adapters and are not quantised."""
-    numbers = memory.count(
-        memory.Job(architectures()["deepseek_v3"], 1, 8, lora_r=4, four_bits=True)
-    )
+    numbers = memory.count(memory.Job(architectures()["deepseek_v3"], 1, 8, lora_r=4, four_bits=True))
     assert numbers.kinds == (0, 0, 2, 2, 2, 2) and numbers.last == (1, 5)
     experts = 4 * 8 * 3 * 64 * 128
     assert numbers.matrices < numbers.all - experts
@@ -161,31 +124,19 @@ def test_counts_follow_kinds_of_blocks():
 
 @pytest.mark.slow
 def test_a_model_that_has_no_sdpa_attention_is_planned():
-    config = GptOssConfig(
-        **SMALL, head_dim=8, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2
-    )
+    config = GptOssConfig(**SMALL, head_dim=8, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2)
     ((_, _, peak),) = memory.plan(memory.Job(config, 1, 8), 1)
     assert peak.weights > 0 and peak.activations["none"] > 0
 
 
 @pytest.mark.slow
 def test_what_sees_pictures_is_counted_but_not_measured():
-    vision = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-    }
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
     text = SMALL | {"head_dim": 8, "num_hidden_layers": 12}
-    config = Gemma3Config(
-        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}
-    )
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
     ((_, _, peak),) = memory.plan(memory.Job(config, 1, 8), 1)
     ((_, _, alone),) = memory.plan(memory.Job(config.get_text_config(), 1, 8), 1)
-    assert (
-        peak.activations == pytest.approx(alone.activations, rel=1e-3)
-        and peak.weights > alone.weights
-    )
+    assert peak.activations == pytest.approx(alone.activations, rel=1e-3) and peak.weights > alone.weights
 
 
 @pytest.mark.slow
@@ -201,9 +152,7 @@ def test_quantised_blocks_are_found_whatever_their_name():
 @pytest.mark.slow
 def test_bf16_weights_and_8_bit_moments_need_less():
     def peak(**options):
-        ((_, _, found),) = memory.plan(
-            memory.Job(LlamaConfig(**SMALL, num_hidden_layers=4), 1, 8, **options), 1
-        )
+        ((_, _, found),) = memory.plan(memory.Job(LlamaConfig(**SMALL, num_hidden_layers=4), 1, 8, **options), 1)
         return found
 
     whole, bf16, eight = peak(), peak(bf16_weights=True), peak(eight_bits=True)
@@ -221,10 +170,7 @@ def test_tensor_parallelism_cuts_experts():
 
 @pytest.mark.slow
 def test_what_is_divided_is_divided(measure_memory):
-    plans = {
-        name: peak
-        for name, _, peak in memory.plan(memory.Job(LlamaConfig(**measure_memory.SHAPE), 4, 256), 4)
-    }
+    plans = {name: peak for name, _, peak in memory.plan(memory.Job(LlamaConfig(**measure_memory.SHAPE), 4, 256), 4)}
     whole = plans["ddp"]
     assert plans["fsdp2"].weights == whole.weights / 4
     assert plans["fsdp2_offload"].weights == 0
@@ -235,14 +181,8 @@ def test_what_is_divided_is_divided(measure_memory):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            ("--gpus", "2", "--gpu_memory", "80"),
-            "--config_file accelerate_configs/ddp.yaml --num_processes 2",
-        ),
-        (
-            ("--gpus", "6", "--gpu_memory", "0.05"),
-            "--config_file accelerate_configs/fsdp2.yaml --num_processes 6",
-        ),
+        (("--gpus", "2", "--gpu_memory", "80"), "--config_file accelerate_configs/ddp.yaml --num_processes 2"),
+        (("--gpus", "6", "--gpu_memory", "0.05"), "--config_file accelerate_configs/fsdp2.yaml --num_processes 6"),
     ],
 )
 @pytest.mark.slow
@@ -260,15 +200,7 @@ def test_some_of_a_gpu_is_left_to_cuda_and_nccl(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(memory, "plan", lambda *_: [("single_gpu", 1, peak)])
 
     def said(gpu_memory: int) -> str:
-        argv = [
-            "plan",
-            "--model_name_or_path",
-            str(tmp_path),
-            "--gpus",
-            "1",
-            "--gpu_memory",
-            str(gpu_memory),
-        ]
+        argv = ["plan", "--model_name_or_path", str(tmp_path), "--gpus", "1", "--gpu_memory", str(gpu_memory)]
         monkeypatch.setattr(sys, "argv", argv)
         plan.main()
         return capsys.readouterr().out
@@ -295,8 +227,6 @@ def test_bad_input_is_one_line(arguments, message):
 def test_what_cannot_be_measured_is_one_line(monkeypatch, tmp_path):
     LlamaConfig(**SMALL, num_hidden_layers=2).save_pretrained(tmp_path)
     monkeypatch.setattr(memory, "plan", mock.Mock(side_effect=RuntimeError("no kernel\nfor that")))
-    monkeypatch.setattr(
-        sys, "argv", ["plan", "--model_name_or_path", str(tmp_path), "--seq_length", "64"]
-    )
+    monkeypatch.setattr(sys, "argv", ["plan", "--model_name_or_path", str(tmp_path), "--seq_length", "64"])
     with pytest.raises(ConfigError, match=r"^LlamaConfig cannot be measured: no kernel$"):
         plan.main()

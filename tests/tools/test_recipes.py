@@ -26,18 +26,9 @@ ARCHITECTURES = KNOWN | {"runs/sft/final": KNOWN["meta-llama/Llama-3.1-8B"]}
 def parts(path):
     """(template, launch config, processes, settings) of a recipe."""
     tokens = shlex.split(head(path)["command"])
-    template, launcher = (
-        next(t for t in tokens if t.startswith("templates/")),
-        tokens[tokens.index("--config_file") + 1],
-    )
-    processes = (
-        int(tokens[tokens.index("--num_processes") + 1]) if "--num_processes" in tokens else 1
-    )
-    assert (
-        tokens[-2:] == ["--config", f"recipes/{path.name}"]
-        and (ROOT / template).exists()
-        and (ROOT / launcher).exists()
-    )
+    template, launcher = next(t for t in tokens if t.startswith("templates/")), tokens[tokens.index("--config_file") + 1]
+    processes = int(tokens[tokens.index("--num_processes") + 1]) if "--num_processes" in tokens else 1
+    assert tokens[-2:] == ["--config", f"recipes/{path.name}"] and (ROOT / template).exists() and (ROOT / launcher).exists()
     return template[10:-3], launcher[19:-5], processes, yaml.safe_load(path.read_text())
 
 
@@ -47,60 +38,29 @@ def planned(path):
     if "classification" in template:
         return None
     if "model_preset" in given:
-        names = (
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-        )
-        facts = {
-            "model_type": "llama",
-            "tie_word_embeddings": True,
-            "vocab_size": given["vocab_size"],
-        }
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        facts = {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": given["vocab_size"]}
         facts |= dict(zip(names, PRESETS[given["model_preset"]], strict=True))
     else:
         facts = ARCHITECTURES[given.get("model_name_or_path") or given["config_name"]]
     lora = given.get("lora_r", 0)
     rows = given["per_device_train_batch_size"] * (2 if template == "dpo" else 1)
-    shape = (
-        AutoConfig.for_model(**facts),
-        rows,
-        given["seq_length"],
-        True,
-        lora,
-        given.get("load_in_4bit", False),
-    )
+    shape = (AutoConfig.for_model(**facts), rows, given["seq_length"], True, lora, given.get("load_in_4bit", False))
     job = memory.Job(*shape, packed=lora > 0)
     rows = {name: peak for name, _, peak in memory.plan(job, processes)}
-    return (
-        rows[config.removeprefix("multi_node_")].total(
-            str(given.get("gradient_checkpointing", "none"))
-        )
-        / 1e9
-    )
+    return rows[config.removeprefix("multi_node_")].total(str(given.get("gradient_checkpointing", "none"))) / 1e9
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """What stands for the user's data while a config is checked."""
-    for name in (
-        "chats.jsonl",
-        "pairs.jsonl",
-        "reviews.csv",
-        "corpus/a.txt",
-        "imagenet/a/1.jpg",
-        "photos/a/1.jpg",
-    ):
+    for name in ("chats.jsonl", "pairs.jsonl", "reviews.csv", "corpus/a.txt", "imagenet/a/1.jpg", "photos/a/1.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("-")
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "path", [p if "0.6b" in p.stem else slow(p) for p in RECIPES], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", [p if "0.6b" in p.stem else slow(p) for p in RECIPES], ids=lambda path: path.stem)
 def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
     said = head(path)
     assert tuple(said) == HEAD
@@ -108,64 +68,30 @@ def test_a_recipe_is_understood_and_fits(path, files, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     config = configs.parse(load_template(template).Config, ["--config", str(path)])
     rows, accumulation = config.batch.micro_batch()
-    assert (
-        rows == given["per_device_train_batch_size"]
-        and rows * accumulation * processes == given["global_batch_size"]
-    )
+    assert rows == given["per_device_train_batch_size"] and rows * accumulation * processes == given["global_batch_size"]
     gigabytes = planned(path)
     needs = re.fullmatch(r"(\d) (?:GPUs?|machines with 1 GPU) of (\d+) GB; (.*)", said["needs"])
     assert needs and int(needs[1]) == processes
     assert needs[3] == (
-        f"{gigabytes:.0f} GB by `plan`"
-        if gigabytes
-        else "not by `plan`, which is for causal language models"
+        f"{gigabytes:.0f} GB by `plan`" if gigabytes else "not by `plan`, which is for causal language models"
     )
     assert not gigabytes or gigabytes < (1 - RESERVED) * int(needs[2])
     if gigabytes:  # the command takes the same from the file
         told = configs.parse(PlanConfig, ["--config", str(path)], only_known=True)
-        assert bool(told.loss_type) == (template == "dpo") and told.load_in_4bit == given.get(
-            "load_in_4bit", False
-        )
+        assert bool(told.loss_type) == (template == "dpo") and told.load_in_4bit == given.get("load_in_4bit", False)
         model = told.model_preset or told.config_name or told.model_name_or_path
-        assert model in (
-            given.get("model_preset"),
-            given.get("config_name"),
-            given.get("model_name_or_path"),
-        )
+        assert model in (given.get("model_preset"), given.get("config_name"), given.get("model_name_or_path"))
         assert (told.lora_r, told.seq_length, told.per_device_train_batch_size) == (
             *(given.get("lora_r", 0), given["seq_length"], given["per_device_train_batch_size"]),
         )
     assert "arXiv" in said["source"]
 
 
-FAMILY = {
-    "meta-llama": "llama",
-    "runs": "llama",
-    "Qwen": "qwen3",
-    "google/gemma": "gemma3",
-    "openai-community": "gpt2",
-}
-FAMILY |= {
-    "google/vit": "vit",
-    "microsoft/resnet": "resnet",
-    "facebook/convnext": "convnext",
-    "answerdotai": "modernbert",
-}
-SHORT = {
-    "max_steps": 3,
-    "global_batch_size": 8,
-    "per_device_train_batch_size": 2,
-    "dataloader_num_workers": 0,
-}
+FAMILY = {"meta-llama": "llama", "runs": "llama", "Qwen": "qwen3", "google/gemma": "gemma3", "openai-community": "gpt2"}
+FAMILY |= {"google/vit": "vit", "microsoft/resnet": "resnet", "facebook/convnext": "convnext", "answerdotai": "modernbert"}
+SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 2, "dataloader_num_workers": 0}
 TEXT = {"seq_length": 64, "eval_samples": 4}
-LOOPED = (
-    "num_train_epochs",
-    "max_tokens",
-    "torch_compile",
-    "output_dir",
-    "config_overrides",
-    "sync_every",
-)
+LOOPED = ("num_train_epochs", "max_tokens", "torch_compile", "output_dir", "config_overrides", "sync_every")
 
 
 @pytest.fixture(scope="module")
@@ -173,19 +99,11 @@ def data(chat_file, text_file, image_folder, tmp_path_factory):
     """Small files in the form of a recipe's data, by its word for them."""
     folder = tmp_path_factory.mktemp("data")
     turns = [json.loads(line)["messages"] for line in chat_file.read_text().splitlines()]
-    pairs = [
-        {"prompt": ask["content"], "chosen": answer["content"], "rejected": "no"}
-        for ask, answer in turns
-    ]
+    pairs = [{"prompt": ask["content"], "chosen": answer["content"], "rejected": "no"} for ask, answer in turns]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    rows = [
-        f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}\n"
-        for _, answer in turns
-    ]
+    rows = [f"{answer['content']},{'long' if len(answer['content']) > 99 else 'short'}\n" for _, answer in turns]
     (folder / "reviews.csv").write_text("text,label\n" + "".join(rows))
-    files = {name: folder / name for name in ("pairs.jsonl", "reviews.csv")} | {
-        "corpus/": text_file.parent
-    }
+    files = {name: folder / name for name in ("pairs.jsonl", "reviews.csv")} | {"corpus/": text_file.parent}
     return files | {
         "chats.jsonl": chat_file,
         "corpus/": text_file.parent,
@@ -203,23 +121,14 @@ def tiny(name, folder, architectures):
         make(family, folder)
         return folder
     tokenizer = AutoTokenizer.from_pretrained(demo.MODEL)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     ids = {"pad_token_id": tokenizer.pad_token_id, "cls_token_id": 1, "sep_token_id": 2}
-    AutoModel.from_config(
-        ModernBertConfig(vocab_size=len(tokenizer), **sizes, **ids)
-    ).save_pretrained(folder)
+    AutoModel.from_config(ModernBertConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize(
-    "path", [p if "0.6b" in p.stem else slow(p) for p in RECIPES], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", [p if "0.6b" in p.stem else slow(p) for p in RECIPES], ids=lambda path: path.stem)
 def test_a_recipe_trains(path, data, architectures, tmp_path):
     """Three steps of a tiny model of the same family, on a tiny file in the form of its data."""
     template, config, processes, recipe = parts(path)
@@ -239,17 +148,6 @@ def test_a_recipe_trains(path, data, architectures, tmp_path):
         given["sync_every"] = 2
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given))
     config = {"single_gpu": None}.get(config, config.removeprefix("multi_node_"))
-    ended = run(
-        template,
-        tmp_path / "run",
-        "--config",
-        tmp_path / "recipe.yaml",
-        processes=min(2, processes),
-        config=config,
-    )
+    ended = run(template, tmp_path / "run", "--config", tmp_path / "recipe.yaml", processes=min(2, processes), config=config)
     losses = [row["loss"] for row in ended.rows if "loss" in row]
-    assert (
-        len(losses) >= 1
-        and all(math.isfinite(loss) for loss in losses)
-        and (ended.folder / "final").is_dir()
-    )
+    assert len(losses) >= 1 and all(math.isfinite(loss) for loss in losses) and (ended.folder / "final").is_dir()

@@ -40,9 +40,7 @@ from tools.throughput import FIGURES, PARTS, Operator, Setting, estimate, fuse
         ("NVIDIA RTX A1000", None, None),
     ],
 )
-def test_peaks_are_the_published_ones_of_the_device_and_of_no_other(
-    monkeypatch, device, tera, per_second
-):
+def test_peaks_are_the_published_ones_of_the_device_and_of_no_other(monkeypatch, device, tera, per_second):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
     peak = metrics.peak_flops(torch.device("cuda"))
     assert peak == (tera and pytest.approx(tera * 1e12, rel=0.002))
@@ -56,9 +54,7 @@ def on_meta(config):
 
 
 def mpt(width, blocks, heads, length):
-    return MptConfig(
-        d_model=width, n_layers=blocks, n_heads=heads, max_seq_len=length, vocab_size=50368
-    )
+    return MptConfig(d_model=width, n_layers=blocks, n_heads=heads, max_seq_len=length, vocab_size=50368)
 
 
 # github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md: MFU in % at tokens a second and GPU. It counts all
@@ -79,25 +75,13 @@ def mpt(width, blocks, heads, length):
 )
 def test_mfu_is_the_published_one_of_mpt(gpu, shape, length, tokens_per_second, published):
     flops = flops_per_token(on_meta(mpt(*shape, length)), length)
-    assert 100 * flops * tokens_per_second / find_gpu(gpu).flops == pytest.approx(
-        published, rel=0.01
-    )
+    assert 100 * flops * tokens_per_second / find_gpu(gpu).flops == pytest.approx(published, rel=0.01)
 
 
 def test_mfu_is_the_published_one_of_palm():
     """46.2 % of 6144 TPU v4 (275 TFLOP/s each) at 238.3 K tokens/s (arXiv 2204.02311, as leonericsson.github.io has it)."""
-    shape = {
-        "hidden_size": 18432,
-        "intermediate_size": 73728,
-        "num_hidden_layers": 118,
-        "vocab_size": 256000,
-    }
-    heads = {
-        "num_attention_heads": 48,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-    }
+    shape = {"hidden_size": 18432, "intermediate_size": 73728, "num_hidden_layers": 118, "vocab_size": 256000}
+    heads = {"num_attention_heads": 48, "num_key_value_heads": 1, "head_dim": 256, "tie_word_embeddings": True}
     flops = flops_per_token(on_meta(LlamaConfig(**shape, **heads)), 2048)
     assert 100 * flops * 238.3e3 / 6144 / 275e12 == pytest.approx(46.2, rel=0.001)
 
@@ -118,9 +102,7 @@ GPU = find_gpu("H100")
 
 def figures(**setting):
     parts = estimate(JOB, Setting(**setting), GPU)
-    return {
-        part: dict(zip(FIGURES, row, strict=True)) for part, row in zip(PARTS, parts, strict=True)
-    }
+    return {part: dict(zip(FIGURES, row, strict=True)) for part, row in zip(PARTS, parts, strict=True)}
 
 
 def test_flops_and_bytes_of_a_step_are_those_counted_by_hand():
@@ -128,9 +110,7 @@ def test_flops_and_bytes_of_a_step_are_those_counted_by_hand():
     tokens = 2 * 64
     assert products["flops"] == 5 * 6 * MATRICES * tokens
     assert head["flops"] == 6 * 512 * 64 * tokens
-    assert (
-        attention["flops"] == 5 * 7 * 2 * tokens * 64 * 64 / 2
-    )  # 2 products forward and 5 backward, half of them masked
+    assert attention["flops"] == 5 * 7 * 2 * tokens * 64 * 64 / 2  # 2 products forward and 5 backward, half of them masked
     parameters = 5 * (MATRICES + 2 * 64) + 2 * 512 * 64 + 64
     # The norm reads gradients; clipping reads and writes them; AdamW reads 4 and writes 3 numbers.
     assert update["bytes"] == pytest.approx((1 + 2 + 7) * 4 * parameters, rel=0.01)
@@ -143,28 +123,16 @@ def test_settings_change_what_they_change():
     for part in PARTS:
         same = part not in ("norms, activations, other", "embedding, head and loss")
         assert (
-            (compiled[part]["bytes"] == plain[part]["bytes"])
-            if same
-            else (compiled[part]["bytes"] < plain[part]["bytes"])
+            (compiled[part]["bytes"] == plain[part]["bytes"]) if same else (compiled[part]["bytes"] < plain[part]["bytes"])
         )
     assert twice["clipping and AdamW"] == plain["clipping and AdamW"]
     assert twice["attention"]["seconds"] == 2 * plain["attention"]["seconds"]
-    sums = (
-        twice["casts of weights, sums of gradients"]["bytes"]
-        - 2 * plain["casts of weights, sums of gradients"]["bytes"]
-    )
+    sums = twice["casts of weights, sums of gradients"]["bytes"] - 2 * plain["casts of weights, sums of gradients"]["bytes"]
     assert sums == 5 * 3 * 4 * MATRICES  # read two, write one
-    half, full = (
-        figures(checkpointing=c)["matrix products of the blocks"]["flops"] for c in ("2", "full")
-    )
+    half, full = (figures(checkpointing=c)["matrix products of the blocks"]["flops"] for c in ("2", "full"))
     done = plain["matrix products of the blocks"]["flops"]
-    assert (
-        full == pytest.approx(done * 4 / 3, rel=0.1) and half == (done + full) / 2
-    )  # the last product is not needed
-    assert (
-        figures(fused=False)["embedding, head and loss"]["flops"]
-        == plain["embedding, head and loss"]["flops"]
-    )
+    assert full == pytest.approx(done * 4 / 3, rel=0.1) and half == (done + full) / 2  # the last product is not needed
+    assert figures(fused=False)["embedding, head and loss"]["flops"] == plain["embedding, head and loss"]["flops"]
 
 
 def test_operators_between_two_products_become_one():
@@ -174,59 +142,28 @@ def test_operators_between_two_products_become_one():
         return Operator("other", True, 0.0, dict.fromkeys(reads, 8.0), {to: 8.0})
 
     product = Operator("product", False, 1.0, {3: 8.0}, {4: 8.0})
-    fused = list(
-        fuse(
-            [
-                pointwise(1, to=2),
-                pointwise(2, to=3),
-                product,
-                pointwise(2, 4, to=5),
-                pointwise(5, to=6),
-            ]
-        )
-    )
-    assert [(set(op.reads), set(op.writes)) for op in fused] == [
-        ({3}, {4}),
-        ({2, 4}, {6}),
-        ({1}, {2, 3}),
-    ]
+    fused = list(fuse([pointwise(1, to=2), pointwise(2, to=3), product, pointwise(2, 4, to=5), pointwise(5, to=6)]))
+    assert [(set(op.reads), set(op.writes)) for op in fused] == [({3}, {4}), ({2, 4}, {6}), ({1}, {2, 3})]
 
 
 def test_the_command_says_that_it_is_an_estimate(monkeypatch, capsys, tmp_path):
     JOB.config.save_pretrained(tmp_path)
     monkeypatch.setattr(
-        memory,
-        "plan",
-        lambda *_: iter([("", 1, memory.Peak(1e9, 1e9, 1e9, dict.fromkeys(CHECKPOINTING, 0)))]),
+        memory, "plan", lambda *_: iter([("", 1, memory.Peak(1e9, 1e9, 1e9, dict.fromkeys(CHECKPOINTING, 0)))])
     )
-    command = [
-        "plan",
-        "--model_name_or_path",
-        str(tmp_path),
-        "--throughput",
-        "--seq_length",
-        "64",
-        "--gpu",
-    ]
+    command = ["plan", "--model_name_or_path", str(tmp_path), "--throughput", "--seq_length", "64", "--gpu"]
     monkeypatch.setattr(throughput, "estimate", lambda *_: np.ones((len(PARTS), len(FIGURES))))
     monkeypatch.setattr(sys, "argv", [*command, "A100", "--train_tokens", "3600e6"])
     plan.main()
     printed = capsys.readouterr().out
     assert "nothing is measured" in printed and "312 TFLOP/s" in printed and "fp8," not in printed
     slowest = printed.split("Hours are those")[0].replace(",", "").splitlines()[-2].split()
-    assert float(slowest[-1]) == pytest.approx(
-        1e6 / float(slowest[-4]), rel=0.05
-    )  # hours; tokens a second
-    assert all(
-        part in printed for part in (*PARTS, *map("{:.0%}".format, throughput.SHARES.values()))
-    )
+    assert float(slowest[-1]) == pytest.approx(1e6 / float(slowest[-4]), rel=0.05)  # hours; tokens a second
+    assert all(part in printed for part in (*PARTS, *map("{:.0%}".format, throughput.SHARES.values())))
     monkeypatch.setattr(sys, "argv", [*command, "4090", "--lora_r", "4", "--load_in_4bit"])
     plan.main()
     printed = capsys.readouterr().out
-    assert (
-        "165.2 TFLOP/s" in printed
-        and "Turning 4 bits back into bf16 before each product is not counted" in printed
-    )
+    assert "165.2 TFLOP/s" in printed and "Turning 4 bits back into bf16 before each product is not counted" in printed
     monkeypatch.setattr(sys, "argv", [*command, "H1OO"])
     with pytest.raises(ConfigError, match="--gpu H1OO: known are GB200, B200"):
         plan.main()

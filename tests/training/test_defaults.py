@@ -39,32 +39,17 @@ def test_the_batch_divides_by_the_processes(monkeypatch):
 
 def test_rates_fall_with_the_model():
     """The figures of docs/quality.md."""
-    assert [defaults.lora_rate(width) for width in (64, 576, 2048, 4096, 8192)] == [
-        2e-3,
-        1.3e-3,
-        4.9e-4,
-        2.9e-4,
-        1.7e-4,
-    ]
+    assert [defaults.lora_rate(width) for width in (64, 576, 2048, 4096, 8192)] == [2e-3, 1.3e-3, 4.9e-4, 2.9e-4, 1.7e-4]
     assert defaults.full_rate(4096) == 2.9e-5
     sizes = (800_000, 3_000_000, 125_000_000, 1_300_000_000)
-    assert [defaults.pretraining_rate(size, trained=False) for size in sizes] == [
-        5e-3,
-        3.9e-3,
-        6e-4,
-        1.9e-4,
-    ]
+    assert [defaults.pretraining_rate(size, trained=False) for size in sizes] == [5e-3, 3.9e-3, 6e-4, 1.9e-4]
     assert defaults.pretraining_rate(125_000_000, trained=True) == 2e-4
 
 
 def run_of(template: str, *argv: str) -> Run:
     """A run of a template before its processes start."""
     own = Run.__new__(Run)
-    own.config, own._chosen, own._before = (
-        configs.parse(load_template(template).Config, argv),
-        [],
-        {},
-    )
+    own.config, own._chosen, own._before = configs.parse(load_template(template).Config, argv), [], {}
     return own
 
 
@@ -72,10 +57,7 @@ def test_only_what_was_left_open_is_chosen():
     own = run_of("lora_finetune", "--num_train_epochs", "2")
     config = own.choose("the reason", learning_rate=1e-3, global_batch_size=4, max_steps=40)
     assert (config.optim.learning_rate, config.batch.global_batch_size) == (1e-3, 4)
-    assert (config.batch.max_steps, config.batch.num_train_epochs) == (
-        None,
-        2.0,
-    )  # a budget was given
+    assert (config.batch.max_steps, config.batch.num_train_epochs) == (None, 2.0)  # a budget was given
     assert own.choose("another reason", learning_rate=1e-5, global_batch_size=8) == config
     assert own._chosen == ["learning_rate 0.001, global_batch_size 4 (the reason)"]
 
@@ -100,27 +82,11 @@ def test_a_rate_that_nobody_chose_does_not_train():
 
 def test_a_run_continues_with_what_it_chose(tiny_model, chat_file, tmp_path):
     """Four processes round a batch of 1 up to 4; a run that goes on with one keeps it, and ends alike."""
-    flags = (
-        "--model_name_or_path",
-        tiny_model,
-        "--train_file",
-        chat_file,
-        "--seq_length",
-        256,
-        "--num_generations",
-        0,
-    )
+    flags = ("--model_name_or_path", tiny_model, "--train_file", chat_file, "--seq_length", 256, "--num_generations", 0)
     flags = (*flags, "--save_steps", 3, "--max_steps")
     run("lora_finetune", tmp_path, *flags, 3, processes=4)
     done = run("lora_finetune", tmp_path, *flags, 6, "--allow_changed", "max_steps")
     assert "4 rows = 1 process(es)" in done.output
-    assert (
-        "by default" in done.output
-        and "global_batch_size 4" in done.output
-        and "LoRA, width 64" in done.output
-    )
+    assert "by default" in done.output and "global_batch_size 4" in done.output and "LoRA, width 64" in done.output
     assert done.manifest(3)["world_size"] == 4
-    assert (done.manifest(6)["world_size"], done.manifest(6)["settings"]["global_batch_size"]) == (
-        1,
-        4,
-    )
+    assert (done.manifest(6)["world_size"], done.manifest(6)["settings"]["global_batch_size"]) == (1, 4)

@@ -51,15 +51,7 @@ def tiny_llama(*, tied=False):
 
 def tiny_gpt2():
     return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=40,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            n_positions=16,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
     )
 
 
@@ -83,29 +75,19 @@ def groups_by_decay(model, optimizers):
 @pytest.mark.parametrize("tied", [False, True])
 def test_only_hidden_matrices_decay(tied):
     model = tiny_llama(tied=tied)
-    decay = groups_by_decay(
-        model, optim.build(model, OptimConfig(weight_decay=0.3, learning_rate=3e-4))
-    )
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3, learning_rate=3e-4)))
     everything = {name for name, _ in model.named_parameters()}
     matrices = {name for name in everything if name.endswith("proj.weight")}
     assert len(matrices) == 14
     assert decay == {0.3: matrices, 0.0: everything - matrices}
-    assert {
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "model.layers.0.self_attn.q_proj.bias",
-    } <= decay[0.0]
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= decay[0.0]
     assert ("lm_head.weight" in decay[0.0]) is not tied
 
 
 def test_position_embeddings_norms_and_transposed_matrices_of_gpt2_are_told_apart():
     model = tiny_gpt2()
-    decay = groups_by_decay(
-        model, optim.build(model, OptimConfig(weight_decay=0.3, learning_rate=3e-4))
-    )
-    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"} <= decay[
-        0.0
-    ]
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(weight_decay=0.3, learning_rate=3e-4)))
+    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"} <= decay[0.0]
     assert decay[0.3] == {n for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n}
 
 
@@ -140,27 +122,16 @@ class WithExperts(nn.Module):
         self.embedding = nn.Embedding(5, 4)
 
 
-@pytest.mark.parametrize(
-    "make", [tiny_llama, lambda: tiny_llama(tied=True), tiny_gpt2, WithExperts]
-)
+@pytest.mark.parametrize("make", [tiny_llama, lambda: tiny_llama(tied=True), tiny_gpt2, WithExperts])
 def test_muon_and_adamw_share_out_each_trainable_parameter_exactly_once(make):
     model = make()
-    muon, adamw = optim.build(
-        model, OptimConfig(optim="muon", weight_decay=0.3, learning_rate=3e-4)
-    )
+    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3, learning_rate=3e-4))
     assert (type(muon), type(adamw)) == (Muon, torch.optim.AdamW)
     held = [id(p) for o in (muon, adamw) for g in o.param_groups for p in g["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     matrices, embeddings, vectors = optim.split_parameters(model)
-    assert named(model, muon.param_groups[0]["params"]) == named(
-        model, [p for p in matrices if p.ndim == 2]
-    )
-    no_decay = {
-        name
-        for group in adamw.param_groups
-        if not group["weight_decay"]
-        for name in named(model, group["params"])
-    }
+    assert named(model, muon.param_groups[0]["params"]) == named(model, [p for p in matrices if p.ndim == 2])
+    no_decay = {name for group in adamw.param_groups if not group["weight_decay"] for name in named(model, group["params"])}
     assert no_decay == named(model, embeddings + vectors)
 
 
@@ -169,10 +140,7 @@ def test_muon_is_torchs_but_for_its_rounding(shape):
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
     settings = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.9}
-    pair = (
-        Muon([ours], **settings),
-        torch.optim.Muon([theirs], **settings, adjust_lr_fn="match_rms_adamw"),
-    )
+    pair = Muon([ours], **settings), torch.optim.Muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
     for _ in range(4):
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()
@@ -195,9 +163,7 @@ def test_one_learning_rate_gives_muon_and_adamw_updates_of_about_the_same_size()
     for name in ("muon", "adamw"):
         model = nn.Linear(64, 64, bias=False)
         before = model.weight.detach().clone()
-        (optimizer,) = optim.build(
-            model, OptimConfig(optim=name, learning_rate=1e-2, weight_decay=0.0)
-        )
+        (optimizer,) = optim.build(model, OptimConfig(optim=name, learning_rate=1e-2, weight_decay=0.0))
         for _ in range(20):
             model.weight.grad = torch.randn(64, 64)
             optimizer.step()
@@ -239,18 +205,14 @@ def test_bf16_weights_follow_fp32_adamw_where_rounding_to_nearest_stands_still()
 
 def test_a_model_with_nothing_trainable_is_refused():
     with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
-        optim.build(
-            nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim="muon", learning_rate=3e-4)
-        )
+        optim.build(nn.Linear(2, 2).requires_grad_(False), OptimConfig(optim="muon", learning_rate=3e-4))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
 def test_making_room_for_the_state_changes_no_weight(name):
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    for optimizer in optim.build(
-        model, OptimConfig(optim=name, weight_decay=0.5, learning_rate=0.5)
-    ):
+    for optimizer in optim.build(model, OptimConfig(optim=name, weight_decay=0.5, learning_rate=0.5)):
         optim.fill_state(optimizer)
         assert {float(group["lr"]) for group in optimizer.param_groups} == {0.5}
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -260,8 +222,7 @@ def test_making_room_for_the_state_changes_no_weight(name):
 def test_8_bit_adamw_has_the_same_groups():
     model = tiny_llama()
     ours, reference = (
-        optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4))
-        for kind in ("adamw_8bit", "adamw")
+        optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4)) for kind in ("adamw_8bit", "adamw")
     )
     assert groups_by_decay(model, ours) == groups_by_decay(model, reference)
 
@@ -291,17 +252,13 @@ TOTALS = st.integers(1, 400)
 def test_every_schedule(config, total):
     """It rises in equal steps to exactly the peak, never rises again, and ends at its final share of the peak."""
     peak, low = config.learning_rate, config.min_lr_ratio * config.learning_rate
-    warmup = (
-        config.warmup_steps if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * total)
-    )
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * total)
     assume(warmup <= total)
     rates = [optim.learning_rate(config, step, total) for step in range(total + 1)]
     assert all(0 < rate <= peak * (1 + 1e-9) for rate in rates[:-1])
     assert rates[:warmup] == pytest.approx([peak * (i + 1) / warmup for i in range(warmup)])
     assert rates[max(0, warmup - 1)] == pytest.approx(peak) == max(rates)
-    assert all(
-        later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(rates[warmup:])
-    )
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(rates[warmup:]))
     assert min(rates[warmup:], default=1) >= low * (1 - 1e-9)
     assert optim.learning_rate(config, total + 50, total) == rates[-1]
     if config.lr_scheduler_type == "constant":
@@ -317,44 +274,23 @@ def test_every_schedule(config, total):
 
 def test_known_points_of_each_shape():
     def at(kind, step):
-        config = OptimConfig(
-            learning_rate=1.0,
-            lr_scheduler_type=kind,
-            warmup_steps=0.1,
-            min_lr_ratio=0.2,
-            decay_ratio=0.2,
-        )
+        config = OptimConfig(learning_rate=1.0, lr_scheduler_type=kind, warmup_steps=0.1, min_lr_ratio=0.2, decay_ratio=0.2)
         return optim.learning_rate(config, step, 100)
 
     assert optim.learning_rate(OptimConfig(learning_rate=1.0, warmup_steps=0.0), 0, 100) == 1.0
-    assert [at("linear", s) for s in (0, 4, 9, 10, 55, 100)] == pytest.approx(
-        [0.1, 0.5, 1, 1, 0.6, 0.2]
-    )
-    assert [at("cosine", s) for s in (10, 32.5, 55, 100)] == pytest.approx(
-        [1, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2]
-    )
+    assert [at("linear", s) for s in (0, 4, 9, 10, 55, 100)] == pytest.approx([0.1, 0.5, 1, 1, 0.6, 0.2])
+    assert [at("cosine", s) for s in (10, 32.5, 55, 100)] == pytest.approx([1, 0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6, 0.2])
     assert [at("constant", s) for s in (0, 10, 99)] == pytest.approx([0.1, 1, 1])
     assert [at("wsd", s) for s in (9, 10, 80, 90, 100)] == pytest.approx([1, 1, 1, 0.6, 0.2])
 
 
 def test_set_learning_rate_keeps_the_factors_of_the_layers():
-    config = OptimConfig(
-        optim="muon",
-        learning_rate=1.0,
-        lr_scheduler_type="linear",
-        warmup_steps=0.0,
-        layer_decay=0.5,
-    )
+    config = OptimConfig(optim="muon", learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=0.0, layer_decay=0.5)
     model = tiny_llama()
     optimizers = optim.build(model, config)
     assert len(optimizers) == 2
     assert optim.set_learning_rate(optimizers, config, 25, 100) == 0.75
-    rates = {
-        name: group["lr"]
-        for o in optimizers
-        for group in o.param_groups
-        for name in named(model, group["params"])
-    }
+    rates = {name: group["lr"] for o in optimizers for group in o.param_groups for name in named(model, group["params"])}
     assert rates["lm_head.weight"] == 0.75
     assert rates["model.layers.1.mlp.up_proj.weight"] == rates["model.norm.weight"] == 0.75 / 2
     assert rates["model.layers.0.input_layernorm.weight"] == 0.75 / 4
@@ -373,32 +309,19 @@ def tiny_vision(name):
 
         config = TimmWrapperConfig(architecture="resnet10t", num_labels=3)
     elif name == "vit":
-        sizes = {
-            "hidden_size": 16,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "intermediate_size": 24,
-        }
+        sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
         config = ViTConfig(image_size=32, patch_size=8, num_labels=3, **sizes)
     elif name == "convnext":
         config = ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[2, 1], num_labels=3)
     else:
-        config = ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic", num_labels=3
-        )
+        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic", num_labels=3)
     return AutoModelForImageClassification.from_config(config)
 
 
 # Beginnings of names, from the lowest factor to the head; a name belongs to the longest that fits.
 DEPTHS = {
     "llama": ["model.embed_tokens", "model.layers.0", "model.layers.1 model.norm", "lm_head"],
-    "vit": [
-        "vit.embeddings",
-        "vit.layers.0",
-        "vit.layers.1",
-        "vit.layers.2 vit.layernorm",
-        "classifier",
-    ],
+    "vit": ["vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layers.2 vit.layernorm", "classifier"],
     "convnext": [
         "convnext.embeddings",
         "convnext.encoder.stages.0.layers.0",
@@ -437,16 +360,12 @@ def test_each_block_learns_slower_than_the_next_and_the_head_at_the_full_rate(na
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_factors_and_decay_groups_go_together(kind):
     model = tiny_vision("vit")
-    optimizers = optim.build(
-        model, OptimConfig(optim=kind, layer_decay=0.5, weight_decay=0.3, learning_rate=3e-4)
-    )
+    optimizers = optim.build(model, OptimConfig(optim=kind, layer_decay=0.5, weight_decay=0.3, learning_rate=3e-4))
     scales = optim.layer_scales(model, 0.5)
     held = [(p, group) for o in optimizers for group in o.param_groups for p in group["params"]]
     assert sorted(id(p) for p, _ in held) == sorted(id(p) for p in model.parameters())
     assert all(group["lr_scale"] == scales[p] for p, group in held)
-    plain = groups_by_decay(
-        model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4))
-    )
+    plain = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4)))
     assert groups_by_decay(model, optimizers) == plain
 
 
@@ -457,14 +376,9 @@ def on_meta(auto_class, config):
 
 SPARED = {
     "vit": (ViTConfig(num_hidden_layers=1), ["cls_token", "position_embeddings"]),
-    "convnext": (
-        ConvNextConfig(num_stages=1, hidden_sizes=[8], depths=[1]),
-        ["layer_scale_parameter"],
-    ),
+    "convnext": (ConvNextConfig(num_stages=1, hidden_sizes=[8], depths=[1]), ["layer_scale_parameter"]),
     "swin": (
-        SwinConfig(
-            embed_dim=8, depths=[1, 1], num_heads=[1, 2], image_size=32, patch_size=4, window_size=4
-        ),
+        SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 2], image_size=32, patch_size=4, window_size=4),
         ["position_bias_table"],
     ),
     "convnextv2": (
@@ -472,23 +386,12 @@ SPARED = {
         ["grn.weight", "grn.bias"],
     ),
     "swinv2": (
-        Swinv2Config(
-            embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, patch_size=4, window_size=4
-        ),
+        Swinv2Config(embed_dim=8, depths=[1, 1], num_heads=[2, 2], image_size=32, patch_size=4, window_size=4),
         ["logit_scale"],
     ),
-    "mamba": (
-        MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4),
-        ["A_log", ".D"],
-    ),
+    "mamba": (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4), ["A_log", ".D"]),
     "gpt_oss": (
-        GptOssConfig(
-            vocab_size=40,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_local_experts=4,
-        ),
+        GptOssConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_local_experts=4),
         ["proj_bias", "sinks"],
     ),
 }
@@ -498,13 +401,9 @@ SPARED = {
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
     config, ends = SPARED[name]
-    auto_class = (
-        AutoModelForCausalLM if name in ("mamba", "gpt_oss") else AutoModelForImageClassification
-    )
+    auto_class = AutoModelForCausalLM if name in ("mamba", "gpt_oss") else AutoModelForImageClassification
     model = on_meta(auto_class, config)
-    decay = groups_by_decay(
-        model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4))
-    )
+    decay = groups_by_decay(model, optim.build(model, OptimConfig(optim=kind, weight_decay=0.3, learning_rate=3e-4)))
     for end in ends:
         spared = {key for key, _ in model.named_parameters() if key.endswith(end)}
         assert spared and spared <= decay[0.0], end
@@ -513,24 +412,18 @@ def test_what_is_a_vector_in_spite_of_its_shape_does_not_decay(name, kind):
 
 def test_muon_leaves_the_head_of_an_image_model_to_adamw():
     model = tiny_vision("vit")
-    muon, adamw = optim.build(
-        model, OptimConfig(optim="muon", weight_decay=0.3, learning_rate=3e-4)
-    )
+    muon, adamw = optim.build(model, OptimConfig(optim="muon", weight_decay=0.3, learning_rate=3e-4))
     ours, others = (groups_by_decay(model, [optimizer]) for optimizer in (muon, adamw))
     assert "classifier.weight" in others[0.3]
     assert ours[0.3] and all(".layers." in key for key in ours[0.3])
 
 
 def test_convolutions_between_the_last_block_and_the_head_are_the_backbones():
-    config = MobileViTConfig(
-        hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 16, 16, 16], image_size=64
-    )
+    config = MobileViTConfig(hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 16, 16, 16], image_size=64)
     model = on_meta(AutoModelForImageClassification, config)
     scales = optim.layer_scales(model, 0.5)
     assert {scales[p] for key, p in model.named_parameters() if ".conv_1x1_exp." in key} == {0.5}
-    assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {
-        "classifier"
-    }
+    assert {key.split(".")[-2] for key, p in model.named_parameters() if scales[p] == 1} == {"classifier"}
 
 
 # SGD -----------------------------------------------------------------------------------------------------------------
@@ -542,9 +435,4 @@ def test_sgd_is_nesterovs_with_the_settings_of_the_config():
     assert type(optimizer) is torch.optim.SGD
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0.0]
     for group in optimizer.param_groups:
-        assert (group["lr"], group["momentum"], group["nesterov"], group["dampening"]) == (
-            0.5,
-            0.75,
-            True,
-            0,
-        )
+        assert (group["lr"], group["momentum"], group["nesterov"], group["dampening"]) == (0.5, 0.75, True, 0)

@@ -30,9 +30,7 @@ def state_of(model, optimizers):
     tensors = dict(model.named_parameters())
     for i, optimizer in enumerate(optimizers):
         for j, values in optimizer.state_dict()["state"].items():
-            tensors |= {
-                f"{i}.{j}.{key}": value for key, value in values.items() if torch.is_tensor(value)
-            }
+            tensors |= {f"{i}.{j}.{key}": value for key, value in values.items() if torch.is_tensor(value)}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -61,48 +59,35 @@ def test_a_skipped_update_changes_nothing(name, bad_at=2):
         else:
             train(model, optimizers, batch)
             train(other, others, batch)
-    for (key, one), two in zip(
-        state_of(model, optimizers).items(), state_of(other, others).values(), strict=True
-    ):
+    for (key, one), two in zip(state_of(model, optimizers).items(), state_of(other, others).values(), strict=True):
         assert torch.equal(one, two), key
 
 
 @pytest.mark.parametrize(("scale", "counts"), [(None, True), (0.5, True), (2.0, False)])
-def test_an_infinite_gradient_counts_unless_the_scale_of_fp16_can_still_fall(
-    scale, counts, monkeypatch
-):
+def test_an_infinite_gradient_counts_unless_the_scale_of_fp16_can_still_fall(scale, counts, monkeypatch):
     accelerator = launch.start(0)
     monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
     if scale is not None:
         monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=scale))
         accelerator.scaler.scale(torch.tensor(1.0))  # which makes its scale
     made = Guard(accelerator, [nn.Linear(1, 1)], TrainState(), max_skipped=1)
-    assert made.finite(
-        [torch.tensor(1.0)], torch.tensor(torch.inf), np.zeros((1, 1), np.int64)
-    ) == (not counts)
+    assert made.finite([torch.tensor(1.0)], torch.tensor(torch.inf), np.zeros((1, 1), np.int64)) == (not counts)
 
 
 def test_with_fp16_all_optimizers_step_or_none_and_the_scale_follows(monkeypatch):
     accelerator = launch.start(0)
-    monkeypatch.setattr(
-        accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    )
+    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
     model, optimizers = build("muon")
     for bad, scale in ((True, 4.0), (False, 8.0)):
         accelerator.scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
         if bad:
-            model[0].weight.grad[0, 0] = (
-                torch.inf
-            )  # of Muon's parameters; AdamW's gradients are finite
+            model[0].weight.grad[0, 0] = torch.inf  # of Muon's parameters; AdamW's gradients are finite
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for optimizer in optimizers:
             accelerator.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         step.update(accelerator, optimizers, torch.tensor(True), norm)
-        same = [
-            torch.equal(parameter, was)
-            for parameter, was in zip(model.parameters(), before, strict=True)
-        ]
+        same = [torch.equal(parameter, was) for parameter, was in zip(model.parameters(), before, strict=True)]
         assert same == [bad] * 6
         assert accelerator.scaler.get_scale() == scale
 
@@ -113,9 +98,7 @@ def test_looking_for_a_size_leaves_running_statistics_as_they_are():
     loader = SimpleNamespace(per_device=4, longest=lambda rows: {"inputs": torch.randn(rows, 8)})
     (optimizer,) = optimizers = optim.build(model, OptimConfig(learning_rate=3e-4))
     accelerator = launch.start(0)
-    rehearsal = Rehearsal(
-        accelerator, [model], optimizers, loader, [lambda b: model(b["inputs"]).sum()]
-    )
+    rehearsal = Rehearsal(accelerator, [model], optimizers, loader, [lambda b: model(b["inputs"]).sum()])
     assert rehearsal.find_batch_size() == 4
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
@@ -132,14 +115,9 @@ TUNED = ("--max_train_samples", 200, "--seq_length", 256)
         ("image_classification", ()),
     ],
 )
-def test_nothing_in_a_step_waits_for_the_device(
-    template, given, monkeypatch, tmp_path, text_file, tiny_model
-):
+def test_nothing_in_a_step_waits_for_the_device(template, given, monkeypatch, tmp_path, text_file, tiny_model):
     """From the seeds to the stop signal no value is read but the verdict of the step before. Another process reads data."""
-    files = {
-        "pretrain": ("--train_file", text_file),
-        "lora_finetune": ("--model_name_or_path", tiny_model),
-    }
+    files = {"pretrain": ("--train_file", text_file), "lora_finetune": ("--model_name_or_path", tiny_model)}
     given += files.get(template, ())
     inside, found = [False], []
 
@@ -163,14 +141,7 @@ def test_nothing_in_a_step_waits_for_the_device(
         monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
     monkeypatch.setattr(launch, "seed_step", switching(launch.seed_step, True))
     monkeypatch.setattr(Guard, "stop_if_asked", switching(Guard.stop_if_asked, False))
-    rows = (
-        "--global_batch_size",
-        8,
-        "--per_device_train_batch_size",
-        4,
-        "--dataloader_num_workers",
-        1,
-    )
+    rows = ("--global_batch_size", 8, "--per_device_train_batch_size", 4, "--dataloader_num_workers", 1)
     never = ("--max_steps", 4, "--logging_steps", 100, "--eval_steps", 100, "--save_steps", 100)
     run_here(template, *rows, *never, *given, "--output_dir", tmp_path / "run")
     logged = [line for line in found if "shared/run/metrics.py" in line]
@@ -179,16 +150,7 @@ def test_nothing_in_a_step_waits_for_the_device(
 
 
 def test_a_logged_loss_is_the_mean_of_the_steps_since_the_last(tmp_path, text_file):
-    given = (
-        "--train_file",
-        text_file,
-        "--vocab_size",
-        300,
-        "--seq_length",
-        16,
-        "--global_batch_size",
-        8,
-    )
+    given = ("--train_file", text_file, "--vocab_size", 300, "--seq_length", 16, "--global_batch_size", 8)
     given += ("--max_steps", 6, "--eval_steps", 100, "--save_steps", 100)
     run_here("pretrain", *given, "--logging_steps", 1, "--output_dir", tmp_path / "each")
     each = list(Run(tmp_path / "each", 0, "").losses.values())

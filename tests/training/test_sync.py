@@ -21,79 +21,24 @@ STEPS, BATCH, LENGTH = 20, 8, 32
 @pytest.fixture(scope="module")
 def flags(text_file, tiny_model):
     return (
-        *(
-            "--train_file",
-            text_file,
-            "--model_name_or_path",
-            tiny_model,
-            "--seq_length",
-            LENGTH,
-            "--eval_samples",
-            7,
-        ),
-        *(
-            "--global_batch_size",
-            BATCH,
-            "--per_device_train_batch_size",
-            2,
-            "--max_steps",
-            STEPS,
-            "--logging_steps",
-            1,
-        ),
-        *(
-            "--learning_rate",
-            1e-3,
-            "--weight_decay",
-            0,
-            "--lr_scheduler_type",
-            "constant",
-            "--warmup_steps",
-            0,
-        ),
-        *(
-            "--adam_beta2",
-            0.999,
-            "--max_grad_norm",
-            0.5,
-            "--eval_steps",
-            5,
-            "--audit_data",
-            "--report_to",
-            "none",
-        ),
+        *("--train_file", text_file, "--model_name_or_path", tiny_model, "--seq_length", LENGTH, "--eval_samples", 7),
+        *("--global_batch_size", BATCH, "--per_device_train_batch_size", 2, "--max_steps", STEPS, "--logging_steps", 1),
+        *("--learning_rate", 1e-3, "--weight_decay", 0, "--lr_scheduler_type", "constant", "--warmup_steps", 0),
+        *("--adam_beta2", 0.999, "--max_grad_norm", 0.5, "--eval_steps", 5, "--audit_data", "--report_to", "none"),
     )
 
 
-def simulated(
-    text_file,
-    tiny_model,
-    *,
-    replicas,
-    processes,
-    every,
-    delay=0,
-    alpha=0.0,
-    parts=1,
-    rate=0.7,
-    momentum=0.9,
-):
+def simulated(text_file, tiny_model, *, replicas, processes, every, delay=0, alpha=0.0, parts=1, rate=0.7, momentum=0.9):
     """The agreed weights after all steps, by plain tensors: each replica with its own AdamW, one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     data = corpus.open_corpus(CorpusConfig(train_file=(str(text_file),)), tokenizer, LENGTH)
     order = Order(len(data.train), BATCH, 0)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     models = [copy.deepcopy(model) for _ in range(replicas)]
-    optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0)
-        for m in models
-    ]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0) for m in models]
     shares = [Share(rank, processes, torch.device("cpu")) for rank in range(processes)]
     rows = BATCH // processes
-    readers = [
-        Loader(data.train, corpus.collate, order, s, per_device=rows).windows(0, STEPS)
-        for s in shares
-    ]
+    readers = [Loader(data.train, corpus.collate, order, s, per_device=rows).windows(0, STEPS) for s in shares]
     of_one = processes // replicas
     agreed = [p.detach().clone() for p in model.parameters()]
     moments = [torch.zeros_like(p) for p in agreed]
@@ -113,9 +58,7 @@ def simulated(
     def send(part):
         mine = [i for i, where in enumerate(middle) if min(where, parts - 1) == part]
         with torch.no_grad():
-            sent[part] = {
-                i: sum(agreed[i] - list(m.parameters())[i] for m in models) / replicas for i in mine
-            }
+            sent[part] = {i: sum(agreed[i] - list(m.parameters())[i] for m in models) / replicas for i in mine}
 
     due = {}
     for step in range(1, STEPS + 1):
@@ -123,9 +66,7 @@ def simulated(
             windows = [next(reader) for reader in readers[i * of_one : (i + 1) * of_one]]
             for batch in (batch for window in windows for batch in window.micro_batches):
                 logits = m(input_ids=batch["input_ids"]).logits
-                loss = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-                )
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
                 (loss * replicas / windows[0].num_targets).backward()
             torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
             optimizer.step()
@@ -163,53 +104,26 @@ WAYS = {
 
 
 def given(way):
-    names = {
-        "every": "sync_every",
-        "delay": "sync_delay",
-        "alpha": "sync_alpha",
-        "parts": "sync_fragments",
-    }
+    names = {"every": "sync_every", "delay": "sync_delay", "alpha": "sync_alpha", "parts": "sync_fragments"}
     names |= {"rate": "outer_learning_rate", "momentum": "outer_momentum"}
     return [token for key, value in WAYS[way].items() for token in (f"--{names[key]}", value)]
 
 
 @pytest.mark.parametrize(
     ("way", "config", "processes"),
-    [
-        ("diloco", "ddp", 2),
-        ("streaming", "ddp", 2),
-        *(slow(way, "ddp", 4) for way in WAYS),
-        slow("late", "hsdp", 4),
-    ],
+    [("diloco", "ddp", 2), ("streaming", "ddp", 2), *(slow(way, "ddp", 4) for way in WAYS), slow("late", "hsdp", 4)],
 )
-def test_equals_a_simulation_in_one_process(
-    flags, text_file, tiny_model, tmp_path, way, config, processes
-):
-    ours = run(
-        "pretrain", tmp_path / "run", *flags, *given(way), config=config, processes=processes
-    )
+def test_equals_a_simulation_in_one_process(flags, text_file, tiny_model, tmp_path, way, config, processes):
+    ours = run("pretrain", tmp_path / "run", *flags, *given(way), config=config, processes=processes)
     replicas = 2 if config == "hsdp" else processes
-    assert_weights(
-        ours.weights(),
-        simulated(text_file, tiny_model, replicas=replicas, processes=processes, **WAYS[way]),
-    )
+    assert_weights(ours.weights(), simulated(text_file, tiny_model, replicas=replicas, processes=processes, **WAYS[way]))
 
 
-@pytest.mark.parametrize(
-    ("way", "config", "processes"), [slow("late", "ddp", 2), slow("streaming", "hsdp", 4)]
-)
+@pytest.mark.parametrize(("way", "config", "processes"), [slow("late", "ddp", 2), slow("streaming", "hsdp", 4)])
 def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, processes):
     """Killed between agreements, and while one is on its way; saved at other steps than the run left alone."""
     flags = (*flags, *given(way), "--save_steps", 1, "--async_save")
-    straight = run(
-        "pretrain",
-        tmp_path / "straight",
-        *flags,
-        "--save_steps",
-        STEPS,
-        config=config,
-        processes=processes,
-    )
+    straight = run("pretrain", tmp_path / "straight", *flags, "--save_steps", STEPS, config=config, processes=processes)
     for place in ("micro_batch:kill@15#1", "save.rename:kill@1", "update:kill@4"):
         killed = run(
             *("pretrain", tmp_path / "killed", *flags),
@@ -221,19 +135,8 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
         assert killed.returncode
     ended = run("pretrain", tmp_path / "killed", *flags, config=config, processes=processes)
     assert set(compare(straight.folder, ended.folder).values()) == {""}
-    assert {k: v.tolist() for k, v in straight.weights().items()} == {
-        k: v.tolist() for k, v in ended.weights().items()
-    }
-    other = run(
-        "pretrain",
-        ended.folder,
-        *flags,
-        "--max_steps",
-        STEPS + 5,
-        "--allow_changed",
-        "max_steps",
-        check=False,
-    )
+    assert {k: v.tolist() for k, v in straight.weights().items()} == {k: v.tolist() for k, v in ended.weights().items()}
+    other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, "--allow_changed", "max_steps", check=False)
     assert "is of 2 replicas that train apart, and here are 1" in other.output
     allowed = ("--allow_changed", "max_steps", "replicas")
     other = run("pretrain", ended.folder, *flags, "--max_steps", STEPS + 5, *allowed)
@@ -265,46 +168,15 @@ def test_a_signal_stops_all_replicas_after_the_same_step(flags, tmp_path, config
     ("template", "config", "flags", "said"),
     [
         ("pretrain", "fsdp2", (), "all ranks of fsdp2.yaml share one model: use hsdp.yaml"),
-        slow(
-            "pretrain",
-            "tensor_parallel",
-            (),
-            "--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml",
-        ),
-        slow(
-            "pretrain",
-            "ddp",
-            ("--ema_decay", 0.9),
-            "--sync_every takes one model, no pipeline, and no --ema_decay",
-        ),
+        slow("pretrain", "tensor_parallel", (), "--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml"),
+        slow("pretrain", "ddp", ("--ema_decay", 0.9), "--sync_every takes one model, no pipeline, and no --ema_decay"),
         slow("full_finetune", "ddp", ("--weights_dtype", "bf16"), "drop --weights_dtype bf16"),
     ],
 )
-def test_what_has_no_replicas_is_refused(
-    tiny_model, text_file, chat_file, tmp_path, template, config, flags, said
-):
+def test_what_has_no_replicas_is_refused(tiny_model, text_file, chat_file, tmp_path, template, config, flags, said):
     file = chat_file if template == "full_finetune" else text_file
-    flags = (
-        *flags,
-        "--train_file",
-        file,
-        "--model_name_or_path",
-        tiny_model,
-        "--seq_length",
-        64,
-        "--sync_every",
-        5,
-    )
-    ended = run(
-        template,
-        tmp_path / "run",
-        *flags,
-        "--max_steps",
-        6,
-        processes=2,
-        config=config,
-        check=False,
-    )
+    flags = (*flags, "--train_file", file, "--model_name_or_path", tiny_model, "--seq_length", 64, "--sync_every", 5)
+    ended = run(template, tmp_path / "run", *flags, "--max_steps", 6, processes=2, config=config, check=False)
     assert ended.returncode and said in ended.output
 
 
@@ -354,17 +226,8 @@ def test_agreeing_after_each_step_of_sgd_equals_ddp(tmp_path):
     """With outer rate 1 and momentum 0. Statistics of BatchNorm are averaged at each agreement, and only there."""
     script = tmp_path / "loop.py"
     script.write_text(OWN_LOOP)
-    launch = [
-        "--config_file",
-        str(ROOT / "accelerate_configs/ddp.yaml"),
-        "--num_processes",
-        "2",
-        "--mixed_precision",
-        "no",
-    ]
-    code, output = LAUNCHER.run(
-        [*launch, "--main_process_port", "0", str(script)], dict(os.environ)
-    )
+    launch = ["--config_file", str(ROOT / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"]
+    code, output = LAUNCHER.run([*launch, "--main_process_port", "0", str(script)], dict(os.environ))
     assert code == 0 and output.count("equal") == 2, output
 
 
@@ -382,17 +245,7 @@ def test_lora_sends_adapters_only(chat_file, tiny_model, tmp_path):
         "--lora_r",
         4,
     )
-    flags = (
-        *flags,
-        "--global_batch_size",
-        4,
-        "--per_device_train_batch_size",
-        2,
-        "--save_steps",
-        3,
-        "--lora_r",
-        4,
-    )
+    flags = (*flags, "--global_batch_size", 4, "--per_device_train_batch_size", 2, "--save_steps", 3, "--lora_r", 4)
     flags = (*flags, "--seq_length", 64)
     ended = run("lora_finetune", tmp_path / "run", *flags, config="ddp", processes=2)
     names = TensorReader(ended.folder / "checkpoint-000003").pieces
