@@ -41,8 +41,8 @@ def main() -> None:
     with clean_exit():
         if command not in modules:
             checkout = (
-                "; a checkout of the templates has new, plan, recipes, ask, evaluate and "
-                "selftest, too"
+                "; a checkout of the templates has new, plan, recipes, ask, "
+                "evaluate and selftest, too"
             )
             raise ConfigError(
                 f"no command {command!r}: there is "

@@ -33,6 +33,6 @@ def main() -> None:
     if findings.problems:
         raise Differs("; ".join(findings.problems))
     print(
-        "each sample was used at most once an epoch, and in whole epochs exactly once; each step "
-        "was done once"
+        "each sample was used at most once an epoch, and in whole epochs exactly "
+        "once; each step was done once"
     )

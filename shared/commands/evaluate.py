@@ -135,8 +135,8 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.run / "config.yaml").exists() or not (options.run / "final").is_dir():
         raise ConfigError(
-            f"{options.run}: no finished run, which has config.yaml and final/: its own command "
-            "finishes it"
+            f"{options.run}: no finished run, which has config.yaml and final/: "
+            "its own command finishes it"
         )
     chosen = {"validation_file": options.test_file, "validation_dir": options.test_dir}
     given: dict[str, Any] = {

@@ -112,8 +112,8 @@ def launch() -> None:
         killed = -getattr(error, "returncode", 0)
         if killed > 0:
             print(
-                f"killed by {signal.Signals(killed).name}; the same command continues from the "
-                "last checkpoint"
+                f"killed by {signal.Signals(killed).name}; the same command "
+                "continues from the last checkpoint"
             )
             sys.exit(128 + killed)
         if not Path(os.environ["TEMPLATES_RUN"], "code").exists():

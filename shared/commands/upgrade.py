@@ -219,8 +219,8 @@ def main() -> None:
     if conflicts := [name for name, code in changes.items() if code not in FATES]:
         raise Conflicts(
             shown(
-                f"conflicts to solve in {', '.join(conflicts)} (`git stash -u` puts an upgrade "
-                "aside)"
+                f"conflicts to solve in {', '.join(conflicts)} (`git stash "
+                "-u` puts an upgrade aside)"
             )
         )
     if changes and not options.check:

@@ -284,6 +284,6 @@ def main() -> None:
     if any(found.values()):
         raise Differs(f"the resumed run differs from the uninterrupted one: {WHY}")
     print(
-        "a killed run continues as if it had not been killed (on GPUs without --deterministic: to "
-        "rounding)"
+        "a killed run continues as if it had not been killed (on GPUs without "
+        "--deterministic: to rounding)"
     )

@@ -198,8 +198,8 @@ class OptimConfig(SyncConfig):
         """The learning rate, which is given or chosen by now."""
         if self.learning_rate is None:
             raise RuntimeError(
-                "no learning rate: call run.choose(..., learning_rate=...) before the optimizer is "
-                "built"
+                "no learning rate: call run.choose(..., learning_rate=...) "
+                "before the optimizer is built"
             )
         return self.learning_rate
 

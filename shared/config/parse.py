@@ -207,8 +207,8 @@ def _require_shared_beside(script: Path) -> None:
     )
     if root != used:
         raise ConfigError(
-            f"{script} would run with {used}/shared: put PYTHONPATH={shlex.quote(str(root))} "
-            "before the command"
+            f"{script} would run with {used}/shared: put "
+            f"PYTHONPATH={shlex.quote(str(root))} before the command"
         )
 
 
@@ -345,8 +345,8 @@ def _read_yaml(
         known = all(item.tag in yaml.SafeLoader.yaml_constructors for item in (node, *items))
         if not known or not all(isinstance(item, yaml.ScalarNode) for item in items):
             raise ConfigError(
-                f"{place}: {key}: expected a value or a list of values; keys are flat, as the "
-                "flags are"
+                f"{place}: {key}: expected a value or a list of values; keys "
+                "are flat, as the flags are"
             )
         is_null = node.tag.endswith(":null")
         if is_null and type(None) not in get_args(kinds[key]):
@@ -376,8 +376,8 @@ def _as_tokens(key: str, kind: Any, texts: list[str]) -> list[str]:
     texts = [_checked(key, kind, text) for text in texts]
     if several and any(text.startswith("-") for text in texts):
         raise ConfigError(
-            f"--{key}: a value cannot begin with a dash, as {' '.join(texts)!r} does; ./-x is a "
-            "file"
+            f"--{key}: a value cannot begin with a dash, as {' '.join(texts)!r} "
+            "does; ./-x is a file"
         )
     return [f"--{key}", *texts] if several else [f"--{key}={texts[0]}"]
 

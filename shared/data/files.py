@@ -96,13 +96,13 @@ class DataFile(io.RawIOBase):
         self.record += size
         if self.unpacked > FREE + RATIO * self.file.tell():
             raise ConfigError(
-                f"{self.path}: unpacks to more than {RATIO} times its size; if you trust it, "
-                "unpack it first"
+                f"{self.path}: unpacks to more than {RATIO} times its size; if you "
+                "trust it, unpack it first"
             )
         if self.record > RECORD:
             raise ConfigError(
-                f"{self.path}:{self.line}: more than {RECORD >> 20} MiB in one record; unpack the "
-                "file first"
+                f"{self.path}:{self.line}: more than {RECORD >> 20} MiB in one "
+                "record; unpack the file first"
             )
         return size
 

@@ -235,8 +235,8 @@ def _names(label: Any, problem_type: str | None) -> tuple[str, ...]:
         raise ValueError(f"the label is {records.kind(label)}, {EXPECTED}{several}")
     if isinstance(label, str) and "|" in label and problem_type is None:
         raise ValueError(
-            f"the label is {label!r}: for several labels add --problem_type multi_label, for one "
-            "of this name "
+            f"the label is {label!r}: for several labels add --problem_type "
+            "multi_label, for one of this name "
             "--problem_type single_label"
         )
     return (str(label),)
@@ -246,8 +246,8 @@ def _several_names(label: Any) -> tuple[str, ...]:
     if isinstance(label, str):
         if set(",;") & set(label) and "|" not in label:
             raise ValueError(
-                f"the label is {label!r}: write name|name for several, and a list for one with a "
-                "comma"
+                f"the label is {label!r}: write name|name for several, and a list "
+                "for one with a comma"
             )
         label = label.split("|") if label else []
     names = [label] if isinstance(label, int) else label

@@ -57,8 +57,8 @@ class MicroBatches:
     def __iter__(self) -> Iterator[Batch]:
         if self.is_taken:
             raise RuntimeError(
-                "micro-batches are read once and not kept: use `step.batches`, or make a list of "
-                "them"
+                "micro-batches are read once and not kept: use `step.batches`, or "
+                "make a list of them"
             )
         self.is_taken = True
         return self.batches
@@ -126,15 +126,15 @@ class _Rows:
             # the loss would be divided by `before`
             if (after := np.count_nonzero(row["labels"] != IGNORED)) != before:
                 raise ConfigError(
-                    f"sample {index}: the transform makes {after} targets of {before}: keep their "
-                    "number"
+                    f"sample {index}: the transform makes {after} targets of "
+                    f"{before}: keep their number"
                 )
             places = row.get("position_ids", np.zeros(0))
             # a gap would begin another document
             if not ((np.diff(places) == 1) | (places[1:] == 0)).all():
                 raise ConfigError(
-                    f"sample {index}: the transform leaves gaps in position_ids: number each "
-                    "document anew"
+                    f"sample {index}: the transform leaves gaps in position_ids: "
+                    "number each document anew"
                 )
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
@@ -253,8 +253,8 @@ def parallel_map(
         if "DataLoader worker" not in str(error):
             raise
         raise ConfigError(
-            "a process that prepares the data has died, perhaps for lack of memory: choose fewer "
-            "with "
+            "a process that prepares the data has died, perhaps for lack of "
+            "memory: choose fewer with "
             "--preprocessing_num_workers"
         ) from None
     finally:

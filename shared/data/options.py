@@ -72,13 +72,13 @@ class DataConfig:
         weights = self.mix_weights
         if len(named) > 1 and flag != "train_file" and not weights:
             raise ConfigError(
-                f"--{flag} has {len(named)} values: give a share for each of them with "
-                "--mix_weights"
+                f"--{flag} has {len(named)} values: give a share for each "
+                "of them with --mix_weights"
             )
         if weights and len(weights) != len(named):
             raise ConfigError(
-                f"--mix_weights has {len(weights)} value(s), --{flag} {len(named)}: give one for "
-                "each"
+                f"--mix_weights has {len(weights)} value(s), --{flag} "
+                f"{len(named)}: give one for each"
             )
         if weights and len(set(named)) < len(named):
             raise ConfigError(

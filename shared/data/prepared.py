@@ -95,8 +95,8 @@ def build_once(folder: Path, build: Callable[[Path], None], *, continues: bool =
             looked += 1
             if looked == 1200:
                 print(
-                    f"rank {rank()} waits for rank 0 to prepare {folder}; both must see this file "
-                    "system",
+                    f"rank {rank()} waits for rank 0 to prepare {folder}; both "
+                    "must see this file system",
                     flush=True,
                 )
     except RuntimeError:  # the launcher of the main rank's machine is gone

@@ -413,8 +413,8 @@ def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
             os.path.normpath(root) + os.sep
         ):
             raise ConfigError(
-                f"--dataset_name {name}: its README.md names {place}, which is not a file of this "
-                "data set"
+                f"--dataset_name {name}: its README.md names {place}, which is not "
+                "a file of this data set"
             )
         return resolve(pattern, base_path, *rest, **more)
 
