@@ -80,8 +80,8 @@ class Config:
             raise ConfigError(f"--label_smoothing is for --loss_type robust, not {self.loss_type}")
         if self.full and self.adapter != ADAPTER:
             raise ConfigError(
-                "--full trains all weights: drop the flags of adapters and of quantisation, or "
-                "--full"
+                "--full trains all weights: drop the flags of adapters and "
+                "of quantisation, or --full"
             )
 
 

@@ -74,8 +74,8 @@ class Config:
         configs.require(self, "at least 0", "num_generations", "neftune_noise_alpha")
         if self.weights_dtype == "bf16" and self.evaluation.ema_decay:
             raise ConfigError(
-                "--ema_decay would lose small updates of bf16 weights: keep fp32 weights, or drop "
-                "it"
+                "--ema_decay would lose small updates of bf16 weights: keep "
+                "fp32 weights, or drop it"
             )
 
 
@@ -190,8 +190,8 @@ def main(config: Config) -> None:
     )
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",
-        f"model in {run.dir}/final, in {dtype}; curves.png, metrics.jsonl and config.yaml beside "
-        "it",
+        f"model in {run.dir}/final, in {dtype}; curves.png, metrics.jsonl "
+        "and config.yaml beside it",
     )
 
 

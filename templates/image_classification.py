@@ -78,8 +78,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
             raise ConfigError(
-                "--config_name and --config_overrides cannot change a model whose weights are "
-                "loaded"
+                "--config_name and --config_overrides cannot change a "
+                "model whose weights are loaded"
             )
         if self.freeze_backbone and not self.model_name_or_path:
             raise ConfigError(
@@ -88,13 +88,13 @@ class Config:
         rows, _ = self.batch.micro_batch()  # refuses what does not divide
         if self.recipe.mixes and rows % 2:
             raise ConfigError(
-                f"mixup and CutMix mix pairs, but a micro-batch has {rows} images: choose an even "
-                "number"
+                f"mixup and CutMix mix pairs, but a micro-batch has {rows} "
+                "images: choose an even number"
             )
         if self.evaluation.metric_for_best_model == "map" and not self.data.is_multi_label:
             raise ConfigError(
-                "--metric_for_best_model map, mean average precision, needs --problem_type "
-                "multi_label"
+                "--metric_for_best_model map, mean average precision, needs "
+                "--problem_type multi_label"
             )
         configs.require(self, "at least 8 and at most 4096", "image_size")
         configs.require(self, "above 0 and at most 1", "crop_pct")
@@ -156,8 +156,8 @@ def build_loaders(
     batch = run.config.batch
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(
-            f"{len(data.train)} training images are fewer than one --global_batch_size: choose a "
-            "smaller one"
+            f"{len(data.train)} training images are fewer than one "
+            "--global_batch_size: choose a smaller one"
         )
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
     size = batch.global_batch_size

@@ -162,8 +162,8 @@ def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
     tokenizer = data.train.tokenizer
     if len(data.train) < batch.global_batch_size:
         raise ConfigError(
-            f"{len(data.train)} training texts are fewer than one --global_batch_size: choose a "
-            "smaller one"
+            f"{len(data.train)} training texts are fewer than one "
+            "--global_batch_size: choose a smaller one"
         )
     weights = run.config.data.mix_weights
     order = rows_order(data.train, batch.global_batch_size, batch.seed, weights, packed=False)

@@ -295,16 +295,16 @@ def main() -> None:
     create(folder, names, files, called)
     if _git("status", "--porcelain", "--untracked-files=no"):
         print(
-            "The templates have changes that are not committed: `upgrade` will take them for your "
-            "edits."
+            "The templates have changes that are not committed: `upgrade` will "
+            "take them for your edits."
         )
     print(f"{folder}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.1f} MB. Next:")
     print(
         f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}"
     )
     print(
-        "  git add -A && git commit -m templates    # so that git shows your edits, and can undo "
-        "an upgrade"
+        "  git add -A && git commit -m templates    # so that git shows your "
+        "edits, and can undo an upgrade"
     )
 
 

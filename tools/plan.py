@@ -83,8 +83,8 @@ class PlanConfig:
         )
         if self.config_overrides and not named:
             raise ConfigError(
-                "--config_overrides changes a model: name it by --model_name_or_path or "
-                "--model_preset"
+                "--config_overrides changes a model: name it by "
+                "--model_name_or_path or --model_preset"
             )
         if self.load_in_4bit and not self.lora_r:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")

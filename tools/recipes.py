@@ -26,8 +26,8 @@ def main() -> None:
         print(f"{path.stem}: {lines.pop('what')}")
         print("".join(f"    {name:<8} {text}\n" for name, text in lines.items()))
     print(
-        "Edit the file for your data, or override it: flags on the command line win. All flags are "
-        "in --help."
+        "Edit the file for your data, or override it: flags on the command line "
+        "win. All flags are in --help."
     )
 
 

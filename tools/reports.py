@@ -114,8 +114,8 @@ def of_throughput(job: memory.Job, config: PlanConfig) -> str:
         raise ConfigError(f"--throughput cannot count the experts of {type(job.config).__name__}")
     steps = config.gradient_accumulation_steps
     lines = [
-        f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in bf16 on one "
-        f"{config.gpu}.",
+        f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in "
+        f"bf16 on one {config.gpu}.",
         "An estimate on paper: nothing is measured.",
         f"\n{parts_table(replace(job, four_bits=False), gpu, steps)}",
         f"\n{ranking(job, config, gpu, steps)}\n",
@@ -126,15 +126,15 @@ def of_throughput(job: memory.Job, config: PlanConfig) -> str:
         lines.append("Turning 4 bits back into bf16 before each product is not counted.")
     assumed = ", ".join(f"{name} {share:.0%}" for name, share in throughput.SHARES.items())
     lines += [
-        "MFU is counted as a run logs it. Memory is what eager needs (see the plan without "
-        "--throughput); "
+        "MFU is counted as a run logs it. Memory is what eager needs (see the "
+        "plan without --throughput); "
         f"! is above {config.usable:.1f} GB, which is too much.",
         "FLOPs and bytes are counted from the model's operators.",
         f"Data sheet: {gpu.flops / 1e12:g} TFLOP/s in bf16, {gpu.bandwidth / 1e12:g} TB/s.",
         f"Assumed shares of it, not measured: {assumed}.",
         f"Assumed of a cast to fp8: it moves {throughput.FP8_TRAFFIC} times its operand's bytes.",
-        "Left out: gaps between kernels, the L2 cache, falling clocks, data, logging and "
-        "communication.",
+        "Left out: gaps between kernels, the L2 cache, falling clocks, data, "
+        "logging and communication.",
     ]
     return "\n".join(lines)
 
@@ -172,26 +172,26 @@ def of_memory(job: memory.Job, config: PlanConfig) -> str:
                 (speed, i, name, total) for i, total in enumerate(totals) if total <= config.usable
             ]
     lines = [
-        f"{type(job.config).__name__.removesuffix('Config')}, {numbers.all / 1e9:.3f} B "
-        "parameters, "
+        f"{type(job.config).__name__.removesuffix('Config')}, "
+        f"{numbers.all / 1e9:.3f} B parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
         f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n\n{aligned(table)}\n",
-        "activations and peak: without gradient checkpointing, of every 2nd block, of all. ! is "
-        "over "
-        f"{config.usable:.1f} GB ({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and "
-        "fragmentation).",
+        "activations and peak: without gradient checkpointing, of every 2nd block, "
+        "of all. ! is over "
+        f"{config.usable:.1f} GB ({config.gpu_memory:g} GB less {RESERVED:.0%} for "
+        "CUDA, NCCL and fragmentation).",
     ]
     if not fitting:
         advice = (
-            "a smaller micro-batch or --seq_length, more GPUs, LoRA (--lora_r), 4 bits "
-            "(--load_in_4bit)."
+            "a smaller micro-batch or --seq_length, more GPUs, LoRA "
+            "(--lora_r), 4 bits (--load_in_4bit)."
         )
         return "\n".join([*lines, f"Nothing fits: {advice}"])
     _, setting, name, total = min(fitting, key=lambda plan: plan[:2])
     command = command_for(config, name, memory.CHECKPOINTING[setting])
     lines.append(
-        f"Of those that fit, this should cost least time on {config.gpus} GPU(s); {total:.1f} GB "
-        "on each:\n"
+        f"Of those that fit, this should cost least time on {config.gpus} GPU(s); "
+        f"{total:.1f} GB on each:\n"
     )
     lines.append(command)
     if config.gpus > 8:

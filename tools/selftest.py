@@ -64,8 +64,8 @@ def environment() -> str:
     )
     user = f"{os.getuid()}:{os.getgid()}"
     return (
-        f"Python {platform.python_version()}, {packages}\nuser {user}, GPUs: {gpus}, /dev/shm: "
-        f"{shared_memory}"
+        f"Python {platform.python_version()}, {packages}\nuser {user}, GPUs: {gpus}, "
+        f"/dev/shm: {shared_memory}"
     )
 
 

@@ -244,16 +244,16 @@ def _check_range(files: Files, name: str, white_level: int) -> None:
             else "they"
         )
         raise ConfigError(
-            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by --white_level: convert "
-            "them to 8 bits"
+            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by "
+            "--white_level: convert them to 8 bits"
         )
     if 0 < greys <= 0xFFFF // 4 and not white_level:
         fits = 2 ** max(8, greys.bit_length()) - 1
         raise ConfigError(
             f"{label(name)}: greys of 16 bits whose largest value is {greys:,} of 65,535, so they "
             "would be nearly black: "
-            f"give the value that is white, such as --white_level {fits}, or 65535 if they are as "
-            "dark as that"
+            f"give the value that is white, such as --white_level {fits}, or 65535 "
+            "if they are as dark as that"
         )
 
 
@@ -316,8 +316,8 @@ def _split(
         about += f"; left out: {facts['left_out']}"
     if config.white_level:
         about += (
-            f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do the same before "
-            "inference)"
+            f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do "
+            "the same before inference)"
         )
     if labels.problem_type == "multi_label":
         about += f"; {labels.values[good].sum() / max(1, good.sum()):.2f} labels an image"

@@ -57,8 +57,8 @@ class ImageConfig(DataConfig):
             )
         if self.train_dir and (self.train_file or self.dataset_name):
             raise ConfigError(
-                "--train_dir and --train_file or --dataset_name both name the training data: keep "
-                "one"
+                "--train_dir and --train_file or --dataset_name both name "
+                "the training data: keep one"
             )
         if self.validation_dir and not (self.train_dir or self.train_file):
             raise ConfigError("--validation_dir needs --train_dir or --train_file")
@@ -70,8 +70,8 @@ class ImageConfig(DataConfig):
             self.validation_dir or not (self.train_file or self.dataset_name)
         ):
             raise ConfigError(
-                "--problem_type multi_label needs the labels of each image: a list, or "
-                "--dataset_name"
+                "--problem_type multi_label needs the labels of each image: "
+                "a list, or --dataset_name"
             )
         for flag, folders in {
             "train_dir": self.train_dir,

@@ -100,8 +100,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
             share = 1.0
     if unusual:
         note(
-            f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which "
-            "is not done here"
+            f"warning: {name} was trained with {', '.join(unusual)} in its image "
+            "processor, which is not done here"
         )
     size = image_size or size
     share = crop_pct or share
@@ -117,8 +117,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     if patch:
         processor.own = own
         note(
-            f"warning: {name} is trained on the square middle of images; final/ takes whole images "
-            "in any proportions"
+            f"warning: {name} is trained on the square middle of images; final/ takes whole "
+            "images in any proportions"
         )
     return processor
 

@@ -49,8 +49,8 @@ def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
     if tars and len(tars) < len(files):
         other = next(file for file in files if file not in tars)
         print_main(
-            f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read, not "
-            f"{other}"
+            f"--{flag}: of {len(files):,} files only the {len(tars):,} tar "
+            f"files are read, not {other}"
         )
     return tars
 
@@ -133,8 +133,8 @@ def _list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]
         raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)}){held}")
     if "train" in above and (validation := above.intersection(VALIDATION)):
         raise ConfigError(
-            f"{file}: holds train/ and {min(validation)}/; pack them apart, and add "
-            "--validation_file"
+            f"{file}: holds train/ and {min(validation)}/; pack them apart, "
+            "and add --validation_file"
         )
     return listed, left_out
 

@@ -230,8 +230,8 @@ def _train_and_validation(root: Path, config: ImageConfig) -> tuple[Path, Path |
         train = root / "train"
         if "test" in inside:
             note(
-                f"{root / 'test'} is not looked at: it is for `evaluate`, or give it as "
-                "--validation_dir"
+                f"{root / 'test'} is not looked at: it is for `evaluate`, or "
+                "give it as --validation_dir"
             )
         if not config.validation_file:
             validation = validation or next(
@@ -270,8 +270,8 @@ def _add_class_folders(listed: Listed, root: Path, *, training: bool) -> None:
         if not images and training:
             held = f"; it holds {by_ending(others)}" * bool(others)
             raise ConfigError(
-                f"{folder}: a class folder without an image ({', '.join(SUFFIXES)}){held}: fill or "
-                "remove it"
+                f"{folder}: a class folder without an image "
+                f"({', '.join(SUFFIXES)}){held}: fill or remove it"
             )
         listed.left_out.update(others)
         listed.labels += [folder.name] * len(images)

@@ -116,8 +116,8 @@ def _given_adapters(base: Any, name: str) -> Any:
         f"{len(keys)} weights are {what}, such as {keys[0]}" for what, keys in wrong.items() if keys
     ]:
         raise ConfigError(
-            f"{name}: {'; '.join(found)}: rename them, or take the base that the adapter was made "
-            "for"
+            f"{name}: {'; '.join(found)}: rename them, or take the base that "
+            "the adapter was made for"
         )
     note(f"the adapter of {name} is trained further")
     lora = model.peft_config["default"]
@@ -243,8 +243,8 @@ def merge_into(base: nn.Module, adapter_folder: Path) -> Any:
         if re.search(r"\.lora_[AB]\.", key) and not torch.equal(loaded[key].cpu(), value)
     ]:
         raise ConfigError(
-            f"{adapter_folder}: PEFT does not load {len(lost)} of its weights, such as {lost[0]}: "
-            "not merged"
+            f"{adapter_folder}: PEFT does not load {len(lost)} of its weights, "
+            f"such as {lost[0]}: not merged"
         )
     return model.merge_and_unload()
 

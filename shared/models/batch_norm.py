@@ -48,8 +48,8 @@ def batch_norm_advice(model: nn.Module, batch: BatchConfig, world_size: int) -> 
     if world_size > 1 and not synchronised:
         remedies.insert(0, "--sync_batchnorm on GPUs")
     return (
-        f"warning: BatchNorm takes its statistics from {seen} images at a time, not from the "
-        "global batch of "
+        f"warning: BatchNorm takes its statistics from {seen} images at a time, not "
+        "from the global batch of "
         f"{batch.global_batch_size}; the result depends on that number. Better: "
         f"{', or '.join(remedies)}"
     )

@@ -36,21 +36,21 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
     text = model.config.get_text_config()
     if getattr(text, "cross_attention_layers", None):
         raise ConfigError(
-            f"{type(model).__name__} has blocks that only images reach: text alone cannot train "
-            "them"
+            f"{type(model).__name__} has blocks that only images reach: "
+            "text alone cannot train them"
         )
     # Encoders can be made decoders, by a setting that GPT-NeoX has, too, and never looks at.
     sees_all = getattr(text, "is_decoder", True) is False and "gpt_neox" not in text.model_type
     if sees_all or text.model_type in ("cpmant", "prophetnet", "xlm", "xlnet"):
         raise ConfigError(
-            f"{type(model).__name__} sees the tokens that it is to predict (its config says "
-            "is_decoder: "
+            f"{type(model).__name__} sees the tokens that it is to predict "
+            "(its config says is_decoder: "
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
     if outer := outer_parts(model):
         note(
-            f"{type(model).__name__}: text trains its language model; {', '.join(outer)} stay as "
-            "they are"
+            f"{type(model).__name__}: text trains its language model; "
+            f"{', '.join(outer)} stay as they are"
         )
     if experts_of(text)[0]:
         if not can_balance(text):
@@ -60,8 +60,8 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
         else:
             coefficient = text.router_aux_loss_coef
             note(
-                "aux_loss balances the experts, times the config's router_aux_loss_coef "
-                f"{coefficient:g}"
+                "aux_loss balances the experts, times the config's "
+                f"router_aux_loss_coef {coefficient:g}"
             )
     require_tokens_fit(model, tokenizer, seq_length)
 
@@ -73,8 +73,8 @@ def require_tokens_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
     context = context_of(model)
     if context is not None and seq_length > context:
         raise ConfigError(
-            f"--seq_length {seq_length} is longer than the model's context of {context} tokens: "
-            "give at most that"
+            f"--seq_length {seq_length} is longer than the model's context of {context} "
+            "tokens: give at most that"
         )
     embeddings = model.get_input_embeddings().num_embeddings
     if (tokens := vocabulary_size(tokenizer)) > embeddings:

@@ -49,8 +49,8 @@ def settle_head(
     new = {key for key in lost if may_be_new in key.split(".")}
     if of_backbone := lost - of_head - new:
         raise ConfigError(
-            f"{name}: {len(of_backbone)} weights of the backbone are missing or of another shape: "
-            f"{min(of_backbone)}"
+            f"{name}: {len(of_backbone)} weights of the backbone are missing or of another "
+            f"shape: {min(of_backbone)}"
         )
     if new:
         note(

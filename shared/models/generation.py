@@ -29,14 +29,14 @@ def end_generation_at(model: Any, end: int | None) -> None:
         settings.validate(strict=True)
     except ValueError:  # transformers saves settings that contradict each other only as they were
         note(
-            "warning: the model's generation settings cannot be changed: they do not end a text "
-            f"at token {end}"
+            "warning: the model's generation settings cannot be changed: they do not "
+            f"end a text at token {end}"
         )
         return
     settings.eos_token_id = [*ends, end] if ends else end
     note(
-        f"generation ends at the token {end}, too, which ends the turns (the model's settings "
-        f"named {before})"
+        f"generation ends at the token {end}, too, which ends the turns (the "
+        f"model's settings named {before})"
     )
 
 

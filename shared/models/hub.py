@@ -98,8 +98,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         reason = f"{hint}{first_line(error)}"
         if "trust_remote_code" in str(error):
             reason = (
-                "it needs code of its own, which is never run here: take an architecture that "
-                "transformers has"
+                "it needs code of its own, which is never run here: take an "
+                "architecture that transformers has"
             )
         elif reason.endswith(":"):
             reason = " ".join(str(error).split())
@@ -118,8 +118,8 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
         )
     if left := sorted(info["unexpected_keys"]):  # other heads, mostly
         note(
-            f"warning: {name}: {len(left)} weights in its files have no place in this model, such "
-            f"as {left[0]}"
+            f"warning: {name}: {len(left)} weights in its files have no place in "
+            f"this model, such as {left[0]}"
         )
     return model
 
@@ -215,8 +215,8 @@ def _refuse_weights_elsewhere(config: Any, name: str | Path) -> None:
         named.append("architecture")
     if named:
         raise ConfigError(
-            f"{name}: its config.json names weights from elsewhere ({', '.join(named)}), which are "
-            "not read"
+            f"{name}: its config.json names weights from elsewhere "
+            f"({', '.join(named)}), which are not read"
         )
 
 
@@ -227,8 +227,8 @@ def _no_pickles(name: str | Path) -> Iterator[None]:
 
     def refuse(file: Any, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            f"{name}: {file} is a pickle, which can run code when it is read: take safetensors "
-            "weights"
+            f"{name}: {file} is a pickle, which can run code when it is "
+            "read: take safetensors weights"
         )
 
     torch.load = refuse  # type: ignore[assignment]

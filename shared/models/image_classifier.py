@@ -146,8 +146,8 @@ def freeze_backbone(model: nn.Module) -> None:
     trained = [p for module in heads(model) for p in module.parameters()]
     if not trained:
         raise ConfigError(
-            f"{type(model).__name__} has no head that could be trained alone: drop "
-            "--freeze_backbone"
+            f"{type(model).__name__} has no head that could be trained "
+            "alone: drop --freeze_backbone"
         )
     model.requires_grad_(False)
     for parameter in trained:
@@ -192,7 +192,7 @@ def export_onnx(folder: Path, image_size: int) -> str:
             error = error.__cause__  # type: ignore[assignment]
         problem = re.sub(r"\x1b\[[0-9;]*m", "", first_line(error))
         return (
-            f"warning: model.onnx could not be written ({problem}); everything else in final/ "
-            "is complete"
+            f"warning: model.onnx could not be written ({problem}); everything "
+            "else in final/ is complete"
         )
     return f"model.onnx takes any number of images of {image_size} x {image_size} pixels"

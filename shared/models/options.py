@@ -90,8 +90,8 @@ class AdapterConfig:
             self.load_in_4bit or self.load_in_8bit or self.use_dora
         ):
             raise ConfigError(
-                "--init_lora_weights pissa changes the base weights: not with a quantised base, "
-                "nor DoRA"
+                "--init_lora_weights pissa changes the base weights: not with "
+                "a quantised base, nor DoRA"
             )
         if not 0 <= self.lora_dropout < 1 or not self.lora_alpha > 0:
             raise ConfigError(

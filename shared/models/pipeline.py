@@ -146,8 +146,8 @@ class Pipeline:
         )
         if not plain:
             raise ConfigError(
-                "a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: it spreads the model "
-                "itself"
+                "a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: "
+                "it spreads the model itself"
             )
         if accelerator.mixed_precision in ("fp16", "fp8"):
             raise ConfigError(

@@ -68,8 +68,8 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     if fused and (adapter.load_in_4bit or adapter.load_in_8bit):
         size = sum(parameters[name].numel() for name in fused)
         note(
-            f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes quantises "
-            "linear layers only"
+            f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes "
+            "quantises linear layers only"
         )
     targets = [name for name in by_parameter if not reasons[name]]
     left_out = {

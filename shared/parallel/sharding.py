@@ -67,15 +67,15 @@ def _refuse_what_has_no_replicas(accelerator: Accelerator, model: nn.Module) -> 
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
-            "--sync_every: replicas do not wait for each other in each step, as --sync_batchnorm "
-            "asks for"
+            "--sync_every: replicas do not wait for each other in each step, as "
+            "--sync_batchnorm asks for"
         )
     if accelerator.distributed_type == DistributedType.FSDP and not (
         sizes is not None and sizes.dp_replicate_enabled
     ):
         raise ConfigError(
-            "--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, whose groups "
-            "are replicas"
+            "--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, "
+            "whose groups are replicas"
         )
 
 

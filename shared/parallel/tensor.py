@@ -52,16 +52,16 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         if heads % mesh.size():
             what = which.replace("_", "-")
             raise ConfigError(
-                f"{name_of_model} has {heads} {what} heads, which tp_size {mesh.size()} does not "
-                "divide"
+                f"{name_of_model} has {heads} {what} heads, which tp_size "
+                f"{mesh.size()} does not divide"
             )
     for name, module in decoder.named_modules():
         if re.search(r"\b(q|k|query|key)_(layer_?)?norm$", name) and any(
             True for _ in module.parameters()
         ):
             raise ConfigError(
-                f"{name_of_model} cannot be tensor parallel here ({name} sees all heads): use "
-                "fsdp2.yaml"
+                f"{name_of_model} cannot be tensor parallel here ({name} sees "
+                "all heads): use fsdp2.yaml"
             )
     if any(
         getattr(p, "quant_state", None) is not None or not p.is_floating_point()
@@ -83,8 +83,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         size: Any = module.out_features if kind == "colwise" else module.in_features
         if size % mesh.size():
             raise ConfigError(
-                f"{name_of_model}: tp_size {mesh.size()} does not divide the {size} features of "
-                f"{name}"
+                f"{name_of_model}: tp_size {mesh.size()} does not divide the "
+                f"{size} features of {name}"
             )
         if getattr(module, "lora_magnitude_vector", None):
             raise ConfigError("tensor parallelism does not work with --use_dora")

@@ -45,8 +45,8 @@ def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: fl
         for p in group["params"]
     ):
         raise ConfigError(
-            "DeepSpeed keeps fp32 weights beside bf16 ones: drop --weights_dtype bf16, or use "
-            "fsdp2.yaml"
+            "DeepSpeed keeps fp32 weights beside bf16 ones: drop "
+            "--weights_dtype bf16, or use fsdp2.yaml"
         )
     if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:
         raise ConfigError("under DeepSpeed only --optim adamw works: choose it, or fsdp2.yaml")
@@ -65,8 +65,8 @@ def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: fl
         theirs = settings.get(key, "auto")
         if theirs not in ("auto", None) and float(theirs) != value:
             raise ConfigError(
-                f"{key} is {theirs} in the DeepSpeed config, but {ours}: remove it from the "
-                "DeepSpeed config"
+                f"{key} is {theirs} in the DeepSpeed config, but {ours}: remove it "
+                "from the DeepSpeed config"
             )
         settings[key] = value
     for section, flag in (("optimizer", "--optim"), ("scheduler", "--lr_scheduler_type")):

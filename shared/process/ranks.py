@@ -80,8 +80,8 @@ def data_parallel_size() -> int:
     if not env_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         if world_size() % _pipeline_ranks:
             raise ConfigError(
-                f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} "
-                "ranks: "
+                f"{world_size()} processes cannot be split into pipelines of "
+                f"{_pipeline_ranks} ranks: "
                 f"`accelerate launch --num_processes {_pipeline_ranks}`, or a multiple of that"
             )
         return world_size() // _pipeline_ranks
@@ -99,8 +99,8 @@ def data_parallel_size() -> int:
         )
     if sizes["cp_size"] * sizes["sp_size"] > 1:
         raise ConfigError(
-            "cp_size and sp_size are to be 1 in the launch config: no template cuts sequences over "
-            "processes"
+            "cp_size and sp_size are to be 1 in the launch config: no template "
+            "cuts sequences over processes"
         )
     if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not env_flag(
         "ACCELERATE_USE_FSDP"

@@ -301,8 +301,8 @@ class Checkpointer:
                     aside = folder.with_name(f"other-{name}-{secrets.token_hex(4)}")
                     folder.rename(aside)
                     print_main(
-                        f"warning: {name} was not written by this run, and is called {aside.name} "
-                        "now"
+                        f"warning: {name} was not written by this run, and "
+                        f"is called {aside.name} now"
                     )
                 commit(temporary, folder)
             except OSError as error:
@@ -516,8 +516,8 @@ class Checkpointer:
                     new += [name] * (name in with_state)
         if new:
             print_main(
-                f"warning: {len(new)} parameters, such as {new[0]}, begin with a new optimizer "
-                "state"
+                f"warning: {len(new)} parameters, such as {new[0]}, begin "
+                "with a new optimizer state"
             )
 
     def _own_statistics(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -173,8 +173,8 @@ def require_compatible(
         )
     if manifest.get("base", own["base"]) != own["base"] and "base" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other base weights, of which it holds none itself: use "
-            "the same, another "
+            f"{folder} belongs to a run on other base weights, of which it holds none "
+            "itself: use the same, another "
             "--output_dir, or --allow_changed base"
         )
     if (before := manifest.get("replicas", 0)) != own["replicas"] and "replicas" not in allowed:
@@ -186,8 +186,8 @@ def require_compatible(
         )
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
         raise ConfigError(
-            f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces "
-            "between them"
+            f"--allow_changed {' '.join(unknown)}: no setting of that name; "
+            "names have spaces between them"
         )
     before = manifest.get("settings", {})
     changed = {

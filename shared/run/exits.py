@@ -163,8 +163,8 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
     if number in no_room or any(f"os error {n})" in str(error) for n in no_room):
         where = getattr(error, "filename", None) or _folder
         return NoRoom(
-            f"{where}: cannot be written ({first_line(error)}); checkpoints that were saved are "
-            "good"
+            f"{where}: cannot be written ({first_line(error)}); checkpoints "
+            "that were saved are good"
         )
     if is_of_a_lost_rank(error):
         return LostRank(

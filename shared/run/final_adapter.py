@@ -61,6 +61,6 @@ def save_adapter(
         print_main(f"base with adapter in {run.dir}/merged")
     elif (run.dir / "merged").exists():
         print_main(
-            f"warning: {run.dir}/merged holds an earlier adapter: to renew it, delete it and add "
-            "--merge_adapter"
+            f"warning: {run.dir}/merged holds an earlier adapter: to renew it, delete "
+            "it and add --merge_adapter"
         )

@@ -98,8 +98,8 @@ def _lock(folder: Path) -> None:
             ) from None
         # a file system that has no locks
         note(
-            f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes "
-            "to it"
+            f"warning: {folder} cannot be locked ({error.strerror}): see that "
+            "no other run writes to it"
         )
     _locks[folder] = file
     number = run_id(folder)

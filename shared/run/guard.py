@@ -199,8 +199,8 @@ class Guard:
             else f"the gradient, not the loss; samples {str(everything)[1:-1]}"
         )
         what = (
-            f"step {step}: loss or gradient is not finite (gradient norm {norm.item():g}; "
-            f"{samples})"
+            f"step {step}: loss or gradient is not finite (gradient norm "
+            f"{norm.item():g}; {samples})"
         )
         buffers = [
             b for m in self.models for b in persistent_buffers(m).values() if b.is_floating_point()
@@ -210,8 +210,8 @@ class Guard:
         )
         if not self._agree(sound, apart=True)[0]:
             raise NonFiniteError(
-                f"{what}. The running statistics have taken it in: continue from the last "
-                "checkpoint"
+                f"{what}. The running statistics have taken it in: "
+                "continue from the last checkpoint"
             )
         if zero.is_used(self.accelerator):
             raise NonFiniteError(
@@ -229,8 +229,8 @@ class Guard:
             return
         if self.state.skipped > self.max_skipped:
             raise NonFiniteError(
-                f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been "
-                "skipped before: "
+                f"{what}. No weight was changed, and {self.state.skipped - 1} steps "
+                "had been skipped before: "
                 "look at these samples, lower --learning_rate, or raise --max_skipped_steps"
             )
         print_main(

@@ -72,8 +72,8 @@ def start(
     world_size = ranks.world_size()
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
         raise NotNow(
-            f"{world_size} processes were launched but no GPU is visible, so each would train a "
-            "model of its own. "
+            f"{world_size} processes were launched but no GPU is visible, so each would "
+            "train a model of its own. "
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
     _use_all_cores(world_size)
@@ -169,16 +169,16 @@ def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     if accelerator.num_processes > readers:
         processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
     line = (
-        f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x {accumulation} "
-        "accumulated"
+        f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x "
+        f"{accumulation} accumulated"
     )
     share = at_once * accumulation
     most = batch.per_device_train_batch_size
     if at_once < min(most, share):
         better = -(-share // most) * most * readers
         line += (
-            f" (its share of {share} does not divide by {most}; that of --global_batch_size "
-            f"{better} would)"
+            f" (its share of {share} does not divide by {most}; that of "
+            f"--global_batch_size {better} would)"
         )
     return line
 
@@ -246,22 +246,22 @@ def _refuse_second_answers() -> None:
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation not in ("1", "auto"):
         raise ConfigError(
-            f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation "
-            "follows from "
-            "--global_batch_size and --per_device_train_batch_size: remove it from the launch "
-            "config"
+            f"gradient_accumulation_steps is {accumulation} in the launch config, but "
+            "accumulation follows from "
+            "--global_batch_size and --per_device_train_batch_size: remove "
+            "it from the launch config"
         )
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if dynamo.lower() not in ("", "no"):
         raise ConfigError(
-            f"dynamo_backend is {dynamo} in the launch config: remove it there, and give "
-            "--torch_compile"
+            f"dynamo_backend is {dynamo} in the launch config: remove it "
+            "there, and give --torch_compile"
         )
     if ranks.env_flag("ACCELERATE_USE_FSDP"):
         if ranks.env_flag("FSDP_ACTIVATION_CHECKPOINTING"):
             raise ConfigError(
-                "fsdp_activation_checkpointing is set in the launch config: remove it there, and "
-                "give "
+                "fsdp_activation_checkpointing is set in the launch config: "
+                "remove it there, and give "
                 "--gradient_checkpointing full"
             )
         if os.environ.get("FSDP_VERSION", "1") != "2":
@@ -300,8 +300,8 @@ def require_compiler(device: torch.device) -> None:
         )
     ):
         raise ConfigError(
-            "--torch_compile needs a compiler: apt install g++, in an image --build-arg "
-            "EXTRA_PACKAGES=g++"
+            "--torch_compile needs a compiler: apt install g++, in an image "
+            "--build-arg EXTRA_PACKAGES=g++"
         )
     if device.type == "cpu":
         note("compiling for a CPU takes minutes before the first step; --no_torch_compile does not")
@@ -321,8 +321,8 @@ def _refuse_to_leave_gpus_idle() -> None:
         raise NotNow(
             f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built "
             f"{built}, or the driver "
-            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the command to "
-            "train on the CPU"
+            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the "
+            "command to train on the CPU"
         )
 
 

@@ -452,8 +452,8 @@ class Logger:
         if options["mode"] == "offline":
             kept = shlex.quote(str(self.run_dir / "wandb"))
             print_main(
-                "W&B: this run is logged offline; to upload it: wandb login && wandb sync "
-                f"{kept}/offline-*"
+                "W&B: this run is logged offline; to upload it: wandb login && "
+                f"wandb sync {kept}/offline-*"
             )
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric("step")

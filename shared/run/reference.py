@@ -89,8 +89,8 @@ def add_reference(
     pairs.reference = sharding.total(accelerator, found).cpu().numpy()
     if not np.isfinite(pairs.reference).all():
         raise ConfigError(
-            "the model's log-probabilities of some answers are not finite before training: use "
-            "bf16 or fp32"
+            "the model's log-probabilities of some answers are not finite before "
+            "training: use bf16 or fp32"
         )
     prepared.build_once(folder, lambda temporary: np.save(temporary / name, pairs.reference))
     return "computed"

@@ -187,8 +187,8 @@ class Run:
         """
         if zero.is_used(self.accelerator):
             raise ConfigError(
-                "checkpoints of DeepSpeed hold one model and no more tensors: use ddp.yaml or "
-                "fsdp2.yaml"
+                "checkpoints of DeepSpeed hold one model and no more tensors: "
+                "use ddp.yaml or fsdp2.yaml"
             )
         self._kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
 
@@ -252,8 +252,8 @@ class Run:
                 "max_steps",
             )
             raise exits.Finished(
-                f"{self.dir} is finished: {self.state.step} steps. Train longer with a larger "
-                f"--{budget} and "
+                f"{self.dir} is finished: {self.state.step} steps. Train longer "
+                f"with a larger --{budget} and "
                 f"--allow_changed {budget}, or choose another --output_dir"
             )
 

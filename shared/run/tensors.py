@@ -203,8 +203,8 @@ class TensorReader:
             for file, piece in saved:
                 if piece.shape != mine.shape:
                     raise ValueError(
-                        f"{name} has the shape {list(piece.shape)} there, and {list(mine.shape)} "
-                        "here"
+                        f"{name} has the shape {list(piece.shape)} there, "
+                        f"and {list(mine.shape)} here"
                     )
                 begin = tuple(map(max, piece.offset, mine.offset))
                 end = tuple(map(min, piece.end, mine.end))

@@ -45,8 +45,8 @@ DEMO = Source(
 WARNINGS = {  # what an encoder notes: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
     "unlike": (
-        "answers are learned after other tokens than the template's generation prompt gives "
-        "at inference"
+        "answers are learned after other tokens than the template's generation "
+        "prompt gives at inference"
     ),
     "empty": "records have an empty answer, from which the model learns to say nothing",
     "joined": (
@@ -108,8 +108,8 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
     held_out = np.arange(samples) >= samples - share(samples)
     return (
         held_out,
-        f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would be too much or "
-        "too little)",
+        f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would "
+        "be too much or too little)",
     )
 
 
@@ -368,8 +368,8 @@ def _prepare(source: Source, encode: ToSamples, config: SamplesConfig, limit: in
 def _warn_of_copies(train: Conversations, held_out: Conversations) -> None:
     if copies := int(np.isin(held_out.column("checksum"), train.column("checksum")).sum()):
         note(
-            f"warning: {copies:,} of the {len(held_out):,} texts to validate on are trained on, "
-            "too, word for word"
+            f"warning: {copies:,} of the {len(held_out):,} texts to validate on are "
+            "trained on, too, word for word"
         )
 
 

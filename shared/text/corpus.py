@@ -133,8 +133,8 @@ def open_corpus(
         if not (validated and given):  # a file to validate on is the same for all
             validated[name] = split.validation
         about.append(
-            f"{store.source}: {split.train.num_tokens:,} tokens to train on; validation: "
-            f"{split.about}"
+            f"{store.source}: {split.train.num_tokens:,} tokens to train on; "
+            f"validation: {split.about}"
         )
     sizes = [part.num_tokens for part in validated.values()]
     per_token = [part.bytes_per_token(tokenizer) for part in validated.values()]
@@ -190,8 +190,8 @@ def serialise(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if not tokenizer.is_fast:
         raise ConfigError(
-            "the tokenizer is a slow one (Python alone), too slow for a corpus: give another "
-            "--tokenizer_name"
+            "the tokenizer is a slow one (Python alone), too slow for a corpus: "
+            "give another --tokenizer_name"
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-text token to put between documents")
@@ -504,8 +504,8 @@ def open_splits(
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise ConfigError(
-                f"{split.store.source}: the {name} split has {split.num_tokens} tokens, fewer than "
-                "one sequence "
+                f"{split.store.source}: the {name} split has {split.num_tokens} "
+                "tokens, fewer than one sequence "
                 f"(--seq_length {seq_length})"
             )
     notes = Notes()

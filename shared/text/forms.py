@@ -128,8 +128,8 @@ def parse_json_messages(
                 ("JSON of messages", "other text") if parsed else ("other text", "JSON of messages")
             )
             raise ConfigError(
-                f"{where}: {column!r} is {kinds[0]}, but {kinds[1]} in the records before: use one "
-                "form in a file"
+                f"{where}: {column!r} is {kinds[0]}, but {kinds[1]} in the records "
+                "before: use one form in a file"
             )
         if parsed:
             record = record | {column: messages}
@@ -292,8 +292,8 @@ def _history(record: dict[str, Any], where: str) -> list[list[str]]:
         isinstance(p, list) and [*map(type, p)] == [str, str] for p in pairs
     ):
         raise ConfigError(
-            f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename it if it "
-            "is something else"
+            f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename "
+            "it if it is something else"
         )
     return pairs
 
@@ -329,8 +329,8 @@ def _checked(messages: Messages, where: str) -> Messages:
             )
         if not isinstance(message.get("content"), str) and not calls:
             raise ConfigError(
-                f"{where}: content of message {number} is {kind(parts)}, expected text or parts of "
-                "type text"
+                f"{where}: content of message {number} is {kind(parts)}, expected "
+                "text or parts of type text"
             )
         weights = [message.pop(key, 1) for key in ("weight", "loss_weight")]
         if wrong := [weight for weight in weights if weight not in (0, 1)]:

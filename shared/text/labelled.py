@@ -222,8 +222,8 @@ class EncodeTexts:
         lengths = np.array([len(ids) for ids in encoded["input_ids"]])
         if not lengths.all():
             raise ConfigError(
-                f"{lines[int(lengths.argmin())]['where']}: the tokenizer makes no token of this "
-                "text"
+                f"{lines[int(lengths.argmin())]['where']}: the tokenizer makes "
+                "no token of this text"
             )
         values = {
             name: np.concatenate(encoded[name]).astype(kind)

@@ -78,14 +78,14 @@ class CorpusConfig(TextConfig):
             raise ConfigError("--mix_weights does not work with --streaming: drop one of them")
         if self.streaming and self.isolate_documents:
             raise ConfigError(
-                "--isolate_documents needs the ends of documents, which --streaming does not keep: "
-                "drop one"
+                "--isolate_documents needs the ends of documents, which "
+                "--streaming does not keep: drop one"
             )
         configs.require(self, "at least 0", "shuffle_window")
         if self.shuffle_window and not self.streaming:
             raise ConfigError(
-                "--shuffle_window is for --streaming; without it, the whole corpus is shuffled: "
-                "drop it"
+                "--shuffle_window is for --streaming; without it, the whole "
+                "corpus is shuffled: drop it"
             )
         if self.vocab_size < 300:
             raise ConfigError("--vocab_size must be at least 300: 256 bytes and the special tokens")

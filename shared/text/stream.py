@@ -267,8 +267,8 @@ class Stream:
         if start:
             where = f"document {mark.document:,}" if mark.document else "its start"
             print_main(
-                f"{self.source.name}: read from {where} on to step {start:,}, where the run "
-                "continues"
+                f"{self.source.name}: read from {where} on to step "
+                f"{start:,}, where the run continues"
             )
         quiet = None if start and self.share.rank == 0 else True  # None: only on a terminal
         forward = tqdm(
@@ -311,8 +311,8 @@ class Stream:
                     return
             if begins_epoch and first == 0:
                 raise ConfigError(
-                    f"{self.source.name}: less than one global batch of {self.global_batch_size} "
-                    "sequences"
+                    f"{self.source.name}: less than one global batch of "
+                    f"{self.global_batch_size} sequences"
                 )
             epoch = epoch + 1
             first = 0
