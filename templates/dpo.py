@@ -1,11 +1,12 @@
-"""Tune a causal language model on preferences: of two answers to a prompt, one is better. DPO and
-its relatives.
+r"""Tune a causal language model on pairs of answers, one better than the other: DPO and relatives.
 
     accelerate launch templates/dpo.py                                   # offline demo, any machine
-    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME --train_file pairs.jsonl
-    --load_in_4bit accelerate launch templates/dpo.py --model_name_or_path ORG/NAME
-    --adapter_name_or_path runs/sft/final accelerate launch --config_file
-    accelerate_configs/fsdp2.yaml templates/dpo.py --full --model_name_or_path ...
+    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME --train_file pairs.jsonl \
+        --load_in_4bit
+    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME \
+        --adapter_name_or_path runs/sft/final
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/dpo.py --full \
+        --model_name_or_path ...
 
 The reference is the model before the first step. Its log-probabilities are computed once and kept,
 so that no second model is in memory. DPO: Rafailov et al., arXiv 2305.18290. IPO: Azar et al.,

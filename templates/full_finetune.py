@@ -1,11 +1,13 @@
-"""Fine-tune all weights of a causal language model on conversations.
+r"""Fine-tune all weights of a causal language model on conversations.
 
     accelerate launch templates/full_finetune.py                         # offline demo, any machine
-    accelerate launch templates/full_finetune.py --model_name_or_path ORG/NAME --train_file
-    chats.jsonl accelerate launch --config_file accelerate_configs/fsdp2.yaml
-    templates/full_finetune.py --model_name_or_path ... accelerate launch --config_file
-    accelerate_configs/fsdp2.yaml templates/full_finetune.py --optim adamw_8bit docker run --gpus
-    all IMAGE accelerate launch templates/full_finetune.py
+    accelerate launch templates/full_finetune.py --model_name_or_path ORG/NAME \
+        --train_file chats.jsonl
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py \
+        --model_name_or_path ...
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py \
+        --optim adamw_8bit
+    docker run --gpus all IMAGE accelerate launch templates/full_finetune.py
 
 NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Zamirai et al., arXiv
 2010.06192.

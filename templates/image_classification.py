@@ -1,10 +1,11 @@
-"""Classify images: fine-tune a pretrained model, train only its head, or train from scratch.
+r"""Classify images: fine-tune a pretrained model, train only its head, or train from scratch.
 
-    accelerate launch templates/image_classification.py                         # offline demo, any
-    machine accelerate launch templates/image_classification.py --train_dir photos/
-    --model_name_or_path microsoft/resnet-50 accelerate launch --config_file
-    accelerate_configs/ddp.yaml templates/image_classification.py --dataset_name ORG/NAME docker run
-    --gpus all IMAGE accelerate launch templates/image_classification.py
+    accelerate launch templates/image_classification.py  # offline demo, any machine
+    accelerate launch templates/image_classification.py --train_dir photos/ \
+        --model_name_or_path microsoft/resnet-50
+    accelerate launch --config_file accelerate_configs/ddp.yaml \
+        templates/image_classification.py --dataset_name ORG/NAME
+    docker run --gpus all IMAGE accelerate launch templates/image_classification.py
 
 The augmentations are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of
 torchvision's references.

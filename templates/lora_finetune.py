@@ -1,11 +1,13 @@
-"""Fine-tune a causal language model with LoRA or QLoRA.
+r"""Fine-tune a causal language model with LoRA or QLoRA.
 
     accelerate launch templates/lora_finetune.py                         # offline demo, any machine
-    accelerate launch templates/lora_finetune.py --model_name_or_path ORG/NAME --train_file
-    chats.jsonl --load_in_4bit accelerate launch --config_file accelerate_configs/ddp.yaml
-    templates/lora_finetune.py --model_name_or_path ... accelerate launch --config_file
-    accelerate_configs/fsdp2.yaml templates/lora_finetune.py --model_name_or_path ... docker run
-    --gpus all IMAGE accelerate launch templates/lora_finetune.py
+    accelerate launch templates/lora_finetune.py --model_name_or_path ORG/NAME \
+        --train_file chats.jsonl --load_in_4bit
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/lora_finetune.py \
+        --model_name_or_path ...
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/lora_finetune.py \
+        --model_name_or_path ...
+    docker run --gpus all IMAGE accelerate launch templates/lora_finetune.py
 
 LoRA: Hu et al., arXiv 2106.09685. QLoRA: Dettmers et al., arXiv 2305.14314. rsLoRA: Kalajdzievski,
 arXiv 2312.03732. DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.

@@ -1,11 +1,13 @@
-"""Pretrain a causal language model, from scratch or continued.
+r"""Pretrain a causal language model, from scratch or continued.
 
-    accelerate launch templates/pretrain.py                                   # offline demo:
-    Python's own source accelerate launch templates/pretrain.py --train_file corpus/ --model_preset
-    125M --vocab_size 32768 accelerate launch --config_file accelerate_configs/ddp.yaml
-    templates/pretrain.py --dataset_name ORG/NAME accelerate launch --config_file
-    accelerate_configs/fsdp2.yaml templates/pretrain.py --model_name_or_path ORG/NAME docker run
-    --gpus all IMAGE accelerate launch templates/pretrain.py
+    accelerate launch templates/pretrain.py  # offline demo: Python's own source
+    accelerate launch templates/pretrain.py --train_file corpus/ --model_preset 125M \
+        --vocab_size 32768
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/pretrain.py \
+        --dataset_name ORG/NAME
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/pretrain.py \
+        --model_name_or_path ORG/NAME
+    docker run --gpus all IMAGE accelerate launch templates/pretrain.py
 
 Next-token prediction on sequences cut from the concatenated documents (Radford et al. 2019), with a
 Llama-style model (Touvron et al., arXiv 2302.13971) unless another is named.

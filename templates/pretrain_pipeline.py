@@ -1,12 +1,11 @@
-"""Pretrain a causal language model whose blocks are spread over GPUs as a pipeline.
+r"""Pretrain a causal language model whose blocks are spread over GPUs as a pipeline.
 
-    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml
-    --mixed_precision no \\
-        templates/pretrain_pipeline.py                                        # offline demo on two
-        CPU processes
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8
-    templates/pretrain_pipeline.py \\
-        --pipeline_ranks 4 --train_file corpus/ --model_preset 1B --vocab_size 32768
+    # offline demo on two CPU processes
+    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml \
+        --mixed_precision no templates/pretrain_pipeline.py
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 \
+        templates/pretrain_pipeline.py --pipeline_ranks 4 --train_file corpus/ \
+        --model_preset 1B --vocab_size 32768
     docker run --gpus all IMAGE accelerate launch --multi_gpu templates/pretrain_pipeline.py
 
 Neighbouring ranks hold consecutive blocks and hand micro-batches on, one forward and one backward

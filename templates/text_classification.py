@@ -1,12 +1,13 @@
-"""Classify texts: one class or several a text, a number (regression), or pairs of texts; all
-weights or LoRA.
+r"""Classify texts or pairs of texts: one class, several, or a number; all weights or LoRA.
 
-    accelerate launch templates/text_classification.py                         # offline demo, any
-    machine accelerate launch templates/text_classification.py --model_name_or_path ORG/BERT
-    --train_file reviews.csv accelerate launch templates/text_classification.py --model_name_or_path
-    ORG/LLAMA --dataset_name ORG/NAME --lora_r 16 accelerate launch --config_file
-    accelerate_configs/ddp.yaml templates/text_classification.py --train_file pairs.jsonl \\
-        --text_column premise --text_pair_column hypothesis --model_name_or_path ORG/BERT
+    accelerate launch templates/text_classification.py  # offline demo, any machine
+    accelerate launch templates/text_classification.py --model_name_or_path ORG/BERT \
+        --train_file reviews.csv
+    accelerate launch templates/text_classification.py --model_name_or_path ORG/LLAMA \
+        --dataset_name ORG/NAME --lora_r 16
+    accelerate launch --config_file accelerate_configs/ddp.yaml templates/text_classification.py \
+        --train_file pairs.jsonl --text_column premise --text_pair_column hypothesis \
+        --model_name_or_path ORG/BERT
     docker run --gpus all IMAGE accelerate launch templates/text_classification.py
 
 Fine-tuning of encoders: Devlin et al., arXiv 1810.04805. LoRA: Hu et al., arXiv 2106.09685.

@@ -1,10 +1,9 @@
 """The README's pictures: what a run of each template leaves, drawn from real runs by default
 settings.
 
-    python benchmarks/quality.py chats --make news              # model and data of
-    lora_finetune.py's
-    python docs/site/pictures.py --runs runs/pictures           # runs what is missing there, 30
-    minutes on two cores
+    python benchmarks/quality.py chats --make news  # model and data of lora_finetune.py's
+    # runs what is missing there, 30 minutes on two cores
+    python docs/site/pictures.py --runs runs/pictures
 
 Each run has the template's defaults; it only logs and evaluates more often, which changes nothing
 that is learned. A picture is written twice, for light pages and for dark ones:

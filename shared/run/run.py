@@ -1,16 +1,14 @@
-"""One run: everything around the training loop. Processes, folder, checkpoints, logs, evaluation,
-best weights.
+"""One run, around the training loop: processes, folder, checkpoints, logs, evaluation.
 
-A template holds its own code and the optimizer step. The rest is the same for all templates and is
-here:
+A template holds its own code and the optimizer step. The rest is the same for all templates:
 
-    run = Run(config, "pretrain")                              # the processes of the launch config;
-    the run's folder model, optimizers = run.prepare(model, optimizers)         # on the device,
-    sharded run.resume(train, data=fingerprint, total_steps=100)       # the newest checkpoint, if
-    there is one run.rehearse(loss)                                         # --find_batch_size,
-    --dress_rehearsal run.start(model="...")                                     # summary, logs;
-    from here on a signal = checkpoint, exit 143 for step in run.steps(): ...
-    # seeds, rate, logs, checkpoints around each step run.load_best_weights()
+    run = Run(config, "pretrain")                         # processes; the run's folder
+    model, optimizers = run.prepare(model, optimizers)    # on the device, sharded
+    run.resume(train, data=fingerprint, total_steps=100)  # the newest checkpoint, if any
+    run.rehearse(loss)                                    # --find_batch_size, --dress_rehearsal
+    run.start(model="...")                                # summary, logs; signals are obeyed
+    for step in run.steps(): ...                          # seeds, rate, logs, checkpoints
+    run.load_best_weights()
     run.close("done")
 
 There are no callbacks. To change the step, edit the template. To change the rest, edit this file.
