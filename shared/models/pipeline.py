@@ -3,6 +3,7 @@ arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own schedules."""
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,22 +34,26 @@ class _Stage(nn.Module):
     The model's own forward runs, with `_Through` in place of the blocks of other ranks.
     """
 
-    def __init__(self, model: nn.Module, blocks: range, *, first: bool, last: bool, autocast: Any) -> None:
+    def __init__(self, model: nn.Module, cuts: list[int], number: int, autocast: Any) -> None:
         super().__init__()
+        blocks = range(cuts[number], cuts[number + 1])
+        is_last = number == len(cuts) - 2
+        self.is_first = number == 0
         decoder = copy.copy(model.get_decoder())  # type: ignore[operator]
         decoder._modules = dict(decoder._modules)
         decoder.layers = nn.ModuleList(block if i in blocks else _Through() for i, block in enumerate(decoder.layers))
-        if not first:
+        if not self.is_first:
             decoder.embed_tokens = _Through()
-        if not last:
+        if not is_last:
             decoder.norm = _Through()
-        self.decoder, self.first, self.autocast = decoder, first, autocast
-        self.head = model.get_output_embeddings() if last else None  # type: ignore[operator]
+        self.decoder = decoder
+        self.autocast = autocast
+        self.head = model.get_output_embeddings() if is_last else None  # type: ignore[operator]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or logits."""
         with self.autocast():
-            inputs = {"input_ids" if self.first else "inputs_embeds": x, "attention_mask": row_mask(x)}
+            inputs = {"input_ids" if self.is_first else "inputs_embeds": x, "attention_mask": row_mask(x)}
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             return hidden if self.head is None else self.head(hidden)
 
@@ -72,9 +77,8 @@ def require_same(model: Any, cuts: list[int]) -> None:
     try:
         with uncompiled(model.eval()):
             whole = model(input_ids=x, use_cache=False).logits
-            for i in range(len(cuts) - 1):
-                ends = {"first": i == 0, "last": i == len(cuts) - 2}
-                x = _Stage(model, range(cuts[i], cuts[i + 1]), **ends, autocast=nullcontext)(x)
+            for number in range(len(cuts) - 1):
+                x = _Stage(model, cuts, number, nullcontext)(x)
         error = float((x - whole).norm() / whole.norm())
         why = "" if error < 1e-3 else f"their logits differ by {error:.2g} of the whole model's"
     except Exception as problem:  # blocks that return something else can fail anywhere
@@ -145,13 +149,11 @@ class Pipeline:
         require_same(model, cuts)
         mine = [rank + ranks * i for i in range(stages_per_rank)]
         self.has_first, self.has_last = 0 in mine, stages - 1 in mine
-        parts: list[Any] = []
-        for number in mine:
-            ends = {"first": number == 0, "last": number == stages - 1}
-            part = _Stage(model, range(cuts[number], cuts[number + 1]), **ends, autocast=accelerator.autocast)
-            part.to(accelerator.device)
-            parts.append(PipelineStage(part, number, stages, accelerator.device, group=self.group))
-        self.stages, self.parts = parts, [part.submod for part in parts]
+        self.parts = [_Stage(model, cuts, number, accelerator.autocast).to(self.device) for number in mine]
+        self.stages: list[Any] = [
+            PipelineStage(part, number, stages, self.device, group=self.group)
+            for part, number in zip(self.parts, mine, strict=True)
+        ]
         owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
         decoder.layers = nn.ModuleList(block if i in owned else _Through() for i, block in enumerate(decoder.layers))
         if not self.has_first:
@@ -159,10 +161,10 @@ class Pipeline:
         if not self.has_last:
             decoder.norm = _Through()
             model.set_output_embeddings(_Through())
-        options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": self._loss, "scale_grads": False}
-        self.schedule: Any = (
-            Schedule1F1B(parts[0], **options) if stages_per_rank == 1 else ScheduleInterleaved1F1B(parts, **options)
-        )
+        schedule: Any = partial(Schedule1F1B, self.stages[0])
+        if stages_per_rank > 1:
+            schedule = partial(ScheduleInterleaved1F1B, self.stages)
+        self.schedule = schedule(n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Summed over the targets of a micro-batch, and scaled."""
