@@ -77,7 +77,6 @@ class Form(NamedTuple):
 
     flat: bool = False  # all in one row
     bounds: bool = False  # with the bounds of documents, for kernels of recurrent layers
-    axes: int = 1  # copies of the positions: text, time, height, width
     by_kernel: bool = False  # attention takes `cu_seqlens` in place of a mask
 
 
@@ -105,8 +104,6 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
         if form.bounds:
             inputs["cu_seq_lens_q"] = batch["cu_seqlens"]
             inputs["seq_idx"] = number_of_document(positions).int()
-        if form.axes > 1:
-            inputs["position_ids"] = positions.expand(form.axes, *positions.shape)
     return model(**inputs, attention_mask=mask, use_cache=False)
 
 

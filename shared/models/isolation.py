@@ -107,18 +107,16 @@ class _Trial:
             return False
         settings = self.whole.config.get_text_config()
         is_flat = str(settings._attn_implementation).startswith("flash")
-        has_axes = "mrope_section" in (getattr(settings, "rope_parameters", None) or {})
         for flat, bounds in ((is_flat, False), (True, True)):
-            for axes in (4, 1) if has_axes else (1,):
-                self.model.row_form = Form(flat, bounds, axes)
-                try:
-                    if self._is_apart():
-                        return True
-                except Exception as error:  # a model may raise anything if it does not take this form
-                    end_step(self.model)
-                    if is_out_of_memory(error):
-                        raise
-                    self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
+            self.model.row_form = Form(flat, bounds)
+            try:
+                if self._is_apart():
+                    return True
+            except Exception as error:  # a model may raise anything if it does not take this form
+                end_step(self.model)
+                if is_out_of_memory(error):
+                    raise
+                self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
         if not self.hint and any(isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()):
             self.hint = ": its recurrent layers carry a state from one to the next"
         return False
