@@ -19,9 +19,17 @@ from shared.models.loading import without_adapters
 
 # Arguments of attention functions that do not change the result if `cu_seqlens` are given.
 # A window that is shorter than the row gets a mask instead: see `_is_causal_alone`.
-HARMLESS = {"scaling", "is_causal", "sliding_window", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
-HARMLESS |= {"max_length_q", "max_length_k", "output_attentions", "output_hidden_states"}
-HARMLESS |= {"use_cache", "cache_position", "return_dict"}
+HARMLESS = {
+    "scaling",
+    "is_causal",
+    "sliding_window",
+    "position_ids",
+    "return_dict",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
 # Names of attention dropout in model configs
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # Called with query, key, value: [tokens, heads, head_dim] in 16 bits; cu_seqlens and a bound for document lengths, of
@@ -231,9 +239,9 @@ def find_kernel(device: torch.device) -> Kernel | None:
         return None
     from torch.nn.attention.varlen import varlen_attn  # this import takes seconds
 
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return partial(varlen_attn, window_size=(-1, 0), enable_gqa=True)
-    return partial(varlen_attn, window_size=(-1, 0))
+    causal = partial(varlen_attn, window_size=(-1, 0))
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(causal, enable_gqa=True) if has_flag else causal
 
 
 def use_kernel(kernel: Kernel | None) -> None:

@@ -95,7 +95,7 @@ class _Trial:
         self.plain = {"input_ids": tokens}
         # The second document comes first, and sees nothing of what follows
         self.alone = {"input_ids": tokens.roll(8, 1)}
-        self.masked = torch.empty(0)
+        self.masked: torch.Tensor
         self.heads: set[Heads] = set()
         self.hint = ""
         self.autocasts = False
