@@ -13,7 +13,11 @@ def problems(tag: str) -> list[str]:
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
     said = {"tag": tag.removeprefix("v"), "CITATION.cff": cited, "CHANGELOG.md": newest}
-    return [f"{name} says {other}, shared/__init__.py {version}" for name, other in said.items() if other != version]
+    return [
+        f"{name} says {other}, shared/__init__.py {version}"
+        for name, other in said.items()
+        if other != version
+    ]
 
 
 if __name__ == "__main__":

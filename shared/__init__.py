@@ -2,8 +2,10 @@
 
 import os
 
-# Here, since huggingface_hub reads it when it is imported. Whoever wants to report sets these to 0 and true.
+# Here, since huggingface_hub reads it when it is imported. Whoever wants to report sets these to 0
+# and true.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # W&B's own crash reports, to another company's server
+# W&B's own crash reports, to another company's server
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 __version__ = "0.1.0"

@@ -10,13 +10,21 @@ from shared.process.printing import quieten_imports
 from shared.process.signals import clean_exit
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("new", "plan", "recipes", "selftest")  # in tools/, which only a checkout of the templates has
+# in tools/, which only a checkout of the templates has
+TOOLS = ("new", "plan", "recipes", "selftest")
 
 
 def commands() -> dict[str, Path]:
     """The module of each command."""
-    files = [*ROOT.glob("shared/commands/[a-z]*.py"), *(ROOT / f"tools/{name}.py" for name in TOOLS)]
-    return {file.stem.replace("_", "-"): file for file in sorted(files, key=lambda file: file.stem) if file.exists()}
+    files = [
+        *ROOT.glob("shared/commands/[a-z]*.py"),
+        *(ROOT / f"tools/{name}.py" for name in TOOLS),
+    ]
+    return {
+        file.stem.replace("_", "-"): file
+        for file in sorted(files, key=lambda file: file.stem)
+        if file.exists()
+    }
 
 
 def main() -> None:
@@ -32,10 +40,18 @@ def main() -> None:
     sys.argv[0] = f"python -m shared {command}"  # as --help shows it
     with clean_exit():
         if command not in modules:
-            checkout = "; a checkout of the templates has new, plan, recipes, ask, evaluate and selftest, too"
-            raise ConfigError(f"no command {command!r}: there is {', '.join(modules)}{checkout * ('new' not in modules)}")
+            checkout = (
+                "; a checkout of the templates has new, plan, recipes, ask, evaluate and "
+                "selftest, too"
+            )
+            raise ConfigError(
+                f"no command {command!r}: there is "
+                f"{', '.join(modules)}{checkout * ('new' not in modules)}"
+            )
         sys.path.insert(0, str(ROOT))  # the current folder may have a tools/ of its own
-        importlib.import_module(".".join(modules[command].relative_to(ROOT).with_suffix("").parts)).main()
+        importlib.import_module(
+            ".".join(modules[command].relative_to(ROOT).with_suffix("").parts)
+        ).main()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Tune a causal language model on preferences: of two answers to a prompt, one is better. DPO and its relatives.
+"""Tune a causal language model on preferences: of two answers to a prompt, one is better. DPO and
+its relatives.
 
     accelerate launch templates/dpo.py                                   # offline demo, any machine
-    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME --train_file pairs.jsonl --load_in_4bit
-    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME --adapter_name_or_path runs/sft/final
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/dpo.py --full --model_name_or_path ...
+    accelerate launch templates/dpo.py --model_name_or_path ORG/NAME --train_file pairs.jsonl
+    --load_in_4bit accelerate launch templates/dpo.py --model_name_or_path ORG/NAME
+    --adapter_name_or_path runs/sft/final accelerate launch --config_file
+    accelerate_configs/fsdp2.yaml templates/dpo.py --full --model_name_or_path ...
 
-The reference is the model before the first step. Its log-probabilities are computed once and kept, so that no second model
-is in memory. DPO: Rafailov et al., arXiv 2305.18290. IPO: Azar et al., arXiv 2310.12036. Robust DPO: Chowdhury et al.,
-arXiv 2403.00409. SimPO: Meng et al., arXiv 2405.14734. ORPO: Hong et al., arXiv 2403.07691.
+The reference is the model before the first step. Its log-probabilities are computed once and kept,
+so that no second model is in memory. DPO: Rafailov et al., arXiv 2305.18290. IPO: Azar et al.,
+arXiv 2310.12036. Robust DPO: Chowdhury et al., arXiv 2403.00409. SimPO: Meng et al., arXiv
+2405.14734. ORPO: Hong et al., arXiv 2403.07691.
 """
 
 import math
@@ -18,7 +21,14 @@ from typing import Any, ClassVar, Literal
 
 from shared import demo
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.text.options import PreferenceConfig
@@ -38,15 +48,20 @@ class Config:
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
     full: bool = False  # Train all weights, in fp32, and no adapters
-    # sigmoid: DPO. robust: DPO for labels of which --label_smoothing are wrong. simpo, orpo: without a reference
+    # sigmoid: DPO. robust: DPO for labels of which --label_smoothing are wrong. simpo, orpo:
+    # without a reference
     loss_type: Literal["sigmoid", "robust", "ipo", "simpo", "orpo"] = "sigmoid"
-    beta: float = 0.1  # Factor of the rewards; ipo: its tau; orpo: weight of its odds ratio; simpo needs 2 to 10
+    # Factor of the rewards; ipo: its tau; orpo: weight of its odds ratio; simpo needs 2 to 10
+    beta: float = 0.1
     label_smoothing: float = 0.0  # robust: share of pairs whose chosen answer is the worse one
     simpo_gamma: float = 0.5  # simpo: margin that the rewards should have
-    num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
+    # Number of validation prompts that the model answers before training and at its end
+    num_generations: int = 1
     max_new_tokens: int = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
-    data: PreferenceConfig = PreferenceConfig(seq_length=512, eval_samples=256, validation_split_percentage=10.0)
+    data: PreferenceConfig = PreferenceConfig(
+        seq_length=512, eval_samples=256, validation_split_percentage=10.0
+    )
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=4)
     optim: OptimConfig = OptimConfig(weight_decay=0.0, adam_beta2=0.999)
     speed: SpeedConfig = SpeedConfig()
@@ -64,10 +79,14 @@ class Config:
         if self.label_smoothing and self.loss_type != "robust":
             raise ConfigError(f"--label_smoothing is for --loss_type robust, not {self.loss_type}")
         if self.full and self.adapter != ADAPTER:
-            raise ConfigError("--full trains all weights: drop the flags of adapters and of quantisation, or --full")
+            raise ConfigError(
+                "--full trains all weights: drop the flags of adapters and of quantisation, or "
+                "--full"
+            )
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 import torch
@@ -93,10 +112,15 @@ from shared.training import defaults, optim
 
 
 def build_model(run: Run, tokenizer: Any) -> nn.Module:
-    """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all weights, trainable, in fp32."""
-    config, name = run.config, run.config.model_name_or_path
+    """The frozen base, quantised if asked, with trainable adapters in fp32; with --full all
+    weights, trainable, in fp32.
+    """
+    config = run.config
+    name = run.config.model_name_or_path
     if config.full:
-        base = load_causal_lm(name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32)
+        base = load_causal_lm(
+            name, attn_implementation=config.speed.attn_implementation, dtype=torch.float32
+        )
     else:
         base = adapters.load_base(name, config.adapter, config.speed, run.accelerator, run.device)
     require_fit(base, tokenizer, config.data.seq_length)
@@ -112,19 +136,23 @@ def build_model(run: Run, tokenizer: Any) -> nn.Module:
 def losses_and_rewards(
     config: Config, policy: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each pair, [pairs], and what the loss takes for the rewards of its two answers, [pairs, 2].
+    """The loss of each pair, [pairs], and what the loss takes for the rewards of its two answers,
+    [pairs, 2].
 
     Args:
         policy, reference: log-probabilities of the chosen and the rejected answers, [pairs, 2].
         lengths: their numbers of tokens, [pairs, 2].
     """
-    beta, smoothing = config.beta, config.label_smoothing
+    beta = config.beta
+    smoothing = config.label_smoothing
     if config.loss_type in REFERENCE_FREE:
         mean = (policy / lengths).clamp(max=-1e-7)
         rewards = beta * mean
         if config.loss_type == "simpo":  # arXiv 2405.14734, equation 6
             return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - config.simpo_gamma), rewards
-        log_odds = mean - torch.where(mean < -0.7, torch.log1p(-mean.exp()), torch.log(-torch.expm1(mean)))
+        log_odds = mean - torch.where(
+            mean < -0.7, torch.log1p(-mean.exp()), torch.log(-torch.expm1(mean))
+        )
         odds_ratio = F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
         return -mean[:, 0] - beta * odds_ratio, rewards  # arXiv 2403.07691, equation 6
     ratios = policy - reference
@@ -134,28 +162,40 @@ def losses_and_rewards(
         mean = ratios / lengths
         return (mean[:, 0] - mean[:, 1] - 1 / (2 * beta)) ** 2, rewards
     if config.loss_type == "robust":  # arXiv 2403.00409, equation 12
-        clean, flipped = -F.logsigmoid(margins), -F.logsigmoid(-margins)
+        clean = -F.logsigmoid(margins)
+        flipped = -F.logsigmoid(-margins)
         return ((1 - smoothing) * clean - smoothing * flipped) / (1 - 2 * smoothing), rewards
     return -F.logsigmoid(margins), rewards  # arXiv 2305.18290, equation 7
 
 
-def preference_loss(config: Config, model: nn.Module, batch: dict[str, torch.Tensor], log: Any = None) -> torch.Tensor:
-    """The loss summed over this micro-batch's pairs. Both answers of all pairs go forward together."""
+def preference_loss(
+    config: Config, model: nn.Module, batch: dict[str, torch.Tensor], log: Any = None
+) -> torch.Tensor:
+    """The loss summed over this micro-batch's pairs. Both answers of all pairs go forward
+    together.
+    """
     lengths = batch["lengths"]
     policy = log_probabilities(model, batch, batch["answers"], lengths.numel()).view(-1, 2)
     losses, rewards = losses_and_rewards(config, policy, batch["reference"], lengths.clamp(min=1))
     counts = lengths[:, 0] > 0  # not the rows that fill up a smaller last batch
     if log is not None:
         margins = rewards[:, 0] - rewards[:, 1]
-        values = {"rewards/chosen": rewards[:, 0], "rewards/rejected": rewards[:, 1], "rewards/margins": margins}
-        values |= {"rewards/accuracies": (margins.sign() + 1) / 2}  # a tie counts half, as before the first step
+        values = {
+            "rewards/chosen": rewards[:, 0],
+            "rewards/rejected": rewards[:, 1],
+            "rewards/margins": margins,
+        }
+        # a tie counts half, as before the first step
+        values |= {"rewards/accuracies": (margins.sign() + 1) / 2}
         values |= {"logps/chosen": policy[:, 0], "logps/rejected": policy[:, 1]}
         log(**{name: (value.detach() * counts).sum() for name, value in values.items()})
     return (losses * counts).sum()
 
 
 def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None:
-    """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation pairs, each counted once."""
+    """Log loss, accuracy (the chosen answer has the higher reward) and margin of the validation
+    pairs, each counted once.
+    """
     config = run.config
     sums: dict[str, Any] = {}
 
@@ -166,7 +206,9 @@ def evaluate(run: Run, model: nn.Module, data: PairData, tokenizer: Any) -> None
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(preference_loss, config, model, log=add))
         pairs = len(data.validation.samples)
-        accuracy, margin = (run.sum(sums[f"rewards/{name}"]).item() / pairs for name in ("accuracies", "margins"))
+        accuracy, margin = (
+            run.sum(sums[f"rewards/{name}"]).item() / pairs for name in ("accuracies", "margins")
+        )
         run.log_evaluation({"eval_loss": loss, "eval_accuracy": accuracy, "eval_margin": margin})
         log_answers(run, model, data.held_out, tokenizer, expected="chosen")
 
@@ -181,38 +223,67 @@ def main(config: Config) -> None:
     train, held_out = read_pairs(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
     model = build_model(run, tokenizer)
     initial = {} if config.full else adapters.pissa_start(model, config.adapter)
-    width, what = defaults.width(model), "all weights" if config.full else "LoRA"
+    width = defaults.width(model)
+    what = "all weights" if config.full else "LoRA"
     rate = defaults.preference_rate(width, full=config.full)
     config = run.choose(f"preferences, {what}, width {width}", learning_rate=rate)
-    (trained, parameters), flops = count_parameters(model), flops_per_token(model, train.samples.context)
+    (trained, parameters) = count_parameters(model)
+    flops = flops_per_token(model, train.samples.context)
     start = identity_of_start(config.model_name_or_path, model, config.adapter)
 
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    # on the device, sharded
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     reference = "none"
-    if config.loss_type not in REFERENCE_FREE:  # the model is at its start here, also in a run that continues
-        options = {"seq_length": config.data.seq_length, "per_device": config.batch.per_device_eval_batch_size}
-        told = [add_reference(run.accelerator, model, pairs, start, **options) for pairs in (train, held_out)]
+    # the model is at its start here, also in a run that continues
+    if config.loss_type not in REFERENCE_FREE:
+        options = {
+            "seq_length": config.data.seq_length,
+            "per_device": config.batch.per_device_eval_batch_size,
+        }
+        told = [
+            add_reference(run.accelerator, model, pairs, start, **options)
+            for pairs in (train, held_out)
+        ]
         whose = config.adapter.adapter_name_or_path or "the model"
-        reference = f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
-    fitting = defaults.batch_and_epochs(config.batch, len(train), len(train), most=16, least=8, epochs=1)
+        reference = (
+            f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
+        )
+    fitting = defaults.batch_and_epochs(
+        config.batch, len(train), len(train), most=16, least=8, epochs=1
+    )
     config = run.choose(f"{len(train):,} pairs", **fitting)
     data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
     makes = "merged" if config.adapter.merge_adapter else "final"
-    run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)  # the newest checkpoint
+    # the newest checkpoint
+    run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)
     loss_of = partial(preference_loss, config, model)
     run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
-    about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters", "reference": reference}
-    about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "log-probabilities": head}
-    run.start(samples="pairs", flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
+    about = {
+        "data": data.about,
+        "model": f"{config.model_name_or_path}, {parameters:,} parameters",
+        "reference": reference,
+    }
+    about |= {
+        "attention": attention.describe(run.unwrap(model)),
+        "packing": packing,
+        "log-probabilities": head,
+    }
+    run.start(
+        samples="pairs",
+        flops=flops,
+        trained=f"{trained:,} parameters ({trained / parameters:.2%})",
+        **about,
+    )
 
     if run.should_evaluate():
         evaluate(run, model, data, tokenizer)
     for step in run.steps():
         for batch in step.micro_batches():
-            step.backward(loss_of(batch, log=step.log))  # scaled from a sum to the mean over the global batch's pairs
+            # scaled from a sum to the mean over the global batch's pairs
+            step.backward(loss_of(batch, log=step.log))
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
@@ -221,15 +292,20 @@ def main(config: Config) -> None:
     end = data.held_out.samples.end
     if config.full:
         name = config.model_name_or_path
-        title, dtype = f"{Path(name).name}, tuned on preferences", dtype_of(name)
+        title = f"{Path(name).name}, tuned on preferences"
+        dtype = dtype_of(name)
         save_whole(run, model, tokenizer, title=title, about=data.about, end=end, dtype=dtype)
     else:
         save_adapter(run, model, tokenizer, initial, about=data.about, end=end)
     both = run.state.before, run.state.results
-    before, after = ([values.get(f"eval_{name}", math.nan) for name in ("loss", "accuracy")] for values in both)
+    before, after = (
+        [values.get(f"eval_{name}", math.nan) for name in ("loss", "accuracy")] for values in both
+    )
     run.close(
-        f"validation loss {before[0]:.4f} before, {after[0]:.4f} after training; accuracy {before[1]:.1%}, {after[1]:.1%}",
-        f"{'model' if config.full else 'adapter'} in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it",
+        f"validation loss {before[0]:.4f} before, {after[0]:.4f} after training; accuracy "
+        f"{before[1]:.1%}, {after[1]:.1%}",
+        f"{'model' if config.full else 'adapter'} in {run.dir}/final; curves.png, metrics.jsonl "
+        "and config.yaml beside it",
     )
 
 

@@ -1,12 +1,14 @@
 """Fine-tune all weights of a causal language model on conversations.
 
     accelerate launch templates/full_finetune.py                         # offline demo, any machine
-    accelerate launch templates/full_finetune.py --model_name_or_path ORG/NAME --train_file chats.jsonl
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py --model_name_or_path ...
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/full_finetune.py --optim adamw_8bit
-    docker run --gpus all IMAGE accelerate launch templates/full_finetune.py
+    accelerate launch templates/full_finetune.py --model_name_or_path ORG/NAME --train_file
+    chats.jsonl accelerate launch --config_file accelerate_configs/fsdp2.yaml
+    templates/full_finetune.py --model_name_or_path ... accelerate launch --config_file
+    accelerate_configs/fsdp2.yaml templates/full_finetune.py --optim adamw_8bit docker run --gpus
+    all IMAGE accelerate launch templates/full_finetune.py
 
-NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Zamirai et al., arXiv 2010.06192.
+NEFTune: Jain et al., arXiv 2310.05914. Bf16 weights with stochastic rounding: Zamirai et al., arXiv
+2010.06192.
 """
 
 import math
@@ -17,13 +19,23 @@ from typing import Any, ClassVar, Literal
 
 from shared import demo
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
 from shared.process.errors import ConfigError
 from shared.text.options import ChatConfig
 
 DEMO_STEPS = 40  # about two minutes on two CPU cores
 DEMO_SAMPLES = 2000
-WEIGHTS = {"fp32": "fp32, cast where mixed precision computes", "bf16": "bf16, as are their moments; rounded stochastically"}
+WEIGHTS = {
+    "fp32": "fp32, cast where mixed precision computes",
+    "bf16": "bf16, as are their moments; rounded stochastically",
+}
 
 
 @dataclass(frozen=True)
@@ -34,15 +46,19 @@ class Config:
     FREE: ClassVar = frozenset({"final_dtype", "num_generations", "max_new_tokens"})
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
-    # Precision of the weights in training. bf16: half the memory, also of gradients and moments; rounding is stochastic
+    # Precision of the weights in training. bf16: half the memory, also of gradients and moments;
+    # rounding is stochastic
     weights_dtype: Literal["fp32", "bf16"] = "fp32"
     final_dtype: Literal["auto", "fp32", "bf16"] = (
         "auto"  # Precision of the weights in final/; auto: that of the model given
     )
-    # Weights to leave as they are: regular expressions that are found in their names, such as embed_tokens 'layers\.[0-3]\.'
+    # Weights to leave as they are: regular expressions that are found in their names, such as
+    # embed_tokens 'layers\.[0-3]\.'
     freeze: tuple[str, ...] = ()
-    neftune_noise_alpha: float = 0.0  # Noise on the embeddings in training, which can improve answers: 5 to 15; 0: none
-    num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
+    # Noise on the embeddings in training, which can improve answers: 5 to 15; 0: none
+    neftune_noise_alpha: float = 0.0
+    # Number of validation prompts that the model answers before training and at its end
+    num_generations: int = 1
     max_new_tokens: int = 48  # Most new tokens of an answer
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
     batch: BatchConfig = BatchConfig(per_device_train_batch_size=2)
@@ -57,10 +73,14 @@ class Config:
         configs.require(self, "at least 1", "max_new_tokens")
         configs.require(self, "at least 0", "num_generations", "neftune_noise_alpha")
         if self.weights_dtype == "bf16" and self.evaluation.ema_decay:
-            raise ConfigError("--ema_decay would lose small updates of bf16 weights: keep fp32 weights, or drop it")
+            raise ConfigError(
+                "--ema_decay would lose small updates of bf16 weights: keep fp32 weights, or drop "
+                "it"
+            )
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 from torch import nn
@@ -84,8 +104,11 @@ from shared.training import defaults, optim
 
 
 def build_model(config: Config, tokenizer: Any) -> nn.Module:
-    """The model to train, with fp32 weights, or bf16 ones if asked. Mixed precision casts fp32 where it computes."""
-    kernel, name = config.speed.attn_implementation, config.model_name_or_path
+    """The model to train, with fp32 weights, or bf16 ones if asked. Mixed precision casts fp32
+    where it computes.
+    """
+    kernel = config.speed.attn_implementation
+    name = config.model_name_or_path
     model = load_causal_lm(name, attn_implementation=kernel, dtype=DTYPES[config.weights_dtype])
     require_fit(model, tokenizer, config.data.seq_length)
     learn_padding_token(model)
@@ -97,7 +120,9 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
 
 
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples; before and at the end, answers to some."""
+    """Log the loss per target token and the perplexity of the validation samples; before and at the
+    end, answers to some.
+    """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
         run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
@@ -116,14 +141,16 @@ def main(config: Config) -> None:
 
     width = defaults.width(model)
     config = run.choose(f"all weights, width {width}", learning_rate=defaults.full_rate(width))
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    # on the device, sharded
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
     config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
+    # the newest checkpoint, if there is one
+    run.resume(data.train, data=data.fingerprint, total_steps=steps)
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
     about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters"}
@@ -141,20 +168,30 @@ def main(config: Config) -> None:
     for step in run.steps():
         for batch in step.micro_batches():
             with noisy_embeddings(whole, batch, config.neftune_noise_alpha):
-                loss = causal_lm_loss(model, batch, log=step.log)  # summed over this micro-batch's target tokens
+                # summed over this micro-batch's target tokens
+                loss = causal_lm_loss(model, batch, log=step.log)
             step.backward(loss)  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
-    dtype = dtype_of(config.model_name_or_path) if config.final_dtype == "auto" else DTYPES[config.final_dtype]
+    dtype = (
+        dtype_of(config.model_name_or_path)
+        if config.final_dtype == "auto"
+        else DTYPES[config.final_dtype]
+    )
     title = f"{Path(config.model_name_or_path).name}, fine-tuned"
-    save_whole(run, model, tokenizer, title=title, about=data.about, end=data.held_out.end, dtype=dtype)
-    before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
+    save_whole(
+        run, model, tokenizer, title=title, about=data.about, end=data.held_out.end, dtype=dtype
+    )
+    before, after = (
+        values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results)
+    )
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",
-        f"model in {run.dir}/final, in {dtype}; curves.png, metrics.jsonl and config.yaml beside it",
+        f"model in {run.dir}/final, in {dtype}; curves.png, metrics.jsonl and config.yaml beside "
+        "it",
     )
 
 

@@ -1,11 +1,13 @@
 """Classify images: fine-tune a pretrained model, train only its head, or train from scratch.
 
-    accelerate launch templates/image_classification.py                         # offline demo, any machine
-    accelerate launch templates/image_classification.py --train_dir photos/ --model_name_or_path microsoft/resnet-50
-    accelerate launch --config_file accelerate_configs/ddp.yaml templates/image_classification.py --dataset_name ORG/NAME
-    docker run --gpus all IMAGE accelerate launch templates/image_classification.py
+    accelerate launch templates/image_classification.py                         # offline demo, any
+    machine accelerate launch templates/image_classification.py --train_dir photos/
+    --model_name_or_path microsoft/resnet-50 accelerate launch --config_file
+    accelerate_configs/ddp.yaml templates/image_classification.py --dataset_name ORG/NAME docker run
+    --gpus all IMAGE accelerate launch templates/image_classification.py
 
-The augmentations are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of torchvision's references.
+The augmentations are those of "ResNet strikes back" (Wightman et al., arXiv 2110.00476) and of
+torchvision's references.
 """
 
 import importlib.util
@@ -14,13 +16,27 @@ from functools import partial
 from typing import Any, ClassVar
 
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
 from shared.images.options import ImageConfig, RecipeConfig
 from shared.process.errors import ConfigError
 
 DEMO_EPOCHS = 20  # less than two minutes on two CPU cores
-# For options left at None: DEMO for the digits, which fill their pictures and must not be mirrored; else USUAL.
-DEMO = {"image_size": 32, "crop_pct": 1.0, "crop_min_scale": 0.6, "horizontal_flip": 0.0, "label_smoothing": 0.1}
+# For options left at None: DEMO for the digits, which fill their pictures and must not be mirrored;
+# else USUAL.
+DEMO = {
+    "image_size": 32,
+    "crop_pct": 1.0,
+    "crop_min_scale": 0.6,
+    "horizontal_flip": 0.0,
+    "label_smoothing": 0.1,
+}
 USUAL = {"crop_min_scale": 0.35, "horizontal_flip": 0.5, "label_smoothing": 0.1}
 MULTI_LABEL = USUAL | {"label_smoothing": 0.0}
 
@@ -32,40 +48,62 @@ class Config:
     # Options that may change on resume: they do not change what the model learns.
     FREE: ClassVar = frozenset({"export_onnx"})
 
-    model_name_or_path: str | None = None  # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
-    config_name: str | None = None  # Architecture with random weights; if not given, a ResNet of 0.3M parameters
-    config_overrides: str | None = None  # Changes to that architecture: depths=[2,2,2,2],layer_type=basic
-    freeze_backbone: bool = False  # Train the head alone, of a --model_name_or_path (linear probing)
+    # Model on the Hub or in a folder to fine-tune (timm's too, with timm installed)
+    model_name_or_path: str | None = None
+    # Architecture with random weights; if not given, a ResNet of 0.3M parameters
+    config_name: str | None = None
+    # Changes to that architecture: depths=[2,2,2,2],layer_type=basic
+    config_overrides: str | None = None
+    # Train the head alone, of a --model_name_or_path (linear probing)
+    freeze_backbone: bool = False
     sync_batchnorm: bool = False  # Let BatchNorm see the images of all ranks, not those of each
-    image_size: int | None = None  # Height and width in pixels; if not given, the model's own, else 224
-    crop_pct: float | None = None  # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
+    # Height and width in pixels; if not given, the model's own, else 224
+    image_size: int | None = None
+    # Share of the image that evaluation crops; if not given, of trained weights, or 0.875
+    crop_pct: float | None = None
     export_onnx: bool = False  # Also write final/model.onnx
     data: ImageConfig = ImageConfig()
     recipe: RecipeConfig = RecipeConfig()
-    batch: BatchConfig = BatchConfig(per_device_train_batch_size=64, per_device_eval_batch_size=64, dataloader_num_workers=2)
+    batch: BatchConfig = BatchConfig(
+        per_device_train_batch_size=64, per_device_eval_batch_size=64, dataloader_num_workers=2
+    )
     optim: OptimConfig = OptimConfig(weight_decay=0.05, adam_beta2=0.999, warmup_steps=0.05)
     speed: SpeedConfig = SpeedConfig()
-    evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="accuracy")
+    evaluation: EvaluationConfig = EvaluationConfig(
+        eval_steps=None, metric_for_best_model="accuracy"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ConfigError("--config_name and --config_overrides cannot change a model whose weights are loaded")
+            raise ConfigError(
+                "--config_name and --config_overrides cannot change a model whose weights are "
+                "loaded"
+            )
         if self.freeze_backbone and not self.model_name_or_path:
-            raise ConfigError("--freeze_backbone needs a trained backbone: give --model_name_or_path")
+            raise ConfigError(
+                "--freeze_backbone needs a trained backbone: give --model_name_or_path"
+            )
         rows, _ = self.batch.micro_batch()  # refuses what does not divide
         if self.recipe.mixes and rows % 2:
-            raise ConfigError(f"mixup and CutMix mix pairs, but a micro-batch has {rows} images: choose an even number")
+            raise ConfigError(
+                f"mixup and CutMix mix pairs, but a micro-batch has {rows} images: choose an even "
+                "number"
+            )
         if self.evaluation.metric_for_best_model == "map" and not self.data.is_multi_label:
-            raise ConfigError("--metric_for_best_model map, mean average precision, needs --problem_type multi_label")
+            raise ConfigError(
+                "--metric_for_best_model map, mean average precision, needs --problem_type "
+                "multi_label"
+            )
         configs.require(self, "at least 8 and at most 4096", "image_size")
         configs.require(self, "above 0 and at most 1", "crop_pct")
         if self.export_onnx and not importlib.util.find_spec("onnxscript"):
             raise ConfigError("--export_onnx needs onnxscript: pip install onnxscript")
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 import torch
@@ -79,9 +117,8 @@ from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import IGNORED, Batch, Order
-from shared.evaluation.evaluation import Evaluation
-from shared.evaluation.one_label import OneLabel
-from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
+from shared.evaluation.evaluation import Evaluation, gather_rows, of_batch
+from shared.evaluation.kinds import binary_cross_entropy, of_one_label, of_several_labels
 from shared.images import files as images
 from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
@@ -111,21 +148,42 @@ def with_defaults(config: Config) -> Config:
     return configs.replace(config, **{k: v for k, v in values.items() if given[k] is None})
 
 
-def build_loaders(run: Run, data: LabelledData, processor: Any, model: nn.Module) -> tuple[Loader, Loader]:
+def build_loaders(
+    run: Run, data: LabelledData, processor: Any, model: nn.Module
+) -> tuple[Loader, Loader]:
     """(training, validation) micro-batches of uint8 images [rows, 3, size, size]."""
-    config, batch = run.config, run.config.batch
+    config = run.config
+    batch = run.config.batch
     if len(data.train) < batch.global_batch_size:
-        raise ConfigError(f"{len(data.train)} training images are fewer than one --global_batch_size: choose a smaller one")
+        raise ConfigError(
+            f"{len(data.train)} training images are fewer than one --global_batch_size: choose a "
+            "smaller one"
+        )
     # A smaller last batch would spoil BatchNorm's statistics; other models learn from it.
-    size, drop_last = batch.global_batch_size, has_batch_norm(model)
-    order = training_order(data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last)
+    size = batch.global_batch_size
+    drop_last = has_batch_norm(model)
+    order = training_order(
+        data.train, size, batch.seed, config.data.mix_weights, drop_last=drop_last
+    )
     share = sharding.share(run.accelerator)
     workers = batch.dataloader_num_workers
-    eval_order = Order(len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False)
-    train_rows, eval_rows = training_rows(data.train, config.recipe, processor), partial(eval_row, processor=processor)
-    rows, eval_size = batch.micro_batch()[0], batch.per_device_eval_batch_size
+    eval_order = Order(
+        len(data.validation), batch.per_device_eval_batch_size * share.world_size, 0, shuffle=False
+    )
+    train_rows = training_rows(data.train, config.recipe, processor)
+    eval_rows = partial(eval_row, processor=processor)
+    rows = batch.micro_batch()[0]
+    eval_size = batch.per_device_eval_batch_size
     return (
-        Loader(data.train, default_collate, order, share, per_device=rows, num_workers=workers, transform=train_rows),
+        Loader(
+            data.train,
+            default_collate,
+            order,
+            share,
+            per_device=rows,
+            num_workers=workers,
+            transform=train_rows,
+        ),
         Loader(
             data.validation,
             default_collate,
@@ -138,7 +196,9 @@ def build_loaders(run: Run, data: LabelledData, processor: Any, model: nn.Module
     )
 
 
-def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tuple[nn.Module, tuple[str, ...]]:
+def build_model(
+    config: Config, classes: tuple[str, ...], image_size: int
+) -> tuple[nn.Module, tuple[str, ...]]:
     """(the model with fp32 weights, the classes in the order of its scores)."""
     options = attention_option(config.speed.attn_implementation)
     if config.model_name_or_path:
@@ -148,22 +208,33 @@ def build_model(config: Config, classes: tuple[str, ...], image_size: int) -> tu
         if config.freeze_backbone:
             image_classifier.freeze_backbone(model)
         return model, classes
-    architecture: Any = ResNetConfig(embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic")
+    architecture: Any = ResNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64, 128], depths=[1, 1, 1], layer_type="basic"
+    )
     if config.config_name:
         architecture = image_classifier.of_classifier(from_hub(AutoConfig, config.config_name))
     if hasattr(architecture, "image_size"):
-        architecture.image_size = [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
+        architecture.image_size = (
+            [image_size] * 2 if isinstance(architecture.image_size, list | tuple) else image_size
+        )
     override(architecture, config.config_overrides)
-    return image_classifier.from_scratch(architecture, classes, image_size=image_size, **options), classes
+    return image_classifier.from_scratch(
+        architecture, classes, image_size=image_size, **options
+    ), classes
 
 
-def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: Any) -> tuple[nn.Module, float]:
+def prepare_model(
+    run: Run, model: nn.Module, image_size: int, memory_format: Any
+) -> tuple[nn.Module, float]:
     """(the model ready to be sharded, FLOPs of forward and backward for one image)."""
-    config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
+    config = run.config
+    sharded = run.accelerator.distributed_type == DistributedType.FSDP
     device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
     model.to(device).to(memory_format=memory_format)
     with run.accelerator.autocast():
-        flops = measure(model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)})
+        flops = measure(
+            model, {"pixel_values": torch.zeros(1, 3, image_size, image_size, device=device)}
+        )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     make_shardable(model)
     if config.sync_batchnorm:
@@ -173,10 +244,16 @@ def prepare_model(run: Run, model: nn.Module, image_size: int, memory_format: An
     return model, flops
 
 
-def image_loss(model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes: int, **options: Any) -> torch.Tensor:
-    """Cross-entropy summed over this micro-batch's images. Rows that only fill it up have the label IGNORED."""
-    cross_entropy: Any = F.cross_entropy if batch["labels"].ndim == 1 else binary_cross_entropy  # several labels an image
-    pixels, targets = to_model(batch["pixel_values"]), batch["labels"]
+def image_loss(
+    model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes: int, **options: Any
+) -> torch.Tensor:
+    """Cross-entropy summed over this micro-batch's images. Rows that only fill it up have the label
+    IGNORED.
+    """
+    # several labels an image
+    cross_entropy: Any = F.cross_entropy if batch["labels"].ndim == 1 else binary_cross_entropy
+    pixels = to_model(batch["pixel_values"])
+    targets = batch["labels"]
     if "mix" in batch:
         pixels, targets = mix(pixels, targets, batch["mix"], num_classes)
     logits = model(pixel_values=pixels).logits.float()
@@ -184,20 +261,29 @@ def image_loss(model: nn.Module, batch: Batch, *, to_model: ToModel, num_classes
     return (losses * (batch["labels"] != IGNORED)).sum()
 
 
-def predict(run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]) -> Evaluation:
+def predict(
+    run: Run, model: nn.Module, loader: Loader, to_model: ToModel, classes: tuple[str, ...]
+) -> Evaluation:
     """What the model says of the validation images, each counted once on any world size."""
-    kind: type[Evaluation] = SeveralLabels if run.config.data.is_multi_label else OneLabel
     batches = []
     with run.evaluating(model):
         for window in run.read(loader):
             (batch,) = window.micro_batches
-            batches.append(kind.of_batch(model(pixel_values=to_model(batch["pixel_values"])).logits, batch["labels"]))
-    evaluation = kind.gather(run.accelerator, batches, loader.order.num_samples, classes, "images")
-    return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
+            logits = model(pixel_values=to_model(batch["pixel_values"])).logits
+            batches.append(of_batch(logits, batch["labels"]))
+    rows = gather_rows(run.accelerator, batches, loader.order.num_samples)
+    if not run.config.data.is_multi_label:
+        return of_one_label(rows, classes, "images")
+    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
+    return of_several_labels(rows, classes, "images", None if run.total_steps else kept)
 
 
-def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, evaluation: Evaluation) -> None:
-    """Write final/ (model, processor, card) and the pictures of the evaluation. Every rank calls this."""
+def save_final(
+    run: Run, model: nn.Module, processor: Any, data: LabelledData, evaluation: Evaluation
+) -> None:
+    """Write final/ (model, processor, card) and the pictures of the evaluation. Every rank calls
+    this.
+    """
     weights = gather_weights(run.accelerator, model)
     if not run.is_main:
         return
@@ -205,12 +291,16 @@ def save_final(run: Run, model: nn.Module, processor: Any, data: LabelledData, e
         run.logger.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
-        whole.config.update(evaluation.for_config() | timm_settings(processor, whole.config))
+        evaluation.update(whole.config)
+        whole.config.update(timm_settings(processor, whole.config))
         whole.save_pretrained(folder, state_dict=weights)
         processor.save_pretrained(folder)
-        task, own_code = "image-classification", ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
+        task = "image-classification"
+        own_code = ", trust_remote_code=True" * bool(whole._auto_class)  # a file in final/
         load = evaluation.usage(f'pipeline("{task}", model="final"{own_code})')
-        (folder / "README.md").write_text(run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8")
+        (folder / "README.md").write_text(
+            run.card("Image classifier", data.about, load=load, pipeline_tag=task), "utf-8"
+        )
         if run.config.export_onnx:
             print_main(image_classifier.export_onnx(folder, processor.crop_size["height"]))
 
@@ -224,46 +314,75 @@ def main(config: Config) -> None:
     processor = image_processor(config.model_name_or_path, config.image_size, config.crop_pct)
     size = processor.crop_size["height"]
     model, classes = build_model(config, data.classes, size)
-    to_model = ToModel(processor, run.device, channels_last=image_classifier.channels_last(model, run.accelerator))
+    to_model = ToModel(
+        processor, run.device, channels_last=image_classifier.channels_last(model, run.accelerator)
+    )
     data = data.numbered_as(classes)
     scratch = config.model_name_or_path is None
-    kind = "random weights" if scratch else "head alone" if config.freeze_backbone else "trained weights"
-    count, epochs = len(data.train), 30 if scratch else 5
-    fitting = defaults.batch_and_epochs(config.batch, count, count, most=64, least=16, epochs=epochs)
-    config = run.choose(f"{count:,} images, {kind}", learning_rate=defaults.IMAGE_RATES[kind], **fitting)
+    kind = (
+        "random weights"
+        if scratch
+        else "head alone"
+        if config.freeze_backbone
+        else "trained weights"
+    )
+    count = len(data.train)
+    epochs = 30 if scratch else 5
+    fitting = defaults.batch_and_epochs(
+        config.batch, count, count, most=64, least=16, epochs=epochs
+    )
+    config = run.choose(
+        f"{count:,} images, {kind}", learning_rate=defaults.IMAGE_RATES[kind], **fitting
+    )
     model, flops = prepare_model(run, model, size, to_model.memory_format)
     train, validation = build_loaders(run, data, processor, model)
     advice = batch_norm_advice(model, config.batch, run.accelerator.num_processes)
     trained, parameters = count_parameters(model)
 
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    # on the device, sharded
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))
     image_classifier.training_mode(model)
     weights = None
     if config.recipe.class_weights == "balanced":
         weights = data.class_weights(config.data.mix_weights).to(run.device)
     options: dict[str, Any] = {"weight": weights, "label_smoothing": config.recipe.label_smoothing}
-    loss_of: Any = partial(image_loss, model, to_model=to_model, num_classes=len(classes), **options)
+    loss_of: Any = partial(
+        image_loss, model, to_model=to_model, num_classes=len(classes), **options
+    )
     steps = config.batch.total_steps(train.steps_per_epoch)
-    run.resume(train, data=data.identity, total_steps=steps, makes="final/model.onnx" if config.export_onnx else "final")
+    run.resume(
+        train,
+        data=data.identity,
+        total_steps=steps,
+        makes="final/model.onnx" if config.export_onnx else "final",
+    )
     run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
-    about_model = f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
-    about = {"data": data.about, "images": config.recipe.describe(processor, to_model.order), "BatchNorm": advice}
+    about_model = (
+        f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
+    )
+    about = {
+        "data": data.about,
+        "images": config.recipe.describe(processor, to_model.order),
+        "BatchNorm": advice,
+    }
     run.start(samples="images", flops=flops, model=about_model, **about)
     if run.state.step == 0 and config.checkpoint.dress_rehearsal:
         predict(run, model, validation, to_model, classes)  # to see whether it works
     elif (run.state.step > 0 or run.is_last) and run.should_evaluate():
-        run.log_evaluation(predict(run, model, validation, to_model, classes).summary())
+        run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
     for step in run.steps():
         for batch in step.micro_batches():
-            step.backward(loss_of(batch))  # summed over the micro-batch, scaled to the mean of the global batch
+            # summed over the micro-batch, scaled to the mean of the global batch
+            step.backward(loss_of(batch))
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
-            run.log_evaluation(predict(run, model, validation, to_model, classes).summary())
+            run.log_evaluation(predict(run, model, validation, to_model, classes).summary)
     run.load_best_weights()
     evaluation = predict(run, model, validation, to_model, classes)
     save_final(run, model, processor, data, evaluation)
-    run.close(evaluation.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+    files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
+    run.close(evaluation.headline, files)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Fine-tune a causal language model with LoRA or QLoRA.
 
     accelerate launch templates/lora_finetune.py                         # offline demo, any machine
-    accelerate launch templates/lora_finetune.py --model_name_or_path ORG/NAME --train_file chats.jsonl --load_in_4bit
-    accelerate launch --config_file accelerate_configs/ddp.yaml templates/lora_finetune.py --model_name_or_path ...
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/lora_finetune.py --model_name_or_path ...
-    docker run --gpus all IMAGE accelerate launch templates/lora_finetune.py
+    accelerate launch templates/lora_finetune.py --model_name_or_path ORG/NAME --train_file
+    chats.jsonl --load_in_4bit accelerate launch --config_file accelerate_configs/ddp.yaml
+    templates/lora_finetune.py --model_name_or_path ... accelerate launch --config_file
+    accelerate_configs/fsdp2.yaml templates/lora_finetune.py --model_name_or_path ... docker run
+    --gpus all IMAGE accelerate launch templates/lora_finetune.py
 
-LoRA: Hu et al., arXiv 2106.09685. QLoRA: Dettmers et al., arXiv 2305.14314. rsLoRA: Kalajdzievski, arXiv 2312.03732.
-DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.
+LoRA: Hu et al., arXiv 2106.09685. QLoRA: Dettmers et al., arXiv 2305.14314. rsLoRA: Kalajdzievski,
+arXiv 2312.03732. DoRA: Liu et al., arXiv 2402.09353. PiSSA: Meng et al., arXiv 2404.02948.
 """
 
 import math
@@ -17,7 +18,14 @@ from typing import Any, ClassVar
 
 from shared import demo
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
 from shared.models.options import AdapterConfig
 from shared.text.options import ChatConfig
 
@@ -34,7 +42,8 @@ class Config:
     FREE: ClassVar = frozenset({"num_generations", "max_new_tokens"})
 
     model_name_or_path: str = str(demo.MODEL)  # Model on the Hub or in a folder
-    num_generations: int = 1  # Number of validation prompts that the model answers before training and at its end
+    # Number of validation prompts that the model answers before training and at its end
+    num_generations: int = 1
     max_new_tokens: int = 48  # Most new tokens of an answer
     adapter: AdapterConfig = ADAPTER
     data: ChatConfig = ChatConfig(seq_length=512, eval_samples=256)
@@ -52,7 +61,8 @@ class Config:
         configs.require(self, "at least 0", "num_generations")
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 from torch import nn
@@ -75,7 +85,9 @@ from shared.training import defaults, optim
 def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Module:
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
     config = run.config
-    base = adapters.load_base(config.model_name_or_path, config.adapter, config.speed, run.accelerator, run.device)
+    base = adapters.load_base(
+        config.model_name_or_path, config.adapter, config.speed, run.accelerator, run.device
+    )
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     model = adapters.add_adapters(base, config.adapter)
@@ -84,7 +96,9 @@ def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Mo
 
 
 def evaluate(run: Run, model: nn.Module, data: ChatData, tokenizer: Any) -> None:
-    """Log the loss per target token and the perplexity of the validation samples; before and at the end, answers to some."""
+    """Log the loss per target token and the perplexity of the validation samples; before and at the
+    end, answers to some.
+    """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
         run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))})
@@ -100,13 +114,15 @@ def main(config: Config) -> None:
     model = build_model(run, tokenizer, held_out)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
-    flops, carriers = flops_per_token(model, train.context), targets.describe(model)
+    flops = flops_per_token(model, train.context)
+    carriers = targets.describe(model)
     if config.speed.torch_compile:
         compile_blocks(model)
 
     width = defaults.width(model)
     config = run.choose(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    # on the device, sharded
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
     rows = Packed(train, config.data.seq_length) if packed else train
     fitting = defaults.for_conversations(config.batch, len(train), len(rows))
@@ -114,10 +130,15 @@ def main(config: Config) -> None:
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
     makes = "merged" if config.adapter.merge_adapter else "final"
-    run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)  # the newest checkpoint
+    # the newest checkpoint
+    run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
-    about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters", "adapters": carriers}
+    about = {
+        "data": data.about,
+        "model": f"{config.model_name_or_path}, {parameters:,} parameters",
+        "adapters": carriers,
+    }
     about |= {"attention": attention.describe(run.unwrap(model)), "packing": packing, "loss": head}
     run.start(flops=flops, trained=f"{trained:,} parameters ({trained / parameters:.2%})", **about)
 
@@ -125,7 +146,8 @@ def main(config: Config) -> None:
         evaluate(run, model, data, tokenizer)
     for step in run.steps():
         for batch in step.micro_batches():
-            loss = causal_lm_loss(model, batch, log=step.log)  # summed over this micro-batch's target tokens
+            # summed over this micro-batch's target tokens
+            loss = causal_lm_loss(model, batch, log=step.log)
             step.backward(loss)  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
@@ -133,7 +155,9 @@ def main(config: Config) -> None:
             evaluate(run, model, data, tokenizer)
     run.load_best_weights()
     save_adapter(run, model, tokenizer, initial, about=data.about, end=data.held_out.end)
-    before, after = (values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results))
+    before, after = (
+        values.get("eval_loss", math.nan) for values in (run.state.before, run.state.results)
+    )
     run.close(
         f"validation loss {before:.4f} before, {after:.4f} after training",
         f"adapter in {run.dir}/final; curves.png, metrics.jsonl and config.yaml beside it",

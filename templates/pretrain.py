@@ -1,13 +1,14 @@
 """Pretrain a causal language model, from scratch or continued.
 
-    accelerate launch templates/pretrain.py                                   # offline demo: Python's own source
-    accelerate launch templates/pretrain.py --train_file corpus/ --model_preset 125M --vocab_size 32768
-    accelerate launch --config_file accelerate_configs/ddp.yaml templates/pretrain.py --dataset_name ORG/NAME
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml templates/pretrain.py --model_name_or_path ORG/NAME
-    docker run --gpus all IMAGE accelerate launch templates/pretrain.py
+    accelerate launch templates/pretrain.py                                   # offline demo:
+    Python's own source accelerate launch templates/pretrain.py --train_file corpus/ --model_preset
+    125M --vocab_size 32768 accelerate launch --config_file accelerate_configs/ddp.yaml
+    templates/pretrain.py --dataset_name ORG/NAME accelerate launch --config_file
+    accelerate_configs/fsdp2.yaml templates/pretrain.py --model_name_or_path ORG/NAME docker run
+    --gpus all IMAGE accelerate launch templates/pretrain.py
 
-Next-token prediction on sequences cut from the concatenated documents (Radford et al. 2019), with a Llama-style
-model (Touvron et al., arXiv 2302.13971) unless another is named.
+Next-token prediction on sequences cut from the concatenated documents (Radford et al. 2019), with a
+Llama-style model (Touvron et al., arXiv 2302.13971) unless another is named.
 """
 
 import math
@@ -16,7 +17,14 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
 from shared.models.options import ModelConfig
 from shared.process.errors import ConfigError
 from shared.text.options import CorpusConfig
@@ -51,12 +59,15 @@ class Config:
         if self.data.streaming and self.batch.find_batch_size:
             raise ConfigError("--find_batch_size does not work with --streaming")
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
-            raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
+            raise ConfigError(
+                "--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one"
+            )
         if self.evaluation.metric_for_best_model not in ("loss", "none"):
             raise ConfigError("--metric_for_best_model is loss or none here")
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 from torch import nn
@@ -98,7 +109,9 @@ class Data:
 
 def build_datasets(run: Run) -> Data:
     """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config, options, batch = run.config, run.config.data, run.config.batch
+    config = run.config
+    options = run.config.data
+    batch = run.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     share = sharding.share(run.accelerator)
@@ -111,22 +124,33 @@ def build_datasets(run: Run) -> Data:
         source, _ = records.open_sources(options, demo=corpus.DEMO, streaming=True)
         train = Stream(source, tokenizer, config.seq_length, options, batch, share)
         held_out = rows = Rows(train.held_out(options.eval_samples))
-        about = f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
+        about = (
+            f"{source.name}, streamed; {len(rows)} sequences of held-out documents to validate on"
+        )
         about += records.not_used(train.notes.named("unused "))
-        fingerprint, bytes_per_token = train.identity(), None
+        fingerprint = train.identity()
+        bytes_per_token = None
     else:
-        text = corpus.open_corpus(options, tokenizer, config.seq_length, isolate=options.isolate_documents)
+        text = corpus.open_corpus(
+            options, tokenizer, config.seq_length, isolate=options.isolate_documents
+        )
         if len(text.train) < batch.global_batch_size:
             raise ConfigError(
-                f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
+                f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than "
+                "one --global_batch_size "
                 f"of {batch.global_batch_size}: choose a smaller one"
             )
         order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
         rows_at_once = batch.micro_batch()[0]
         workers = batch.dataloader_num_workers
-        train = Loader(text.train, collate, order, share, per_device=rows_at_once, num_workers=workers)
-        held_out, tokenizer, about = text.validation, text.tokenizer, text.about
-        fingerprint, bytes_per_token = text.fingerprint, text.bytes_per_token
+        train = Loader(
+            text.train, collate, order, share, per_device=rows_at_once, num_workers=workers
+        )
+        held_out = text.validation
+        tokenizer = text.tokenizer
+        about = text.about
+        fingerprint = text.fingerprint
+        bytes_per_token = text.bytes_per_token
     chosen = EvenSubset(held_out, options.eval_samples)
     eval_size = batch.per_device_eval_batch_size
     eval_order = Order(len(chosen), eval_size * share.world_size, 0, shuffle=False)
@@ -138,7 +162,11 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
     """The model to train, with fp32 weights; mixed precision casts where it computes."""
     attention = config.speed.attn_implementation
     model = build_causal_lm(
-        config.model, tokenizer, seq_length=config.seq_length, attn_implementation=attention, tie_word_embeddings=True
+        config.model,
+        tokenizer,
+        seq_length=config.seq_length,
+        attn_implementation=attention,
+        tie_word_embeddings=True,
     )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:
@@ -147,7 +175,9 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
 
 
 def evaluate(run: Run, model: nn.Module, data: Data) -> None:
-    """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
+    """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any
+    world size.
+    """
     with run.evaluating(model):
         loss = run.mean_loss(data.validation, partial(causal_lm_loss, model))
         values = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100))}
@@ -155,7 +185,9 @@ def evaluate(run: Run, model: nn.Module, data: Data) -> None:
             values["eval_bits_per_byte"] = loss / math.log(2) / data.bytes_per_token
         run.log_evaluation(values)
         text = run.config.sample_prompt
-        prompt = data.tokenizer(text, add_special_tokens=False)["input_ids"] or [data.tokenizer.eos_token_id]
+        prompt = data.tokenizer(text, add_special_tokens=False)["input_ids"] or [
+            data.tokenizer.eos_token_id
+        ]
         (answer,) = continuations(model, data.tokenizer, [prompt], max_new_tokens=48, sample=True)
         run.logger.log_table("samples", ["step", "text"], [[str(run.state.step), text + answer]])
         print_main("  " + repr(text + answer))
@@ -169,9 +201,18 @@ def save_final(run: Run, model: nn.Module, data: Data) -> None:
         return
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
-        save_causal_lm(folder, whole, weights, data.tokenizer, dtype=dtype, base=run.config.model.model_name_or_path)
+        save_causal_lm(
+            folder,
+            whole,
+            weights,
+            data.tokenizer,
+            dtype=dtype,
+            base=run.config.model.model_name_or_path,
+        )
         load = f'transformers.{type(whole).__name__}.from_pretrained("final")'
-        (folder / "README.md").write_text(run.card("Pretrained language model", data.about, load=load), encoding="utf-8")
+        (folder / "README.md").write_text(
+            run.card("Pretrained language model", data.about, load=load), encoding="utf-8"
+        )
 
 
 def main(config: Config) -> None:
@@ -183,32 +224,51 @@ def main(config: Config) -> None:
         print_main(f"prepared {data.about}; in {configs.cache_dir()}")
         return
     model = build_model(config, data.tokenizer)
-    flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
+    flops = flops_per_token(model, config.seq_length)
+    (_, parameters) = count_parameters(model)
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
     rate = defaults.pretraining_rate(parameters, trained=trained)
-    config = run.choose(what, learning_rate=rate, optim=defaults.pretraining_optimizer(run.accelerator, trained=trained))
+    config = run.choose(
+        what,
+        learning_rate=rate,
+        optim=defaults.pretraining_optimizer(run.accelerator, trained=trained),
+    )
 
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
+    # on the device, sharded
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))
     documents = "those of one sequence attend to each other (--isolate_documents keeps them apart)"
     if config.data.isolate_documents:
         at_once = config.batch.micro_batch()[0]
-        _, documents = isolate_documents(model, run.device, len(data.tokenizer), at_once, required=True)
+        _, documents = isolate_documents(
+            model, run.device, len(data.tokenizer), at_once, required=True
+        )
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
-    run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
-    head = fuse_head(run.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile)
+    # the newest checkpoint, if there is one
+    run.resume(data.train, data=data.fingerprint, total_steps=steps)
+    head = fuse_head(
+        run.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile
+    )
     run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
-    about = {"data": data.about, "model": f"{type(run.unwrap(model)).__name__}, {parameters:,} parameters", "loss": head}
-    samples, about["documents"] = f"sequences x {config.seq_length} tokens", documents
-    run.start(samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about)
+    about = {
+        "data": data.about,
+        "model": f"{type(run.unwrap(model)).__name__}, {parameters:,} parameters",
+        "loss": head,
+    }
+    samples = f"sequences x {config.seq_length} tokens"
+    about["documents"] = documents
+    run.start(
+        samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about
+    )
 
     if run.should_evaluate():
         evaluate(run, model, data)
     for step in run.steps():
         for batch in step.micro_batches():
-            loss = causal_lm_loss(model, batch, log=step.log)  # summed over this micro-batch's target tokens
+            # summed over this micro-batch's target tokens
+            loss = causal_lm_loss(model, batch, log=step.log)
             step.backward(loss)  # scaled to the mean over the global batch
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite

@@ -1,15 +1,19 @@
 """Pretrain a causal language model whose blocks are spread over GPUs as a pipeline.
 
-    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no \\
-        templates/pretrain_pipeline.py                                        # offline demo on two CPU processes
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 templates/pretrain_pipeline.py \\
+    ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml
+    --mixed_precision no \\
+        templates/pretrain_pipeline.py                                        # offline demo on two
+        CPU processes
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8
+    templates/pretrain_pipeline.py \\
         --pipeline_ranks 4 --train_file corpus/ --model_preset 1B --vocab_size 32768
     docker run --gpus all IMAGE accelerate launch --multi_gpu templates/pretrain_pipeline.py
 
-Neighbouring ranks hold consecutive blocks and hand micro-batches on, one forward and one backward in turns (1F1B, arXiv
-2006.09503); with stages_per_rank above 1 they hold several shorter stretches (interleaved, arXiv 2104.04473). What is
-learned is what templates/pretrain.py learns with embeddings that are not tied, as they cannot be here. For slow links
-between GPUs: only activations cross them. Evaluates in micro-batches of training's size.
+Neighbouring ranks hold consecutive blocks and hand micro-batches on, one forward and one backward
+in turns (1F1B, arXiv 2006.09503); with stages_per_rank above 1 they hold several shorter stretches
+(interleaved, arXiv 2104.04473). What is learned is what templates/pretrain.py learns with
+embeddings that are not tied, as they cannot be here. For slow links between GPUs: only activations
+cross them. Evaluates in micro-batches of training's size.
 """
 
 import math
@@ -17,7 +21,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
 from shared.models.options import ModelConfig
 from shared.process import ranks
 from shared.process.errors import ConfigError
@@ -37,9 +48,11 @@ class Config:
     max_tokens: int | None = None  # Budget in tokens, in place of max_steps or num_train_epochs
     # Precision of the weights in final/; training and checkpoints keep fp32
     final_dtype: Literal["fp32", "bf16"] = "fp32"
-    # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more communication
+    # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more
+    # communication
     stages_per_rank: int = 1
-    pipeline_ranks: int = 2  # Neighbouring processes that hold the blocks of one model; the launch has a multiple of them
+    # Neighbouring processes that hold the blocks of one model; the launch has a multiple of them
+    pipeline_ranks: int = 2
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)
@@ -52,11 +65,12 @@ class Config:
     def __post_init__(self) -> None:
         configs.require(self, "at least 2", "pipeline_ranks")
         configs.require(self, "at least 1", "stages_per_rank", "seq_length", "max_tokens")
+        eval_size = self.batch.per_device_eval_batch_size
         not_here = {
             "--streaming": self.data.streaming,
             "--isolate_documents": self.data.isolate_documents,
             "--find_batch_size": self.batch.find_batch_size,
-            "--per_device_eval_batch_size (all batches have one size)": self.batch.per_device_eval_batch_size != 8,
+            "--per_device_eval_batch_size (all batches have one size)": eval_size != 8,
             "--ddp_comm_hook": self.speed.ddp_comm_hook != "none",
             "--dress_rehearsal": self.checkpoint.dress_rehearsal,
             "--layer_decay": self.optim.layer_decay < 1,
@@ -70,10 +84,13 @@ class Config:
         ranks.set_pipeline_ranks(self.pipeline_ranks)
         self.batch.micro_batch()  # refuses what does not divide
         if self.max_tokens is not None and (self.batch.max_steps or self.batch.num_train_epochs):
-            raise ConfigError("--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one")
+            raise ConfigError(
+                "--max_tokens and --max_steps or --num_train_epochs both give the budget: keep one"
+            )
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 import torch
@@ -111,30 +128,47 @@ class Data:
 
 def build_datasets(run: Run) -> Data:
     """Tokenizer, and sequences of `seq_length` tokens to train and to validate on."""
-    config, options, batch = run.config, run.config.data, run.config.batch
+    config = run.config
+    options = run.config.data
+    batch = run.config.batch
     name = options.tokenizer_name or config.model.model_name_or_path
     tokenizer = from_hub(AutoTokenizer, name) if name else None
     text = corpus.open_corpus(options, tokenizer, config.seq_length)
     if len(text.train) < batch.global_batch_size:
         raise ConfigError(
-            f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one --global_batch_size "
+            f"{len(text.train)} sequences of --seq_length {config.seq_length} are fewer than one "
+            "--global_batch_size "
             f"of {batch.global_batch_size}: choose a smaller one"
         )
     share = sharding.share(run.accelerator)
     rows = batch.micro_batch()[0]
     order = training_order(text.train, batch.global_batch_size, batch.seed, options.mix_weights)
-    train = Loader(text.train, corpus.collate, order, share, per_device=rows, num_workers=batch.dataloader_num_workers)
+    train = Loader(
+        text.train,
+        corpus.collate,
+        order,
+        share,
+        per_device=rows,
+        num_workers=batch.dataloader_num_workers,
+    )
     chosen = EvenSubset(text.validation, options.eval_samples)
     eval_order = Order(len(chosen), batch.global_batch_size, 0, shuffle=False)
     validation = Loader(chosen, corpus.collate, eval_order, share, per_device=rows)
-    return Data(train, validation, text.tokenizer, text.about, text.fingerprint, text.bytes_per_token)
+    return Data(
+        train, validation, text.tokenizer, text.about, text.fingerprint, text.bytes_per_token
+    )
 
 
 def build_model(config: Config, tokenizer: Any) -> Any:
     """The model to train, with fp32 weights; mixed precision casts where it computes."""
     attention = config.speed.attn_implementation
-    model = build_causal_lm(  # embeddings are not tied: the first and the last stage would share them
-        config.model, tokenizer, seq_length=config.seq_length, attn_implementation=attention, tie_word_embeddings=False
+    # embeddings are not tied: the first and the last stage would share them
+    model = build_causal_lm(
+        config.model,
+        tokenizer,
+        seq_length=config.seq_length,
+        attn_implementation=attention,
+        tie_word_embeddings=False,
     )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.speed.torch_compile:
@@ -143,15 +177,24 @@ def build_model(config: Config, tokenizer: Any) -> Any:
 
 
 def evaluate(run: Run, pipeline: Pipeline, model: nn.Module, data: Data) -> None:
-    """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any world size."""
+    """Log loss, perplexity and bits per byte of the validation sequences, each counted once on any
+    world size.
+    """
     with run.evaluating(model):
-        total, targets = torch.zeros((), device=run.device), 0
+        total = torch.zeros((), device=run.device)
+        targets = 0
         for window in run.read(data.validation):
             total += pipeline.evaluate(list(window.micro_batches))
             targets += window.num_targets
         loss = run.sum(total).item() / targets
         bits = loss / math.log(2) / data.bytes_per_token
-        run.log_evaluation({"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 100)), "eval_bits_per_byte": bits})
+        run.log_evaluation(
+            {
+                "eval_loss": loss,
+                "eval_perplexity": math.exp(min(loss, 100)),
+                "eval_bits_per_byte": bits,
+            }
+        )
 
 
 def save_final(run: Run, model: Any, data: Data) -> None:
@@ -168,7 +211,9 @@ def save_final(run: Run, model: Any, data: Data) -> None:
         whole.config.save_pretrained(folder)
         data.tokenizer.save_pretrained(folder)
         load = 'transformers.AutoModelForCausalLM.from_pretrained("final")'
-        (folder / "README.md").write_text(run.card("Pretrained language model", data.about, load=load), encoding="utf-8")
+        (folder / "README.md").write_text(
+            run.card("Pretrained language model", data.about, load=load), encoding="utf-8"
+        )
 
 
 def main(config: Config) -> None:
@@ -180,29 +225,40 @@ def main(config: Config) -> None:
         print_main(f"prepared {data.about}")
         return
     model = build_model(config, data.tokenizer)
-    flops, (_, parameters) = flops_per_token(model, config.seq_length), count_parameters(model)
+    flops = flops_per_token(model, config.seq_length)
+    (_, parameters) = count_parameters(model)
     trained = config.model.model_name_or_path is not None
     what = f"{parameters:,} parameters, {'trained' if trained else 'random'}"
     rate = defaults.pretraining_rate(parameters, trained=trained)
-    config = run.choose(what, learning_rate=rate, optim=defaults.pretraining_optimizer(run.accelerator, trained=trained))
+    config = run.choose(
+        what,
+        learning_rate=rate,
+        optim=defaults.pretraining_optimizer(run.accelerator, trained=trained),
+    )
     shape = {"ranks": config.pipeline_ranks, "stages_per_rank": config.stages_per_rank}
-    pipeline = Pipeline(run.accelerator, model, micro_batches=config.batch.micro_batch()[1], **shape)
+    pipeline = Pipeline(
+        run.accelerator, model, micro_batches=config.batch.micro_batch()[1], **shape
+    )
     _, own = count_parameters(model)  # of this rank's blocks: the others are gone
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim), spread=False)
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
-    run.resume(data.train, data=data.fingerprint, total_steps=steps)  # the newest checkpoint, if there is one
+    # the newest checkpoint, if there is one
+    run.resume(data.train, data=data.fingerprint, total_steps=steps)
     about = {"each_process_holds": f"its own blocks, here {own:,} parameters", "data": data.about}
     about["model"] = f"{type(model).__name__}, {parameters:,} parameters"
     samples = f"sequences x {config.seq_length} tokens"
-    run.start(samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about)
+    run.start(
+        samples=samples, flops=flops, tokens=f"at most {steps * tokens_per_step:,} in all", **about
+    )
 
     if run.should_evaluate():
         evaluate(run, pipeline, model, data)
     for step in run.steps():
-        loss = pipeline.train(step.batches, step.scale)  # forward and backward of all micro-batches, from stage to stage
+        # forward and backward of all micro-batches, from stage to stage
+        loss = pipeline.train(step.batches, step.scale)
         step.record(loss)
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite

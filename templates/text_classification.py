@@ -1,9 +1,11 @@
-"""Classify texts: one class or several a text, a number (regression), or pairs of texts; all weights or LoRA.
+"""Classify texts: one class or several a text, a number (regression), or pairs of texts; all
+weights or LoRA.
 
-    accelerate launch templates/text_classification.py                         # offline demo, any machine
-    accelerate launch templates/text_classification.py --model_name_or_path ORG/BERT --train_file reviews.csv
-    accelerate launch templates/text_classification.py --model_name_or_path ORG/LLAMA --dataset_name ORG/NAME --lora_r 16
-    accelerate launch --config_file accelerate_configs/ddp.yaml templates/text_classification.py --train_file pairs.jsonl \\
+    accelerate launch templates/text_classification.py                         # offline demo, any
+    machine accelerate launch templates/text_classification.py --model_name_or_path ORG/BERT
+    --train_file reviews.csv accelerate launch templates/text_classification.py --model_name_or_path
+    ORG/LLAMA --dataset_name ORG/NAME --lora_r 16 accelerate launch --config_file
+    accelerate_configs/ddp.yaml templates/text_classification.py --train_file pairs.jsonl \\
         --text_column premise --text_pair_column hypothesis --model_name_or_path ORG/BERT
     docker run --gpus all IMAGE accelerate launch templates/text_classification.py
 
@@ -16,7 +18,14 @@ from typing import Any, ClassVar, Literal
 
 from shared import demo
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, CheckpointConfig, EvaluationConfig, LogConfig, OptimConfig, SpeedConfig
+from shared.config.options import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LogConfig,
+    OptimConfig,
+    SpeedConfig,
+)
 from shared.models.options import AdapterConfig
 from shared.process.errors import ConfigError
 from shared.text.options import LabelledTextConfig
@@ -32,15 +41,20 @@ class Config:
     FREE: ClassVar = frozenset[str]()
 
     model_name_or_path: str = str(demo.MODEL)  # Encoder or decoder, on the Hub or in a folder
-    lora_r: int = 0  # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
+    # Rank of LoRA adapters, which are trained with the head; 0: all weights are trained
+    lora_r: int = 0
     lora_alpha: int = 32  # Scale of the adapters: updates are multiplied by alpha / r
-    # balanced: weigh each text inversely to how often its class occurs; multi_label: weigh each yes of a class by its number
-    # of texts without it for one with it
+    # balanced: weigh each text inversely to how often its class occurs; multi_label: weigh each yes
+    # of a class by its number of texts without it for one with it
     class_weights: Literal["none", "balanced"] = "none"
     label_smoothing: float = 0.0  # Share of each target spread over all classes
     data: LabelledTextConfig = LabelledTextConfig()
-    batch: BatchConfig = BatchConfig(per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0)
-    optim: OptimConfig = OptimConfig(weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06)
+    batch: BatchConfig = BatchConfig(
+        per_device_train_batch_size=16, per_device_eval_batch_size=32, dataloader_num_workers=0
+    )
+    optim: OptimConfig = OptimConfig(
+        weight_decay=0.01, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0.06
+    )
     speed: SpeedConfig = SpeedConfig()
     evaluation: EvaluationConfig = EvaluationConfig(eval_steps=None, metric_for_best_model="loss")
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -53,7 +67,8 @@ class Config:
         configs.require(self, "at least 0 and at most 1", "label_smoothing")
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped flag answer at once
+# before torch is imported, so that --help and a mistyped flag answer at once
+if __name__ == "__main__":
     CONFIG = configs.parse_or_exit(Config)
 
 import numpy as np
@@ -65,10 +80,13 @@ from torch.nn import functional as F
 from shared.data.labels import LabelledData
 from shared.data.loader import Loader
 from shared.data.order import IGNORED, Batch, Order
-from shared.evaluation.evaluation import SHOWN, Evaluation
-from shared.evaluation.numbers import Numbers
-from shared.evaluation.one_label import OneLabel
-from shared.evaluation.several_labels import SeveralLabels, binary_cross_entropy
+from shared.evaluation.evaluation import SHOWN, Evaluation, gather_rows, of_batch
+from shared.evaluation.kinds import (
+    binary_cross_entropy,
+    of_numbers,
+    of_one_label,
+    of_several_labels,
+)
 from shared.models import adapters
 from shared.models.attention import forward_rows
 from shared.models.blocks import compile_blocks, set_gradient_checkpointing
@@ -87,53 +105,76 @@ from shared.text import labelled
 from shared.text.packing import rows_order
 from shared.training import defaults, optim
 
-# By --problem_type: transformers' name of it, and what an evaluation measures.
-PROBLEMS: dict[str, tuple[str, type[Evaluation]]] = {
-    "single_label": ("single_label_classification", OneLabel),
-    "multi_label": ("multi_label_classification", SeveralLabels),
-    "regression": ("regression", Numbers),
+# By --problem_type: transformers' name of it.
+PROBLEM_TYPES = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
 }
 
 
 def load_model(config: Config, data: LabelledData) -> tuple[Any, tuple[str, ...]]:
     """(the model with fp32 weights, without adapters; the classes in the order of its scores)."""
-    problem_type, _ = PROBLEMS[data.problem_type]
+    problem_type = PROBLEM_TYPES[data.problem_type]
     options = attention_option(config.speed.attn_implementation)
     padding = data.train.tokenizer.pad_token_id
-    return load_text_classifier(config.model_name_or_path, data.classes, problem_type, padding, **options)
+    return load_text_classifier(
+        config.model_name_or_path, data.classes, problem_type, padding, **options
+    )
 
 
-def prepare_model(run: Run, model: Any, data: LabelledData, sample: Batch) -> tuple[nn.Module, float]:
-    """(the model ready to be sharded, FLOPs of forward and backward for a text such as the `sample`)."""
-    config, sharded = run.config, run.accelerator.distributed_type == DistributedType.FSDP
+def prepare_model(
+    run: Run, model: Any, data: LabelledData, sample: Batch
+) -> tuple[nn.Module, float]:
+    """(the model ready to be sharded, FLOPs of forward and backward for a text such as the
+    `sample`).
+    """
+    config = run.config
+    sharded = run.accelerator.distributed_type == DistributedType.FSDP
     require_tokens_fit(model, data.train.tokenizer, config.data.seq_length)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
     if config.lora_r:
-        whole = (*text_heads(model), *(name for name, _ in model.named_modules() if name.endswith("pooler")))
-        adapter = AdapterConfig(lora_r=config.lora_r, lora_alpha=config.lora_alpha, modules_to_save=whole)
+        whole = (
+            *text_heads(model),
+            *(name for name, _ in model.named_modules() if name.endswith("pooler")),
+        )
+        adapter = AdapterConfig(
+            lora_r=config.lora_r, lora_alpha=config.lora_alpha, modules_to_save=whole
+        )
         model = adapters.add_adapters(model, adapter, "SEQ_CLS")
     make_shardable(without_adapters(model), of_text=True)
     device = torch.device("cpu") if sharded else run.device  # on which it may not fit whole
     model.to(device)
     with run.accelerator.autocast():
-        flops = measure(model, {key: value.to(device) for key, value in sample.items() if key != "labels"})
+        flops = measure(
+            model, {key: value.to(device) for key, value in sample.items() if key != "labels"}
+        )
     if config.speed.torch_compile:
         compile_blocks(model)
     return model.train(), flops
 
 
 def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
-    """(training and validation micro-batches of texts of similar lengths, a batch of one usual text)."""
-    batch, tokenizer = run.config.batch, data.train.tokenizer
+    """(training and validation micro-batches of texts of similar lengths, a batch of one usual
+    text).
+    """
+    batch = run.config.batch
+    tokenizer = data.train.tokenizer
     if len(data.train) < batch.global_batch_size:
-        raise ConfigError(f"{len(data.train)} training texts are fewer than one --global_batch_size: choose a smaller one")
+        raise ConfigError(
+            f"{len(data.train)} training texts are fewer than one --global_batch_size: choose a "
+            "smaller one"
+        )
     weights = run.config.data.mix_weights
     order = rows_order(data.train, batch.global_batch_size, batch.seed, weights, packed=False)
     share = sharding.share(run.accelerator)
     eval_size = batch.per_device_eval_batch_size
     eval_order = Order(len(data.validation), eval_size * share.world_size, 0, shuffle=False)
-    collate = partial(labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=run.config.data.seq_length)
-    rows, workers = batch.micro_batch()[0], batch.dataloader_num_workers
+    collate = partial(
+        labelled.collate, pad_token_id=tokenizer.pad_token_id, at_most=run.config.data.seq_length
+    )
+    rows = batch.micro_batch()[0]
+    workers = batch.dataloader_num_workers
     return (
         Loader(data.train, collate, order, share, per_device=rows, num_workers=workers),
         Loader(data.validation, collate, eval_order, share, per_device=eval_size),
@@ -142,10 +183,11 @@ def build_loaders(run: Run, data: LabelledData) -> tuple[Loader, Loader, Batch]:
 
 
 def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
-    """The loss summed over this micro-batch's texts. Rows that only fill it up have the label IGNORED.
+    """The loss summed over this micro-batch's texts. Rows that only fill it up have the label
+    IGNORED.
 
-    Cross-entropy for class numbers, [rows] int64; a yes or no for each class, [rows, classes]; squared error for numbers.
-    `options` are `weight`, [classes], and `label_smoothing`.
+    Cross-entropy for class numbers, [rows] int64; a yes or no for each class, [rows, classes];
+    squared error for numbers. `options` are `weight`, [classes], and `label_smoothing`.
     """
     labels = batch["labels"]
     logits = forward_rows(model, batch).logits.float()
@@ -160,44 +202,58 @@ def text_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
 
 def predict(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> Evaluation:
     """What the model says of the validation texts, each counted once on any world size."""
-    _, kind = PROBLEMS[data.problem_type]
     batches = []
     for window in run.read(loader):
         (batch,) = window.micro_batches
-        batches.append(kind.of_batch(forward_rows(model, batch).logits, batch["labels"]))
-    evaluation = kind.gather(run.accelerator, batches, loader.order.num_samples, data.classes, "texts")
-    return evaluation.for_model(run.unwrap(model).config, trained=run.total_steps > 0)
+        batches.append(of_batch(forward_rows(model, batch).logits, batch["labels"]))
+    rows = gather_rows(run.accelerator, batches, loader.order.num_samples)
+    if data.problem_type == "regression":
+        return of_numbers(rows, "texts")
+    if data.problem_type == "single_label":
+        return of_one_label(rows, data.classes, "texts")
+    kept = getattr(run.unwrap(model).config, "thresholds", None)  # a test must not choose them
+    return of_several_labels(rows, data.classes, "texts", None if run.total_steps else kept)
 
 
 def evaluate(run: Run, model: nn.Module, loader: Loader, data: LabelledData) -> None:
     """Log loss and scores of the validation texts."""
     with run.evaluating(model):
-        run.log_evaluation(predict(run, model, loader, data).summary())
+        run.log_evaluation(predict(run, model, loader, data).summary)
 
 
 def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evaluation) -> None:
-    """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found. Every rank calls this."""
-    config, tokenizer = run.config, data.train.tokenizer
+    """Write final/ (model, tokenizer, card; with LoRA also adapter/) and what an evaluation found.
+    Every rank calls this.
+    """
+    config = run.config
+    tokenizer = data.train.tokenizer
     weights = gather_weights(run.accelerator, model, trainable_only=config.lora_r > 0)
     if not run.is_main:
         return
     for picture in evaluation.write(run.dir, data.validation):
         run.logger.log_picture(picture.stem, picture)
     mistakes = evaluation.records(data.validation)[:SHOWN]
-    run.logger.log_table("mistakes", [*mistakes[0]] if mistakes else [], [[*map(str, row.values())] for row in mistakes])
+    run.logger.log_table(
+        "mistakes",
+        [*mistakes[0]] if mistakes else [],
+        [[*map(str, row.values())] for row in mistakes],
+    )
     whole = run.unwrap(model)
     if config.lora_r:
         with whole_folder(run.dir / "adapter") as folder:
             adapters.save_adapter(folder, whole, weights, {})
         whole = adapters.merge_into(load_model(config, data)[0], run.dir / "adapter")
     with whole_folder(run.dir / "final") as folder:
-        whole.config.update(evaluation.for_config())
+        evaluation.update(whole.config)
         whole.save_pretrained(folder, state_dict=None if config.lora_r else weights)
-        tokenizer.model_max_length = config.data.seq_length  # pipelines cut longer texts, as training did
+        # pipelines cut longer texts, as training did
+        tokenizer.model_max_length = config.data.seq_length
         tokenizer.save_pretrained(folder)
         task = "text-classification"
         load = evaluation.usage(f'pipeline("{task}", model="final", truncation=True)')
-        (folder / "README.md").write_text(run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8")
+        (folder / "README.md").write_text(
+            run.card("Text classifier", data.about, load=load, pipeline_tag=task), "utf-8"
+        )
 
 
 def main(config: Config) -> None:
@@ -207,20 +263,32 @@ def main(config: Config) -> None:
     data = labelled.open_texts(config.data, labelled.load_tokenizer(config.model_name_or_path))
     model, classes = load_model(config, data)
     data = data.numbered_as(classes)
-    if data.problem_type == "regression" and (config.label_smoothing or config.class_weights != "none"):
+    if data.problem_type == "regression" and (
+        config.label_smoothing or config.class_weights != "none"
+    ):
         raise ConfigError("--label_smoothing and --class_weights are for classes, not for numbers")
-    fitting = defaults.batch_and_epochs(config.batch, len(data.train), len(data.train), most=16, least=8)
+    fitting = defaults.batch_and_epochs(
+        config.batch, len(data.train), len(data.train), most=16, least=8
+    )
     config = run.choose(f"{len(data.train):,} texts", **fitting)
-    width, what = defaults.width(model), "LoRA" if config.lora_r else "all weights"
+    width = defaults.width(model)
+    what = "LoRA" if config.lora_r else "all weights"
     rate = defaults.text_classification_rate(width, lora=config.lora_r > 0)
     config = run.choose(f"classifier of texts, {what}, width {width}", learning_rate=rate)
     train, validation, sample = build_loaders(run, data)
     model, flops = prepare_model(run, model, data, sample)
     trained, parameters = count_parameters(model)
 
-    model, optimizers = run.prepare(model, optim.build(model, config.optim))  # on the device, sharded
-    run.resume(train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch))
-    weights = data.class_weights(config.data.mix_weights).to(run.device) if config.class_weights == "balanced" else None
+    # on the device, sharded
+    model, optimizers = run.prepare(model, optim.build(model, config.optim))
+    run.resume(
+        train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch)
+    )
+    weights = (
+        data.class_weights(config.data.mix_weights).to(run.device)
+        if config.class_weights == "balanced"
+        else None
+    )
     loss_of = partial(text_loss, model, weight=weights, label_smoothing=config.label_smoothing)
     run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
     about = f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained"
@@ -231,7 +299,8 @@ def main(config: Config) -> None:
         evaluate(run, model, validation, data)
     for step in run.steps():
         for batch in step.micro_batches():
-            step.backward(loss_of(batch))  # summed over the micro-batch, scaled to the mean of the global batch
+            # summed over the micro-batch, scaled to the mean of the global batch
+            step.backward(loss_of(batch))
         step.clip_gradients(config.optim.max_grad_norm)
         step.update(optimizers)  # skipped on all ranks if loss or gradient is not finite
         if run.should_evaluate():
@@ -240,7 +309,8 @@ def main(config: Config) -> None:
     with run.evaluating(model):
         evaluation = predict(run, model, validation, data)
     save_final(run, model, data, evaluation)
-    run.close(evaluation.headline(), f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it")
+    files = f"model in {run.dir}/final; evaluation.json, pictures and curves.png beside it"
+    run.close(evaluation.headline, files)
 
 
 if __name__ == "__main__":

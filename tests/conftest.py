@@ -328,9 +328,15 @@ class Launcher:
 LAUNCHER = Launcher()
 
 
+def launch_environment(env: dict[str, str] | None) -> dict[str, str]:
+    """The environment of a launch; with a fault, its actions can be imported (fault_actions.py)."""
+    result = os.environ | (env or {})
+    return result | {"PYTHONPATH": str(ROOT)} if result.get("TEMPLATES_FAULT") else result
+
+
 def run(template: str, folder: Path, *args: object, check: bool = True, env: dict | None = None, **kwargs) -> Run:
     """Launch a template and wait for it; `check` asserts exit code 0."""
-    code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), os.environ | (env or {}))
+    code, output = LAUNCHER.run(command(template, folder, *args, **kwargs), launch_environment(env))
     if check:
         assert code == 0, output
     return Run(folder, code, output)

@@ -1,9 +1,11 @@
-"""Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or allocated.
+"""Predicted memory of a training step, from a model's architecture alone: nothing is downloaded or
+allocated.
 
-Weights, gradients and optimizer state, which a strategy divides, are counted. Activations and temporaries are measured: a
-forward and backward of one block of each kind, and of one more, run on fake tensors, which have shapes and no contents. The
-bytes of storages in use are counted. Deeper models are extrapolated linearly. Mamba and linear attention are measured as
-PyTorch computes them without kernels made for them, which need less.
+Weights, gradients and optimizer state, which a strategy divides, are counted. Activations and
+temporaries are measured: a forward and backward of one block of each kind, and of one more, run on
+fake tensors, which have shapes and no contents. The bytes of storages in use are counted. Deeper
+models are extrapolated linearly. Mamba and linear attention are measured as PyTorch computes them
+without kernels made for them, which need less.
 """
 
 import copy
@@ -41,7 +43,8 @@ class Job:
     config: Any = field(hash=False)  # of transformers
     batch: int  # rows of one micro-batch
     length: int  # tokens of a row
-    mixed: bool = True  # bf16 compute (trained weights in fp32, a base under LoRA in bf16), else fp32
+    # bf16 compute (trained weights in fp32, a base under LoRA in bf16), else fp32
+    mixed: bool = True
     lora_r: int = 0  # 0: all weights are trained
     four_bits: bool = False  # of the frozen base
     packed: bool = False  # several documents in a row, which takes a mask
@@ -56,7 +59,8 @@ class Peak:
     weights: float
     gradients: float
     optimizer: float
-    activations: dict[str, float]  # by gradient checkpointing, temporaries and gathered weights included
+    # by gradient checkpointing, temporaries and gathered weights included
+    activations: dict[str, float]
 
     def total(self, checkpointing: str) -> float:
         return self.weights + self.gradients + self.optimizer + self.activations[checkpointing]
@@ -64,7 +68,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters: all, those outside of what FSDP wraps (embeddings, head, norms), and those of the largest block."""
+    """Parameters: all, those outside of what FSDP wraps (embeddings, head, norms), and those of the
+    largest block.
+    """
 
     all: int
     trained: int
@@ -92,7 +98,9 @@ def _on_meta(job: Job) -> Any:
     config = copy.deepcopy(job.config)
     with torch.device("meta"):
         model = from_architecture(
-            class_of(config), config, dtype=torch.bfloat16 if job.mixed and job.lora_r else torch.float32
+            class_of(config),
+            config,
+            dtype=torch.bfloat16 if job.mixed and job.lora_r else torch.float32,
         )
         freeze_outer_parts(model)
         if job.lora_r:
@@ -111,7 +119,10 @@ def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
     places = next(m for m in whole.modules() if isinstance(m, nn.ModuleList) and [*m] == blocks)
     of_whole = places._modules
     with unset_fake_temporarily():
-        again = [copy.deepcopy(blocks[i]) if i in chosen[:place] else blocks[i] for place, i in enumerate(chosen)]
+        again = [
+            copy.deepcopy(blocks[i]) if i in chosen[:place] else blocks[i]
+            for place, i in enumerate(chosen)
+        ]
         places._modules = {str(place): block for place, block in enumerate(again)}
         model = copy.deepcopy(whole)
     places._modules = of_whole
@@ -124,23 +135,31 @@ def _build(job: Job, chosen: tuple[int, ...], gathered: bool) -> Any:
 
 
 def fuse_head(model: Any, *, compiled: bool = False) -> None:
-    """Let the head of a model of fake tensors compute the loss: see `loss.fuse_head`. What a model does to its logits counts
-    as a cap: fake tensors have no values to measure."""
+    """Let the head of a model of fake tensors compute the loss: see `loss.fuse_head`. What a model
+    does to its logits counts as a cap: fake tensors have no values to measure."""
     plain: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_hook(lambda head, args, logits: plain.append(logits))
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda head, args, logits: plain.append(logits)
+    )
     with torch.no_grad(), hook:
         logits = forward_rows(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}).logits
-    model.fused_head = lm_loss.FusedHead(model, None if logits is plain[0] else torch.tanh, compiled)
+    model.fused_head = lm_loss.FusedHead(
+        model, None if logits is plain[0] else torch.tanh, compiled
+    )
 
 
 def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Module:
-    """Give a model on the meta device tensors of the fake mode that this is called in; trained ones of another dtype."""
+    """Give a model on the meta device tensors of the fake mode that this is called in; trained ones
+    of another dtype.
+    """
     made: dict[Any, Any] = {}  # tied weights stay tied
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
                 kind = (trained_dtype if p.requires_grad else None) or p.dtype
-                fake = made.setdefault(p, nn.Parameter(torch.empty(p.shape, dtype=kind), requires_grad=p.requires_grad))
+                fake = made.setdefault(
+                    p, nn.Parameter(torch.empty(p.shape, dtype=kind), requires_grad=p.requires_grad)
+                )
                 module._parameters[name] = fake
         for name, b in module._buffers.items():
             if b is not None:
@@ -150,26 +169,36 @@ def to_fake(model: nn.Module, trained_dtype: torch.dtype | None = None) -> nn.Mo
 
 @cache
 def count(job: Job) -> Counts:
-    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or has no blocks."""
+    """Count parameters, on the meta device. Raises ConfigError for a model that cannot be built or
+    has no blocks.
+    """
     from transformers.pytorch_utils import Conv1D
 
     model = _on_meta(job)
-    blocks, head = repeated_blocks(model), model.get_output_embeddings()
+    blocks = repeated_blocks(model)
+    head = model.get_output_embeddings()
     wrapped = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(blocks)
-    shapes = [(type(b), t, *(p.shape for p in b.parameters())) for b, t in zip(blocks, types, strict=True)]
+    shapes = [
+        (type(b), t, *(p.shape for p in b.parameters())) for b, t in zip(blocks, types, strict=True)
+    ]
 
     def number(modules: list[nn.Module], trained: bool = False) -> int:
-        found = {p for module in modules for p in module.parameters() if p.requires_grad or not trained}
+        found = {
+            p for module in modules for p in module.parameters() if p.requires_grad or not trained
+        }
         return sum(p.numel() for p in found)
 
     def matrices(module: nn.Module) -> int:
         linear = [
-            m for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head and "lora_" not in n
+            m
+            for n, m in module.named_modules()
+            if isinstance(m, nn.Linear | Conv1D) and m is not head and "lora_" not in n
         ]
         return sum(m.weight.numel() for m in linear)
 
-    everything, trained = number([model]), number([model], trained=True)
+    everything = number([model])
+    trained = number([model], trained=True)
     return Counts(
         all=everything,
         trained=trained,
@@ -184,7 +213,9 @@ def count(job: Job) -> Counts:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make, until they are freed; those of `known` are left out."""
+    """Counts the bytes of all storages that operations make, until they are freed; those of `known`
+    are left out.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -205,7 +236,8 @@ class _LiveBytes(TorchDispatchMode):
 
     def cut(self) -> float:
         """The peak so far; another begins."""
-        peak, self.peak = self.peak, self.now
+        peak = self.peak
+        self.peak = self.now
         return peak
 
     def _add(self, count: int) -> None:
@@ -215,18 +247,24 @@ class _LiveBytes(TorchDispatchMode):
 
 @cache
 def _measure(job: Job, chosen: tuple[int, ...], checkpointing: str, gathered: bool) -> list[float]:
-    """Bytes at the peak around the loss, in the backward of each of these blocks, the last one first, and after them.
+    """Bytes at the peak around the loss, in the backward of each of these blocks, the last one
+    first, and after them.
 
-    Weights and gradients are left out. Measured in the second of two micro-batches, when gradients exist.
+    Weights and gradients are left out. Measured in the second of two micro-batches, when gradients
+    exist.
     """
     with FakeTensorMode():
         model = _build(job, chosen, gathered)
         fuse_head(model)
         set_gradient_checkpointing(model, checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
-        batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
+        batch = {"input_ids": tokens, "labels": tokens} | (
+            {"position_ids": tokens} if job.packed else {}
+        )
         # Frozen embeddings would spare the first block, and only it, the gradient of its input.
-        model.get_input_embeddings().register_forward_hook(lambda _, __, states: states.requires_grad_())
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, __, states: states.requires_grad_()
+        )
         peaks: list[float] = []
         live = _LiveBytes([*model.parameters(), *model.buffers()])
         for module in (*repeated_blocks(model), model.get_input_embeddings()):
@@ -242,33 +280,49 @@ def _measure(job: Job, chosen: tuple[int, ...], checkpointing: str, gathered: bo
     return [peak - gradients for peak in (*peaks, live.peak)]
 
 
-def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_blocks: float = 0) -> dict[str, float]:
+def activations(
+    job: Job, *, gathered: bool = False, around_loss: float = 0, in_blocks: float = 0
+) -> dict[str, float]:
     """Bytes of activations and temporaries by gradient checkpointing.
 
-    One block of each kind is measured, in the order of each kind's last one, and then one more of each. What blocks keep
-    adds up; temporaries exist once.
+    One block of each kind is measured, in the order of each kind's last one, and then one more of
+    each. What blocks keep adds up; temporaries exist once.
 
     Args:
         gathered: for weights as FSDP2 gathers them.
-        around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward, is computed.
+        around_loss, in_blocks: bytes to add to what is there while the loss, or a block's backward,
+            is computed.
     """
-    kinds, chosen = count(job).kinds, count(job).last
-    # The moments are those of `_measure`. At each, the blocks up to one keep what they need in their backward.
+    kinds = count(job).kinds
+    chosen = count(job).last
+    # The moments are those of `_measure`. At each, the blocks up to one keep what they need in
+    # their backward.
     ends = [len(kinds) - 1, *chosen[::-1]]
     measured = np.array([[block <= end for end in ends] for block in chosen])  # [kinds, moments]
     real = np.array([[kinds[: end + 1].count(kinds[block]) for end in ends] for block in chosen])
-    starts, lines, after = {}, {}, {}
+    starts = {}
+    lines = {}
+    after = {}
     for setting in ("none", "full"):
         one = np.array(_measure(job, chosen, setting, gathered))
-        more = np.array([_measure(job, (block, *chosen), setting, gathered)[: len(ends)] for block in chosen])
+        more = np.array(
+            [_measure(job, (block, *chosen), setting, gathered)[: len(ends)] for block in chosen]
+        )
         each = more - one[: len(ends)]
-        starts[setting], lines[setting] = one[: len(ends)] - (measured * each).sum(0), (real * each).sum(0)
+        starts[setting] = one[: len(ends)] - (measured * each).sum(0)
+        lines[setting] = (real * each).sum(0)
         after[setting] = one[len(ends) :]
     peaks = {setting: starts[setting] + lines[setting] for setting in starts}
     peaks["2"] = np.maximum(starts["none"], starts["full"]) + (lines["none"] + lines["full"]) / 2
     after["2"] = np.maximum(after["none"], after["full"])
     return {
-        setting: float(max(peaks[setting][0] + around_loss, *peaks[setting][1:] + in_blocks, *after[setting] + in_blocks))
+        setting: float(
+            max(
+                peaks[setting][0] + around_loss,
+                *peaks[setting][1:] + in_blocks,
+                *after[setting] + in_blocks,
+            )
+        )
         for setting in CHECKPOINTING
     }
 
@@ -276,28 +330,37 @@ def activations(job: Job, *, gathered: bool = False, around_loss: float = 0, in_
 def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     """Yield (launch config, devices it uses, peak of one device).
 
-    Gradients are accumulated: they exist beside all activations. FSDP2 casts weights as it gathers them, two blocks
-    at a time with the embeddings. Without it autocast keeps 16-bit copies of all trained weights.
+    Gradients are accumulated: they exist beside all activations. FSDP2 casts weights as it gathers
+    them, two blocks at a time with the embeddings. Without it autocast keeps 16-bit copies of all
+    trained weights.
     """
     numbers = count(job)
     cast = 2 if job.mixed else 4
-    frozen, trained = numbers.all - numbers.trained, numbers.trained
+    frozen = numbers.all - numbers.trained
+    trained = numbers.trained
     in_4bits = numbers.matrices if job.four_bits else 0
     stored = cast if job.lora_r else 4
     master = 2 if job.bf16_weights else 4
     weights = (frozen - in_4bits) * stored + in_4bits * NF4_BYTES + trained * master
-    gradients, optimizer = trained * master, trained * 2 * (1 if job.eight_bits else master)
+    gradients = trained * master
+    optimizer = trained * 2 * (1 if job.eight_bits else master)
     whole = activations(job, gathered=job.bf16_weights)  # no 16-bit copies beside them
     if job.four_bits:
-        whole = {k: v + numbers.block_matrices * cast for k, v in whole.items()}  # dequantised where they are used
+        # dequantised where they are used
+        whole = {k: v + numbers.block_matrices * cast for k, v in whole.items()}
     yield "single_gpu", 1, Peak(weights, gradients, optimizer, whole)
     if devices == 1:
         return
     yield "ddp", devices, Peak(weights, gradients, optimizer, whole)
     rest = cast * (numbers.rest + numbers.trained_rest)  # gathered, with its gradient, all the time
-    block = 2 * cast * numbers.block + (cast + 8) * numbers.trained_block  # two gathered, two gradients being reduced
+    # two gathered, two gradients being reduced
+    block = 2 * cast * numbers.block + (cast + 8) * numbers.trained_block
     sharded = activations(job, gathered=True, around_loss=rest, in_blocks=rest + block)
-    yield "fsdp2", devices, Peak(weights / devices, gradients / devices, optimizer / devices, sharded)
+    yield (
+        "fsdp2",
+        devices,
+        Peak(weights / devices, gradients / devices, optimizer / devices, sharded),
+    )
     text = job.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", 0)
     if (
@@ -308,12 +371,20 @@ def plan(job: Job, devices: int) -> Iterator[tuple[str, int, Peak]]:
     ):
         cut = copy.deepcopy(job.config)
         narrow = cut.get_text_config()
-        narrow.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        narrow.num_attention_heads, narrow.num_key_value_heads = text.num_attention_heads // devices, heads // devices
+        narrow.head_dim = (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        )
+        narrow.num_attention_heads = text.num_attention_heads // devices
+        narrow.num_key_value_heads = heads // devices
         for width in {"intermediate_size", "moe_intermediate_size"} & set(vars(text)):
             setattr(narrow, width, getattr(text, width) // devices)
         piece = replace(job, config=cut)
-        local, here = count(piece), activations(piece, gathered=job.bf16_weights)
+        local = count(piece)
+        here = activations(piece, gathered=job.bf16_weights)
         mine = (local.all - local.trained) * stored + local.trained * master
-        yield "tensor_parallel", devices, Peak(mine, local.trained * master, local.trained * 2 * master, here)
+        yield (
+            "tensor_parallel",
+            devices,
+            Peak(mine, local.trained * master, local.trained * 2 * master, here),
+        )
     yield "fsdp2_offload", devices, Peak(0.0, 0.0, 0.0, sharded)

@@ -36,10 +36,15 @@ FLAGS = {
     "dpo": "--max_train_samples 60 --eval_samples 4 --num_generations 0 --seq_length 128",
     "lora_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
     "full_finetune": "--eval_samples 4 --num_generations 0 --seq_length 128",
-    "image_classification": "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4",
+    "image_classification": (
+        "--dataloader_num_workers 0 --global_batch_size 16 --per_device_train_batch_size 4"
+    ),
 }
 ONE = "accelerate launch --config_file accelerate_configs/cpu.yaml"
-TWO = "accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no --main_process_port 0"
+TWO = (
+    "accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no "
+    "--main_process_port 0"
+)
 
 
 def templates() -> list[str]:
@@ -48,19 +53,25 @@ def templates() -> list[str]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The dotted name of every module that a file imports, also inside functions; for `from a import b`: a and a.b."""
+    """The dotted name of every module that a file imports, also inside functions; for `from a
+    import b`: a and a.b.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):  # a library imports it
+        # a library imports it
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):
             yield from (str(a.value) for a in node.args if isinstance(a, ast.Constant))
 
 
 def closure(start: Iterable[Path]) -> tuple[set[Path], set[str]]:
-    """(these files and the files of `shared` that they import, directly or not; names of the packages that they import)."""
-    found, packages = set(start), set[str]()
+    """(these files and the files of `shared` that they import, directly or not; names of the
+    packages that they import).
+    """
+    found = set(start)
+    packages = set[str]()
     queue = list(found)
     while queue:
         for name in imports(queue.pop()):
@@ -70,7 +81,11 @@ def closure(start: Iterable[Path]) -> tuple[set[Path], set[str]]:
                 continue
             for count in range(len(rest) + 1):
                 place = SOURCE.joinpath(first, *rest[:count])
-                new = {file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()} - found
+                new = {
+                    file
+                    for file in (place.with_suffix(".py"), place / "__init__.py")
+                    if file.is_file()
+                } - found
                 found |= new
                 queue += new
     return found, packages
@@ -103,19 +118,29 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
     for name in names:
         if name not in templates():
             raise ConfigError(f"no template {name!r}: there is {', '.join(templates())}")
-    serving = [SOURCE / "shared/__main__.py", *(SOURCE / f"shared/commands/{name}.py" for name in COMMANDS)]
+    serving = [
+        SOURCE / "shared/__main__.py",
+        *(SOURCE / f"shared/commands/{name}.py" for name in COMMANDS),
+    ]
     paths, packages = closure([*(SOURCE / f"templates/{name}.py" for name in names), *serving])
     paths |= {SOURCE / "shared/commands/__init__.py"}
-    if any("demo.MODEL" in (SOURCE / f"templates/{name}.py").read_text(encoding="utf-8") for name in names):
+    if any(
+        "demo.MODEL" in (SOURCE / f"templates/{name}.py").read_text(encoding="utf-8")
+        for name in names
+    ):
         paths |= set((SOURCE / "shared/demo/tiny-llama").iterdir())
     for config in (SOURCE / "accelerate_configs").iterdir():
         if not all(name in UNFIT and re.search(UNFIT[name], config.stem) for name in names):
             paths.add(config)
     paths |= {*(SOURCE / "jobs").glob("*.*"), SOURCE / "Dockerfile", SOURCE / ".dockerignore"}
-    changes = {f"templates/{name}.py": script(name if name in names else names[0], names) for name in templates()}
+    changes = {
+        f"templates/{name}.py": script(name if name in names else names[0], names)
+        for name in templates()
+    }
     changes |= {"755 templates templates": "755 *.py ./", "!templates/*.py\n": "!*.py\n"}
     changes |= {"COPY --chmod=755 tools tools\n": "", "!tools/*.py\n": ""}
-    changes |= {'"accelerate-templates': f'"{called}', '"templates': f'"{called}'}  # containers and volumes
+    # containers and volumes
+    changes |= {'"accelerate-templates': f'"{called}', '"templates': f'"{called}'}
     files = {}
     for path in sorted(paths):
         place = str(path.relative_to(SOURCE))
@@ -126,7 +151,11 @@ def build(names: tuple[str, ...], called: str) -> dict[str, bytes]:
         files[changes.get(place, place)] = content
     files["shared/LICENSE"] = (SOURCE / "LICENSE").read_bytes()
     made = {"README.md": _readme(names, called), "smoke_test.py": _smoke_test(names)}
-    made |= {"requirements.txt": requirements(packages), ".gitignore": GITIGNORE, "AGENTS.md": _agents(names)}
+    made |= {
+        "requirements.txt": requirements(packages),
+        ".gitignore": GITIGNORE,
+        "AGENTS.md": _agents(names),
+    }
     return files | {name: text.encode() for name, text in made.items()}
 
 
@@ -139,7 +168,9 @@ def first_run(names: tuple[str, ...]) -> str:
 
 
 def small_runs(template: str, script: str) -> list[str]:
-    """Command lines that train a template's script on one process (a pipeline has more) and on two, within seconds."""
+    """Command lines that train a template's script on one process (a pipeline has more) and on two,
+    within seconds.
+    """
     launches = [TWO] if template == "pretrain_pipeline" else [ONE, TWO]
     return [f"{launch} {script} {FLAGS[template]}" for launch in launches]
 
@@ -147,7 +178,9 @@ def small_runs(template: str, script: str) -> list[str]:
 def _readme(names: tuple[str, ...], called: str) -> str:
     first = script(names[0], names)
     tree = ast.parse((SOURCE / "templates" / f"{names[0]}.py").read_text(encoding="utf-8"))
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "main"]
+    defined = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name != "main"
+    ]
     functions = ", ".join(f"`{name}`" for name in defined)
     return f"""# {called}
 
@@ -217,7 +250,9 @@ def _agents(names: tuple[str, ...]) -> str:
 
 
 def _smoke_test(names: tuple[str, ...]) -> str:
-    commands = "\n".join(command for name in names for command in small_runs(name, script(name, names)))
+    commands = "\n".join(
+        command for name in names for command in small_runs(name, script(name, names))
+    )
     commands = commands.replace(".py ", ".py \\\n  ")  # two lines each
     return f'''"""Check that a killed run resumes exactly: `python smoke_test.py`, or pytest."""
 
@@ -245,19 +280,32 @@ if __name__ == "__main__":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("templates", nargs="+", help=f"one or more of {', '.join(templates())}")
-    parser.add_argument("folder", type=Path, help="folder of the new project, empty or not there yet")
+    parser.add_argument(
+        "folder", type=Path, help="folder of the new project, empty or not there yet"
+    )
     options = parser.parse_args()
-    folder, names = options.folder, tuple(dict.fromkeys(options.templates))
+    folder = options.folder
+    names = tuple(dict.fromkeys(options.templates))
     called = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "training"
     files = build(names, called)
     create(folder, names, files, called)
     if _git("status", "--porcelain", "--untracked-files=no"):
-        print("The templates have changes that are not committed: `upgrade` will take them for your edits.")
+        print(
+            "The templates have changes that are not committed: `upgrade` will take them for your "
+            "edits."
+        )
     print(f"{folder}: {len(files)} files, {sum(map(len, files.values())) / 1e6:.1f} MB. Next:")
-    print(f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}")
-    print("  git add -A && git commit -m templates    # so that git shows your edits, and can undo an upgrade")
+    print(
+        f"  cd {shlex.quote(str(folder))} && pip install -r requirements.txt && {first_run(names)}"
+    )
+    print(
+        "  git add -A && git commit -m templates    # so that git shows your edits, and can undo "
+        "an upgrade"
+    )
 
 
 def put(path: Path, content: bytes) -> None:
@@ -271,13 +319,16 @@ def put(path: Path, content: bytes) -> None:
 def _git(*arguments: str) -> str:
     """What git says of the templates; nothing without git or history."""
     try:
-        return subprocess.run(["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(SOURCE), *arguments], capture_output=True, text=True
+        ).stdout.strip()
     except OSError:
         return ""
 
 
 def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes], called: str) -> None:
-    """Write a project, with a record for `upgrade`, and make it a git repository if it is not inside one.
+    """Write a project, with a record for `upgrade`, and make it a git repository if it is not
+    inside one.
 
     Raises:
         ConfigError: the folder is not empty, or cannot be written.
@@ -285,12 +336,19 @@ def create(folder: Path, names: tuple[str, ...], files: dict[str, bytes], called
     record = {"name": called, "templates": list(names), "commit": _git("rev-parse", "HEAD")}
     try:
         if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} exists and is not empty: choose another folder, nothing is overwritten")
+            raise ConfigError(
+                f"{folder} exists and is not empty: choose another folder, nothing is overwritten"
+            )
         for name, content in files.items():
             put(folder / name, content)
         put(folder / RECORD, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     git = ["git", "-C", str(folder)]
-    if shutil.which("git") and subprocess.run([*git, "rev-parse", "--is-inside-work-tree"], capture_output=True).returncode:
+    if (
+        shutil.which("git")
+        and subprocess.run(
+            [*git, "rev-parse", "--is-inside-work-tree"], capture_output=True
+        ).returncode
+    ):
         subprocess.run([*git, "init", "--quiet"], capture_output=True)

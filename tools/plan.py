@@ -1,9 +1,11 @@
 """Predict the peak memory of one GPU under each launch config, on any machine and without weights.
 
-python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8 --gpu_memory 80
+python -m shared plan --model_name_or_path meta-llama/Llama-3.1-8B --seq_length 2048 --gpus 8
+--gpu_memory 80
 
 python -m shared plan --config recipes/qwen3_8b_qlora_24gb.yaml --gpus 1 --gpu_memory 24
-python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_train_batch_size 4 --throughput --gpu H100
+python -m shared plan --model_name_or_path meta-llama/Llama-3.2-1B --per_device_train_batch_size 4
+--throughput --gpu H100
 """
 
 import contextlib
@@ -63,19 +65,35 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         configs.require(
-            self, "at least 1", "seq_length", "per_device_train_batch_size", "gpus", "gradient_accumulation_steps"
+            self,
+            "at least 1",
+            "seq_length",
+            "per_device_train_batch_size",
+            "gpus",
+            "gradient_accumulation_steps",
         )
         if self.gpu_memory <= 0:
             raise ConfigError(f"--gpu_memory must be positive, not {self.gpu_memory}")
         if self.model_preset:
             ModelConfig(self.model_preset)  # refuses an unknown one
-        named = self.model_preset or self.config_name or self.model_name_or_path != PlanConfig.model_name_or_path
+        named = (
+            self.model_preset
+            or self.config_name
+            or self.model_name_or_path != PlanConfig.model_name_or_path
+        )
         if self.config_overrides and not named:
-            raise ConfigError("--config_overrides changes a model: name it by --model_name_or_path or --model_preset")
+            raise ConfigError(
+                "--config_overrides changes a model: name it by --model_name_or_path or "
+                "--model_preset"
+            )
         if self.load_in_4bit and not self.lora_r:
             raise ConfigError("--load_in_4bit needs --lora_r: quantised weights are not trained")
-        if self.weights_dtype == "bf16" and (self.lora_r or self.optim != "adamw" or self.loss_type):
-            raise ConfigError("--weights_dtype bf16 is for full fine-tuning with AdamW: drop the others")
+        if self.weights_dtype == "bf16" and (
+            self.lora_r or self.optim != "adamw" or self.loss_type
+        ):
+            raise ConfigError(
+                "--weights_dtype bf16 is for full fine-tuning with AdamW: drop the others"
+            )
         if self.throughput and self.mixed_precision == "no":
             raise ConfigError("--throughput estimates bf16: drop --mixed_precision no")
         if self.train_tokens and not self.throughput:
@@ -111,7 +129,14 @@ def main() -> None:
     print("measuring a few blocks on fake tensors, about a minute ...", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            report = reports.of_throughput(job, config) if config.throughput else reports.of_memory(job, config)
-        except (AssertionError, RuntimeError) as error:  # a forward that looks at the values of its tensors
-            raise ConfigError(f"{type(architecture).__name__} cannot be measured: {first_line(error)}") from None
+            report = (
+                reports.of_throughput(job, config)
+                if config.throughput
+                else reports.of_memory(job, config)
+            )
+        # a forward that looks at the values of its tensors
+        except (AssertionError, RuntimeError) as error:
+            raise ConfigError(
+                f"{type(architecture).__name__} cannot be measured: {first_line(error)}"
+            ) from None
     print(report)

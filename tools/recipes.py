@@ -18,12 +18,17 @@ def head(path: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for path in sorted(FOLDER.glob("*.yaml")):
         lines = head(path)
         print(f"{path.stem}: {lines.pop('what')}")
         print("".join(f"    {name:<8} {text}\n" for name, text in lines.items()))
-    print("Edit the file for your data, or override it: flags on the command line win. All flags are in --help.")
+    print(
+        "Edit the file for your data, or override it: flags on the command line win. All flags are "
+        "in --help."
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ def aligned(table: list[tuple[str, ...]]) -> str:
 
 
 def architecture_of(config: PlanConfig) -> Any:
-    """The config of a model: of the recipes' models without the Hub, some of which need a login there."""
+    """The config of a model: of the recipes' models without the Hub, some of which need a login
+    there.
+    """
     if config.model_preset:
         return preset(config.model_preset)
     name = config.config_name or config.model_name_or_path
@@ -43,8 +45,13 @@ def parts_table(job: memory.Job, gpu: GPU, micro_batches: int) -> str:
     """Where an optimizer step's time goes, eager and compiled."""
     eager = throughput.estimate(job, Setting(micro_batches=micro_batches), gpu)
     compiled = throughput.estimate(job, Setting(True, micro_batches=micro_batches), gpu)
-    table: list[tuple[str, ...]] = [("", "TFLOP", "GB", "ms", "GB compiled", "ms compiled", "share", "bound")]
-    parts = [*zip(throughput.PARTS, eager, compiled, strict=True), ("all", eager.sum(0), compiled.sum(0))]
+    table: list[tuple[str, ...]] = [
+        ("", "TFLOP", "GB", "ms", "GB compiled", "ms compiled", "share", "bound")
+    ]
+    parts = [
+        *zip(throughput.PARTS, eager, compiled, strict=True),
+        ("all", eager.sum(0), compiled.sum(0)),
+    ]
     for name, plain, fused in parts:
         flops, moved, by_flops, by_bytes, seconds, _ = fused
         numbers = flops / 1e12, plain[1] / 1e9, 1e3 * plain[4], moved / 1e9, 1e3 * seconds
@@ -55,9 +62,18 @@ def parts_table(job: memory.Job, gpu: GPU, micro_batches: int) -> str:
 
 
 def ranking(job: memory.Job, config: PlanConfig, gpu: GPU, micro_batches: int) -> str:
-    """What settings give, the best that fits first. 4 bits count for memory alone: products are computed in bf16."""
-    settings = [Setting(c, k, micro_batches=micro_batches) for c in (False, True) for k in memory.CHECKPOINTING]
-    settings += [Setting(True, fused=False, micro_batches=micro_batches), Setting(True, micro_batches=8 * micro_batches)]
+    """What settings give, the best that fits first. 4 bits count for memory alone: products are
+    computed in bf16.
+    """
+    settings = [
+        Setting(c, k, micro_batches=micro_batches)
+        for c in (False, True)
+        for k in memory.CHECKPOINTING
+    ]
+    settings += [
+        Setting(True, fused=False, micro_batches=micro_batches),
+        Setting(True, micro_batches=8 * micro_batches),
+    ]
     if gpu.fp8:
         settings.append(Setting(True, fp8=True, micro_batches=micro_batches))
     rows: list[tuple[bool, float, tuple[str, ...]]] = []
@@ -65,7 +81,9 @@ def ranking(job: memory.Job, config: PlanConfig, gpu: GPU, micro_batches: int) -
         stored = replace(job, batch=rows_at_once)
         computed = replace(stored, four_bits=False)
         (_, _, peak), *_ = memory.plan(stored, 1)
-        for setting in tqdm(settings, f"measuring {rows_at_once} x {job.length}", leave=False, disable=None):
+        for setting in tqdm(
+            settings, f"measuring {rows_at_once} x {job.length}", leave=False, disable=None
+        ):
             seconds = throughput.estimate(computed, setting, gpu).sum(0)[4]
             rate = rows_at_once * job.length * setting.micro_batches / seconds
             mfu = throughput.mfu(computed, rate, gpu)
@@ -73,7 +91,13 @@ def ranking(job: memory.Job, config: PlanConfig, gpu: GPU, micro_batches: int) -
             fits = gigabytes <= config.usable
             memory_gb = f"{gigabytes:.0f}{'' if fits else '!'}" if setting.fused else "more"
             shape = f"{setting.micro_batches} x {rows_at_once} x {job.length}"
-            row: tuple[str, ...] = (f"{shape}, {setting}", f"{1e3 * seconds:.0f}", f"{rate:,.0f}", f"{mfu:.1%}", memory_gb)
+            row: tuple[str, ...] = (
+                f"{shape}, {setting}",
+                f"{1e3 * seconds:.0f}",
+                f"{rate:,.0f}",
+                f"{mfu:.1%}",
+                memory_gb,
+            )
             if config.train_tokens:
                 row += (f"{config.train_tokens / rate / 3600:,.2f}",)
             rows.append((fits, mfu, row))
@@ -90,7 +114,8 @@ def of_throughput(job: memory.Job, config: PlanConfig) -> str:
         raise ConfigError(f"--throughput cannot count the experts of {type(job.config).__name__}")
     steps = config.gradient_accumulation_steps
     lines = [
-        f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in bf16 on one {config.gpu}.",
+        f"One optimizer step of {steps} x {job.batch} x {job.length} tokens in bf16 on one "
+        f"{config.gpu}.",
         "An estimate on paper: nothing is measured.",
         f"\n{parts_table(replace(job, four_bits=False), gpu, steps)}",
         f"\n{ranking(job, config, gpu, steps)}\n",
@@ -101,47 +126,73 @@ def of_throughput(job: memory.Job, config: PlanConfig) -> str:
         lines.append("Turning 4 bits back into bf16 before each product is not counted.")
     assumed = ", ".join(f"{name} {share:.0%}" for name, share in throughput.SHARES.items())
     lines += [
-        "MFU is counted as a run logs it. Memory is what eager needs (see the plan without --throughput); "
+        "MFU is counted as a run logs it. Memory is what eager needs (see the plan without "
+        "--throughput); "
         f"! is above {config.usable:.1f} GB, which is too much.",
         "FLOPs and bytes are counted from the model's operators.",
         f"Data sheet: {gpu.flops / 1e12:g} TFLOP/s in bf16, {gpu.bandwidth / 1e12:g} TB/s.",
         f"Assumed shares of it, not measured: {assumed}.",
         f"Assumed of a cast to fp8: it moves {throughput.FP8_TRAFFIC} times its operand's bytes.",
-        "Left out: gaps between kernels, the L2 cache, falling clocks, data, logging and communication.",
+        "Left out: gaps between kernels, the L2 cache, falling clocks, data, logging and "
+        "communication.",
     ]
     return "\n".join(lines)
 
 
 def of_memory(job: memory.Job, config: PlanConfig) -> str:
-    """What each launch config takes of one GPU, and the command of the one that fits and should be fastest."""
+    """What each launch config takes of one GPU, and the command of the one that fits and should be
+    fastest.
+    """
     numbers = memory.count(job)
     header = ["launch config", "GPUs", "weights", "gradients", "optimizer"]
-    header += [f"{part} {setting}" for part in ("activations", "peak") for setting in memory.CHECKPOINTING]
+    header += [
+        f"{part} {setting}" for part in ("activations", "peak") for setting in memory.CHECKPOINTING
+    ]
     table = [tuple(header)]
-    fitting: list[tuple[int, int, str, float]] = []  # order of speed, checkpointing, launch config, GB
-    # Offloading costs most, then tensor parallelism, then recomputing. FSDP's gathers run beside the computation.
+    # order of speed, checkpointing, launch config, GB
+    fitting: list[tuple[int, int, str, float]] = []
+    # Offloading costs most, then tensor parallelism, then recomputing. FSDP's gathers run beside
+    # the computation.
     order = {"tensor_parallel": 1, "fsdp2_offload": 2}
-    for name, gpus, peak in tqdm(memory.plan(job, config.gpus), "measuring", leave=False, disable=None):
+    for name, gpus, peak in tqdm(
+        memory.plan(job, config.gpus), "measuring", leave=False, disable=None
+    ):
         totals = [peak.total(setting) / 1e9 for setting in memory.CHECKPOINTING]
-        parts = [peak.weights, peak.gradients, peak.optimizer, *(peak.activations[c] for c in memory.CHECKPOINTING)]
+        parts = [
+            peak.weights,
+            peak.gradients,
+            peak.optimizer,
+            *(peak.activations[c] for c in memory.CHECKPOINTING),
+        ]
         marked = [f"{total:.1f}{' ' if total <= config.usable else '!'}" for total in totals]
         table.append((name, str(gpus), *(f"{part / 1e9:.1f}" for part in parts), *marked))
         if gpus == config.gpus:
             speed = order.get(name, 0)
-            fitting += [(speed, i, name, total) for i, total in enumerate(totals) if total <= config.usable]
+            fitting += [
+                (speed, i, name, total) for i, total in enumerate(totals) if total <= config.usable
+            ]
     lines = [
-        f"{type(job.config).__name__.removesuffix('Config')}, {numbers.all / 1e9:.3f} B parameters, "
+        f"{type(job.config).__name__.removesuffix('Config')}, {numbers.all / 1e9:.3f} B "
+        "parameters, "
         f"{numbers.trained / 1e9:.3f} B trained; micro-batch {job.batch} x {job.length} tokens, "
         f"{'bf16 over fp32' if job.mixed else 'fp32'}. GB a GPU:\n\n{aligned(table)}\n",
-        "activations and peak: without gradient checkpointing, of every 2nd block, of all. ! is over "
-        f"{config.usable:.1f} GB ({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and fragmentation).",
+        "activations and peak: without gradient checkpointing, of every 2nd block, of all. ! is "
+        "over "
+        f"{config.usable:.1f} GB ({config.gpu_memory:g} GB less {RESERVED:.0%} for CUDA, NCCL and "
+        "fragmentation).",
     ]
     if not fitting:
-        advice = "a smaller micro-batch or --seq_length, more GPUs, LoRA (--lora_r), 4 bits (--load_in_4bit)."
+        advice = (
+            "a smaller micro-batch or --seq_length, more GPUs, LoRA (--lora_r), 4 bits "
+            "(--load_in_4bit)."
+        )
         return "\n".join([*lines, f"Nothing fits: {advice}"])
     _, setting, name, total = min(fitting, key=lambda plan: plan[:2])
     command = command_for(config, name, memory.CHECKPOINTING[setting])
-    lines.append(f"Of those that fit, this should cost least time on {config.gpus} GPU(s); {total:.1f} GB on each:\n")
+    lines.append(
+        f"Of those that fit, this should cost least time on {config.gpus} GPU(s); {total:.1f} GB "
+        "on each:\n"
+    )
     lines.append(command)
     if config.gpus > 8:
         hint = "multi_node_ddp.yaml for ddp, multi_node_hsdp.yaml for fsdp2; see docs/clusters.md."
@@ -155,7 +206,11 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
     bf16_weights = config.weights_dtype == "bf16"
     template = "lora_finetune" if config.lora_r else "full_finetune" if bf16_weights else "pretrain"
     template = "dpo" if config.loss_type else template
-    named = re.search(r"templates/(\w+)\.py", Path(recipe).read_text(encoding="utf-8")) if recipe else None
+    named = (
+        re.search(r"templates/(\w+)\.py", Path(recipe).read_text(encoding="utf-8"))
+        if recipe
+        else None
+    )
     template = named[1] if named else template
     alone = launch_config == "tensor_parallel"  # all GPUs have the same rows
     at_once = config.per_device_train_batch_size * (1 if alone else config.gpus)
@@ -174,6 +229,7 @@ def command_for(config: PlanConfig, launch_config: str, checkpointing: str) -> s
     wanted = " ".join(flag for flag, is_wanted in flags.items() if is_wanted)
     spread = f" --parallelism_config_tp_size {config.gpus}" if alone else ""
     launcher = (
-        f"accelerate launch --config_file accelerate_configs/{launch_config}.yaml --num_processes {config.gpus}{spread}"
+        f"accelerate launch --config_file accelerate_configs/{launch_config}.yaml --num_processes "
+        f"{config.gpus}{spread}"
     )
     return f"  {launcher} \\\n    templates/{template}.py {wanted}"

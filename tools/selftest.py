@@ -1,10 +1,12 @@
-"""Check that training works on this machine: train, kill, resume and compare every template on 1 and 2 CPU processes.
+"""Check that training works on this machine: train, kill, resume and compare every template on 1
+and 2 CPU processes.
 
 python -m shared selftest
 docker run IMAGE selftest
 
-Small offline runs. Prints one row for each run: whether the killed and resumed run equals the uninterrupted one, bit for
-bit, in samples, losses, learning rates, evaluations, weights and optimizer state.
+Small offline runs. Prints one row for each run: whether the killed and resumed run equals the
+uninterrupted one, bit for bit, in samples, losses, learning rates, evaluations, weights and
+optimizer state.
 """
 
 import argparse
@@ -48,22 +50,38 @@ def check(command: str) -> str:
 
 def environment() -> str:
     """Versions, user, GPUs and shared memory of this machine."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "transformers"))
-    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none seen"
-    shared_memory = f"{shutil.disk_usage('/dev/shm').total / 1e6:,.0f} MB" if Path("/dev/shm").exists() else "none"
+    packages = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "accelerate", "transformers")
+    )
+    gpus = (
+        ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        or "none seen"
+    )
+    shared_memory = (
+        f"{shutil.disk_usage('/dev/shm').total / 1e6:,.0f} MB"
+        if Path("/dev/shm").exists()
+        else "none"
+    )
     user = f"{os.getuid()}:{os.getgid()}"
-    return f"Python {platform.python_version()}, {packages}\nuser {user}, GPUs: {gpus}, /dev/shm: {shared_memory}"
+    return (
+        f"Python {platform.python_version()}, {packages}\nuser {user}, GPUs: {gpus}, /dev/shm: "
+        f"{shared_memory}"
+    )
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(environment(), flush=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(ROOT)
     failures = []
     for path in sorted(Path("templates").glob("*.py")):
         for command in small_runs(path.stem, str(path)):
-            print(f"{path.stem:<21} {1 + command.startswith(TWO)} process(es)  ", end="", flush=True)
+            print(
+                f"{path.stem:<21} {1 + command.startswith(TWO)} process(es)  ", end="", flush=True
+            )
             failure = check(command)
             print("FAILS" if failure else "resumes bit for bit", flush=True)
             failures += [f"{command}: {failure}"] if failure else []

@@ -1,14 +1,17 @@
-"""How long one optimizer step takes on one GPU, on paper: from shapes and data sheets. An estimate; nothing is measured.
+"""How long one optimizer step takes on one GPU, on paper: from shapes and data sheets. An estimate;
+nothing is measured.
 
-The model runs forward and backward with one block of each kind and with one more, and AdamW steps, on fake tensors. Each
-operator's FLOPs (as PyTorch counts them, half of attention's where it is causal) and bytes are recorded. Deeper models are
-extrapolated linearly.
-An operator takes as long as its FLOPs at the assumed rate or its bytes at the assumed bandwidth, whichever is longer.
+The model runs forward and backward with one block of each kind and with one more, and AdamW steps,
+on fake tensors. Each operator's FLOPs (as PyTorch counts them, half of attention's where it is
+causal) and bytes are recorded. Deeper models are extrapolated linearly.
+An operator takes as long as its FLOPs at the assumed rate or its bytes at the assumed bandwidth,
+whichever is longer.
 
-Eager, each operator reads its inputs and writes its outputs. Compiled, the operators between matrix products and attention
-become one kernel, as late as possible: it reads what is made elsewhere and writes what is used elsewhere, each tensor once.
-In-place operators (sums of gradients) and look-ups of embeddings stay alone. This is a little too good where the compiler
-cannot see the next block, and a little too bad where it recomputes in the backward pass what is stored here.
+Eager, each operator reads its inputs and writes its outputs. Compiled, the operators between matrix
+products and attention become one kernel, as late as possible: it reads what is made elsewhere and
+writes what is used elsewhere, each tensor once. In-place operators (sums of gradients) and look-ups
+of embeddings stay alone. This is a little too good where the compiler cannot see the next block,
+and a little too bad where it recomputes in the backward pass what is stored here.
 
 Left out: gaps between kernels, the L2 cache, falling clocks, data, logging and communication.
 """
@@ -34,11 +37,13 @@ from shared.models.counts import flops_per_token
 from tools import memory
 from tools.gpus import GPU
 
-# Assumed shares of the data sheet's figures. The best of many matrix products reaches 80 % on an H100, 71 % in fp8, and 87 %
-# on an A100 (github.com/stas00/ml-engineering, compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS"): a model's
-# own shapes get somewhat less. FlashAttention-2 reaches 35 % on an H100 (huggingface.co/papers/2407.08608).
+# Assumed shares of the data sheet's figures. The best of many matrix products reaches 80 % on an
+# H100, 71 % in fp8, and 87 % on an A100 (github.com/stas00/ml-engineering,
+# compute/accelerator/README.md, "Maximum Achievable Matmul FLOPS"): a model's own shapes get
+# somewhat less. FlashAttention-2 reaches 35 % on an H100 (huggingface.co/papers/2407.08608).
 SHARES = {"product": 0.72, "product in fp8": 0.60, "attention": 0.35, "bandwidth": 0.90}
-FP8_TRAFFIC = 1.5  # bytes moved to cast an operand to fp8, for each of its own: read at 2 bytes a number, written at 1
+# bytes moved to cast an operand to fp8, for each of its own: read at 2 bytes a number, written at 1
+FP8_TRAFFIC = 1.5
 KINDS = ("product", "attention", "weights", "other")
 PARTS = (
     "matrix products of the blocks",
@@ -71,7 +76,8 @@ class Setting:
 class Operator:
     """What one kernel computes and moves."""
 
-    kind: str  # of KINDS; "weights": casts of weight matrices and of their gradients, and sums of these
+    # of KINDS; "weights": casts of weight matrices and of their gradients, and sums of these
+    kind: str
     fusible: bool
     flops: float
     reads: dict[int, float]  # bytes, by storage
@@ -85,7 +91,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.operators: list[Operator] = []
         self.matrices = {p.shape for p in model.parameters() if p.ndim == 2}
-        self.numbers, self.next = WeakIdKeyDictionary(), count()
+        self.numbers = WeakIdKeyDictionary()
+        self.next = count()
 
     def _sizes(self, tree: Any) -> dict[int, float]:
         found: dict[int, float] = {}
@@ -94,7 +101,8 @@ class Recorder(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage not in self.numbers:
                     self.numbers[storage] = next(self.next)
-                size = min(tensor.numel() * tensor.element_size(), storage.nbytes())  # expanded tensors have fewer bytes
+                # expanded tensors have fewer bytes
+                size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
                 found[self.numbers[storage]] = max(size, found.get(self.numbers[storage], 0))
         return found
 
@@ -102,23 +110,33 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = {
-            a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(func._schema.arguments)
+            a.name: kwargs.get(a.name, args[i] if i < len(args) else None)
+            for i, a in enumerate(func._schema.arguments)
         }
         changed = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
-        changed -= {"grads"} if given.get("grad_scale") is None else set()  # which fused AdamW writes only if it scales them
+        # which fused AdamW writes only if it scales them
+        changed -= {"grads"} if given.get("grad_scale") is None else set()
         reads = self._sizes([v for name, v in given.items() if name != "out"])
-        writes = {k: v for k, v in self._sizes(result).items() if k not in reads} | self._sizes([given[n] for n in changed])
+        writes = {k: v for k, v in self._sizes(result).items() if k not in reads} | self._sizes(
+            [given[n] for n in changed]
+        )
         name = func._overloadpacket.__name__
         if not writes or name.startswith(("empty", "new_empty")):
             return result
-        if name in ("embedding", "gather", "scatter_add_", "nll_loss_forward"):  # touch no more than the second largest
+        # touch no more than the second largest
+        if name in ("embedding", "gather", "scatter_add_", "nll_loss_forward"):
             limit = sorted((reads | writes).values())[-2]
-            reads, writes = ({k: min(v, limit) for k, v in sizes.items()} for sizes in (reads, writes))
-        flops, kind = 0.0, "other"
+            reads, writes = (
+                {k: min(v, limit) for k, v in sizes.items()} for sizes in (reads, writes)
+            )
+        flops = 0.0
+        kind = "other"
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             flops = formula(*args, **kwargs, out_val=result) / (2 if given.get("is_causal") else 1)
             kind = "attention" if "attention" in name else "product"
-        elif any(t.shape in self.matrices for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
+        elif any(
+            t.shape in self.matrices for t in tree_leaves(result) if isinstance(t, torch.Tensor)
+        ):
             kind = "weights"
         fusible = not (flops or changed or name in ("embedding", "embedding_dense_backward"))
         self.operators.append(Operator(kind, fusible, flops, reads, writes))
@@ -143,13 +161,24 @@ def fuse(operators: list[Operator]) -> Iterator[Operator]:
             readers.setdefault(storage, set()).add(reader)
     for group, members in groups.items():
         made = {storage: size for member in members for storage, size in member.writes.items()}
-        reads = {storage: size for member in members for storage, size in member.reads.items() if storage not in made}
-        writes = {storage: size for storage, size in made.items() if readers.get(storage) != {group}}
+        reads = {
+            storage: size
+            for member in members
+            for storage, size in member.reads.items()
+            if storage not in made
+        }
+        writes = {
+            storage: size for storage, size in made.items() if readers.get(storage) != {group}
+        }
         yield Operator(group[1], True, 0.0, reads, writes)
 
 
-def record_step(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[list[Operator], ...]:
-    """The operators of a step's first micro-batch, of each later one (adding to gradients), and of its update with AdamW."""
+def record_step(
+    model: nn.Module, forward: Callable[[], torch.Tensor]
+) -> tuple[list[Operator], ...]:
+    """The operators of a step's first micro-batch, of each later one (adding to gradients), and of
+    its update with AdamW.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, fused=True)
     for parameter in trained:
@@ -168,7 +197,9 @@ def record_step(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[
 
 
 @cache
-def record(job: memory.Job, chosen: tuple[int, ...], setting: Setting) -> tuple[list[Operator], ...]:
+def record(
+    job: memory.Job, chosen: tuple[int, ...], setting: Setting
+) -> tuple[list[Operator], ...]:
     """`record_step` of the model with these of its blocks only."""
     with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
         model = memory._build(job, chosen, gathered=False)
@@ -176,7 +207,9 @@ def record(job: memory.Job, chosen: tuple[int, ...], setting: Setting) -> tuple[
             memory.fuse_head(model, compiled=setting.compiled)
         set_gradient_checkpointing(model, setting.checkpointing)
         tokens = torch.zeros(job.batch, job.length, dtype=torch.int64)
-        batch = {"input_ids": tokens, "labels": tokens} | ({"position_ids": tokens} if job.packed else {})
+        batch = {"input_ids": tokens, "labels": tokens} | (
+            {"position_ids": tokens} if job.packed else {}
+        )
 
         def forward() -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16):
@@ -191,7 +224,9 @@ def costs(operators: Iterable[Operator], gpu: GPU, *, fp8: bool = False) -> np.n
     for op in operators:
         share = "product in fp8" if fp8 and op.kind == "product" else op.kind
         moved = sum(op.reads.values()) + sum(op.writes.values())
-        by_flops = op.flops / (gpu.flops * SHARES.get(share, 1) * (gpu.fp8 if share != op.kind else 1))
+        by_flops = op.flops / (
+            gpu.flops * SHARES.get(share, 1) * (gpu.fp8 if share != op.kind else 1)
+        )
         by_bytes = moved / (gpu.bandwidth * SHARES["bandwidth"])
         casts = FP8_TRAFFIC * sum(op.reads.values()) if share != op.kind else 0.0
         seconds = max(by_flops, by_bytes) + casts / (gpu.bandwidth * SHARES["bandwidth"])
@@ -202,7 +237,9 @@ def costs(operators: Iterable[Operator], gpu: GPU, *, fp8: bool = False) -> np.n
 def estimate(job: memory.Job, setting: Setting, gpu: GPU) -> np.ndarray:
     """What one optimizer step costs: [PARTS, FIGURES]."""
     if setting.checkpointing == "2":
-        none, full = (estimate(job, replace(setting, checkpointing=c), gpu) for c in ("none", "full"))
+        none, full = (
+            estimate(job, replace(setting, checkpointing=c), gpu) for c in ("none", "full")
+        )
         return (none + full) / 2
 
     def step(chosen: tuple[int, ...], compiled: bool, fp8: bool) -> np.ndarray:
@@ -225,5 +262,9 @@ def estimate(job: memory.Job, setting: Setting, gpu: GPU) -> np.ndarray:
 
 
 def mfu(job: memory.Job, tokens_per_second: float, gpu: GPU) -> float:
-    """As a run logs it: without recomputation, attention as if it were not causal, over the dense bf16 peak."""
-    return (flops_per_token(memory._on_meta(job), job.length) or 0.0) * tokens_per_second / gpu.flops
+    """As a run logs it: without recomputation, attention as if it were not causal, over the dense
+    bf16 peak.
+    """
+    return (
+        (flops_per_token(memory._on_meta(job), job.length) or 0.0) * tokens_per_second / gpu.flops
+    )

@@ -20,7 +20,9 @@ PAGES = {file: page for page, file in ELSEWHERE.items()}
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     for page, file in ELSEWHERE.items():
-        files.append(File.generated(config, page, content=(ROOT / file).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, page, content=(ROOT / file).read_text(encoding="utf-8"))
+        )
     for picture in ROOT.glob("benchmarks/*.png"):
         files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
     return files
@@ -38,12 +40,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         file = normpath((folder / path).as_posix())
         if file in PAGES or file.startswith("docs/"):
             target = PAGES.get(file) or file.removeprefix("docs/")
-            return f"]({relpath(target, PurePosixPath(name).parent.as_posix() or '.')}{hash_sign}{anchor})"
+            start = PurePosixPath(name).parent.as_posix() or "."
+            return f"]({relpath(target, start)}{hash_sign}{anchor})"
         if not (ROOT / file).exists():
             return match[0]  # which --strict reports
         if file.endswith(".png"):
             return f"]({PurePosixPath(file).name})"
         return f"]({(config.repo_url or 'https://github.com').rstrip('/')}/blob/main/{file})"
 
-    markdown = re.sub(r'((?:srcset|src)=")docs/', r"\1", markdown)  # pictures for light and dark pages
+    # pictures for light and dark pages
+    markdown = re.sub(r'((?:srcset|src)=")docs/', r"\1", markdown)
     return re.sub(r"\]\(([^)\s]+)\)", link, markdown)

@@ -1,10 +1,14 @@
-"""The README's pictures: what a run of each template leaves, drawn from real runs by default settings.
+"""The README's pictures: what a run of each template leaves, drawn from real runs by default
+settings.
 
-    python benchmarks/quality.py chats --make news              # model and data of lora_finetune.py's
-    python docs/site/pictures.py --runs runs/pictures           # runs what is missing there, 30 minutes on two cores
+    python benchmarks/quality.py chats --make news              # model and data of
+    lora_finetune.py's
+    python docs/site/pictures.py --runs runs/pictures           # runs what is missing there, 30
+    minutes on two cores
 
-Each run has the template's defaults; it only logs and evaluates more often, which changes nothing that is learned. A
-picture is written twice, for light pages and for dark ones: docs/pictures/<template>-light.png and -dark.png.
+Each run has the template's defaults; it only logs and evaluates more often, which changes nothing
+that is learned. A picture is written twice, for light pages and for dark ones:
+docs/pictures/<template>-light.png and -dark.png.
 """
 
 import argparse
@@ -40,19 +44,39 @@ class Theme:
     right: str  # an answer after training
 
 
-# Page and text are GitHub's own. The pairs of colours differ in lightness, too, for readers who see few colours.
+# Page and text are GitHub's own. The pairs of colours differ in lightness, too, for readers who see
+# few colours.
 LIGHT = Theme("light", "#ffffff", "#1f2328", "#8c959f", "#0969da", "#d4740b", "#116329")
 DARK = Theme("dark", "#0d1117", "#e6edf3", "#6e7681", "#58a6ff", "#f0a35e", "#7ee787")
 
 
 def run(template: str, folder: Path, news: Path) -> None:
-    """Run a template as its demo, or on `news`, with its output in output.txt, unless that was done."""
+    """Run a template as its demo, or on `news`, with its output in output.txt, unless that was
+    done.
+    """
     if (folder / "exit.json").exists():
         return
-    often = {"image_classification": ("4", "23"), "text_classification": ("10", "45")}.get(template, ("2", "10"))
-    how = "ddp.yaml --num_processes 2 --mixed_precision no" if template == "pretrain_pipeline" else "cpu.yaml"
-    command = f"accelerate launch --config_file accelerate_configs/{how} templates/{template}.py".split()
-    command += ["--output_dir", str(folder), "--report_to", "none", "--logging_steps", often[0], "--eval_steps", often[1]]
+    often = {"image_classification": ("4", "23"), "text_classification": ("10", "45")}.get(
+        template, ("2", "10")
+    )
+    how = (
+        "ddp.yaml --num_processes 2 --mixed_precision no"
+        if template == "pretrain_pipeline"
+        else "cpu.yaml"
+    )
+    command = (
+        f"accelerate launch --config_file accelerate_configs/{how} templates/{template}.py".split()
+    )
+    command += [
+        "--output_dir",
+        str(folder),
+        "--report_to",
+        "none",
+        "--logging_steps",
+        often[0],
+        "--eval_steps",
+        often[1],
+    ]
     if template == "lora_finetune":
         command[2:2] = ["--mixed_precision", "bf16"]
         for flag, name in (
@@ -62,7 +86,11 @@ def run(template: str, folder: Path, news: Path) -> None:
         ):
             command += [f"--{flag}", str(news / name)]
     print(" ".join(command), flush=True)
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
+    pipes: Any = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "env": os.environ | {"ACCELERATE_USE_CPU": "true"},
+    }
     done = subprocess.run(command, cwd=ROOT, text=True, check=False, **pipes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "output.txt").write_text(done.stdout)
@@ -80,7 +108,15 @@ def curve(panel: Any, folder: Path, labels: dict[str, str], theme: Theme, title:
     """Lines of metrics.jsonl, each named at its right end."""
     for (key, label), colour in zip(labels.items(), (theme.first, theme.second), strict=False):
         steps, values = points(folder, key)
-        panel.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=0 if len(steps) > 12 else 4, label=label)
+        panel.plot(
+            steps,
+            values,
+            color=colour,
+            linewidth=2,
+            marker="o",
+            markersize=0 if len(steps) > 12 else 4,
+            label=label,
+        )
     panel.set_title(title, loc="left")
     panel.set_xlabel("optimizer step")
     panel.grid(axis="y", alpha=0.25)
@@ -99,18 +135,29 @@ def written(panel: Any, parts: list[tuple[str, str, str]], limit: int = 62) -> N
     y = 1.06
     for heading, text, colour in parts:
         panel.text(0, y, heading, transform=panel.transAxes, va="top", fontsize=8, alpha=0.7)
-        lines = [line if len(line) <= limit else line[: limit - 1] + "…" for line in text.splitlines()]
+        lines = [
+            line if len(line) <= limit else line[: limit - 1] + "…" for line in text.splitlines()
+        ]
         y -= 0.075
         for line in lines:
             panel.text(
-                0.01, y, line, transform=panel.transAxes, va="top", family="DejaVu Sans Mono", fontsize=7.5, color=colour
+                0.01,
+                y,
+                line,
+                transform=panel.transAxes,
+                va="top",
+                family="DejaVu Sans Mono",
+                fontsize=7.5,
+                color=colour,
             )
             y -= 0.075
         y -= 0.05
 
 
 def answers(folder: Path) -> dict[str, str]:
-    """The first prompt, its reference, and the model's answers before and after, from what the run printed."""
+    """The first prompt, its reference, and the model's answers before and after, from what the run
+    printed.
+    """
     found: dict[str, list[str]] = {}
     heading = ""
     for line in (folder / "output.txt").read_text().splitlines():
@@ -129,11 +176,18 @@ def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
     loss(left, folder, theme)
     said = answers(folder)
-    after = max((name for name in said if name.startswith("model at step")), key=lambda name: int(name.split()[-1]))
+    after = max(
+        (name for name in said if name.startswith("model at step")),
+        key=lambda name: int(name.split()[-1]),
+    )
     if "<|im_start|>" in said["prompt"]:  # of the news
         heading = "a validation prompt"
         said = {name: "\n".join(textwrap.wrap(text, 62)) for name, text in said.items()}
-        prompt = "\n".join(textwrap.wrap(re.split(r"<\|im_start\|>user|<\|im_end\|>", said["prompt"])[2].strip(), 62))
+        prompt = "\n".join(
+            textwrap.wrap(
+                re.split(r"<\|im_start\|>user|<\|im_end\|>", said["prompt"])[2].strip(), 62
+            )
+        )
         first = said["model at step 0"]
     else:
         heading = "a validation prompt: write the docstring of"
@@ -145,14 +199,24 @@ def conversation(figure: Figure, folder: Path, theme: Theme) -> None:
             (heading, "\n".join(prompt.splitlines()[:5]), theme.text),
             ("answer in the data", "\n".join(said["reference"].splitlines()[:2]), theme.text),
             ("answer before training", first, theme.second),
-            (f"answer after {after.split()[-1]} steps", "\n".join(said[after].splitlines()[:3]), theme.right),
+            (
+                f"answer after {after.split()[-1]} steps",
+                "\n".join(said[after].splitlines()[:3]),
+                theme.right,
+            ),
         ],
     )
 
 
 def preferences(figure: Figure, folder: Path, theme: Theme) -> None:
     left, right = figure.subplots(1, 2)
-    curve(left, folder, {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, theme, "rewards of the two answers")
+    curve(
+        left,
+        folder,
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+        theme,
+        "rewards of the two answers",
+    )
     curve(right, folder, {"eval_accuracy": ""}, theme, "validation pairs ranked rightly")
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
@@ -163,7 +227,15 @@ def matrix(panel: Any, folder: Path, theme: Theme, counts: np.ndarray, names: li
     panel.imshow(share, cmap=colours, vmin=0, vmax=1)
     for true, predicted in np.argwhere(counts):
         colour = theme.page if share[true, predicted] > 0.5 else theme.text
-        panel.text(predicted, true, counts[true, predicted], ha="center", va="center", fontsize=7, color=colour)
+        panel.text(
+            predicted,
+            true,
+            counts[true, predicted],
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=colour,
+        )
     short = max(map(len, names)) < 3
     panel.set_xticks(range(len(names)) if short else [], names if short else None)
     panel.set_yticks(range(len(names)), names)
@@ -179,7 +251,8 @@ def confusion(folder: Path) -> tuple[np.ndarray, list[str]]:
     names = list(report["classes"])
     counts = np.diag([report["classes"][name]["support"] for name in names])
     for mistake in report["mistakes"]:
-        true, predicted = names.index(mistake["label"]), names.index(mistake["predicted"])
+        true = names.index(mistake["label"])
+        predicted = names.index(mistake["predicted"])
         counts[true, true] -= 1
         counts[true, predicted] += 1
     return counts, names
@@ -220,7 +293,13 @@ def pretraining(figure: Figure, folder: Path, theme: Theme) -> None:
     first, *_, last = sampled(folder)
     before, after = ("\n".join(text.splitlines()[:9]) for text in (first, last))
     short = "\n".join(line for line in before.splitlines()[:3])
-    written(right, [("text before training", short, theme.second), ("text after training", after, theme.right)])
+    written(
+        right,
+        [
+            ("text before training", short, theme.second),
+            ("text after training", after, theme.right),
+        ],
+    )
 
 
 def pipeline(figure: Figure, folder: Path, theme: Theme) -> None:
@@ -243,7 +322,10 @@ DRAWN: dict[str, Callable[[Figure, Path, Theme], None]] = {
 def draw(template: str, folder: Path, theme: Theme) -> None:
     style: dict[str, Any] = {
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.page),
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), theme.text),
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"),
+            theme.text,
+        ),
         "axes.edgecolor": theme.faint,
         "grid.color": theme.faint,
         "font.size": 8.5,
@@ -257,10 +339,16 @@ def draw(template: str, folder: Path, theme: Theme) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "pictures", help="where the runs are, or go")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "pictures", help="where the runs are, or go"
+    )
     parser.add_argument("--templates", nargs="+", default=list(DRAWN), choices=list(DRAWN))
-    parser.add_argument("--news", type=Path, default=ROOT / "news", help="the folder of quality.py chats --make")
+    parser.add_argument(
+        "--news", type=Path, default=ROOT / "news", help="the folder of quality.py chats --make"
+    )
     given = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     for template in given.templates:

@@ -16,18 +16,38 @@ from shared.process.errors import ConfigError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a finished run, or of a model or an adapter")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run", type=Path, help="folder of a finished run, or of a model or an adapter"
+    )
     parser.add_argument("question", nargs="+", help="one or several, each in quotes")
     parser.add_argument("--system", help="a system message before each question")
-    parser.add_argument("--plain", action="store_true", help="without the chat template, for prompts and completions")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens of an answer, at most (default: 200)")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="without the chat template, for prompts and completions",
+    )
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=200,
+        help="tokens of an answer, at most (default: 200)",
+    )
     options = parser.parse_args()
     folder = next(
-        (place for place in (options.run / "final", options.run) if (place / "tokenizer_config.json").exists()), None
+        (
+            place
+            for place in (options.run / "final", options.run)
+            if (place / "tokenizer_config.json").exists()
+        ),
+        None,
     )
     if folder is None:
-        raise ConfigError(f"{options.run}: no finished run and no model: a run has final/ when it is done")
+        raise ConfigError(
+            f"{options.run}: no finished run and no model: a run has final/ when it is done"
+        )
 
     import torch
     from peft import PeftModel
@@ -38,10 +58,14 @@ def main() -> None:
     from shared.run import launch
 
     launch.quieten_libraries()
-    tokenizer, adapter, name = from_hub(AutoTokenizer, folder), folder / "adapter_config.json", str(folder)
+    tokenizer = from_hub(AutoTokenizer, folder)
+    adapter = folder / "adapter_config.json"
+    name = str(folder)
     if adapter.exists():
         name = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    model = from_hub(AutoModelForCausalLM, name, dtype="auto", device_map="auto", use_safetensors=True)
+    model = from_hub(
+        AutoModelForCausalLM, name, dtype="auto", device_map="auto", use_safetensors=True
+    )
     if adapter.exists():
         model = from_hub(PeftModel, folder, first=model)
     model.eval()
@@ -51,11 +75,15 @@ def main() -> None:
         else:
             turns = [{"role": "system", "content": options.system}] * bool(options.system)
             turns += [{"role": "user", "content": question}]
-            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            ids = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
         ids = {key: value.to(model.device) for key, value in ids.items() if key != "token_type_ids"}
         with_base = {"base": model.disable_adapter} if adapter.exists() else {}
         for who, as_it in ({**with_base, options.run.name: contextlib.nullcontext}).items():
             with as_it(), torch.no_grad():
-                found = model.generate(**ids, max_new_tokens=options.max_new_tokens)[0, ids["input_ids"].shape[1] :]
+                found = model.generate(**ids, max_new_tokens=options.max_new_tokens)[
+                    0, ids["input_ids"].shape[1] :
+                ]
             answer = tokenizer.decode(found, skip_special_tokens=True).strip()
             print(f"--- {who}\n{first_lines(answer) if who == 'base' else answer}")

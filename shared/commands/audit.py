@@ -18,7 +18,9 @@ class Differs(CleanExit):
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m shared audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m shared audit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's output_dir")
     run_dir = parser.parse_args().run
@@ -30,4 +32,7 @@ def main() -> None:
         print(shown(f"  {name}: {used:,} used of {of:,} samples, {used / of:.2f} epochs"))
     if findings.problems:
         raise Differs("; ".join(findings.problems))
-    print("each sample was used at most once an epoch, and in whole epochs exactly once; each step was done once")
+    print(
+        "each sample was used at most once an epoch, and in whole epochs exactly once; each step "
+        "was done once"
+    )

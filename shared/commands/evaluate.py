@@ -1,10 +1,13 @@
-"""Evaluate a finished run on other data, with the metrics of its template. An adapter is compared with its base and merged.
+"""Evaluate a finished run on other data, with the metrics of its template. An adapter is compared
+with its base and merged.
 
-python -m shared evaluate runs/chat --test_file test.jsonl -- accelerate launch templates/lora_finetune.py
-python -m shared evaluate runs/photos --test_dir test/ -- accelerate launch templates/image_classification.py
+python -m shared evaluate runs/chat --test_file test.jsonl -- accelerate launch
+templates/lora_finetune.py
+python -m shared evaluate runs/photos --test_dir test/ -- accelerate launch
+templates/image_classification.py
 
-Gives the template the settings of RUN/config.yaml, the weights in RUN/final, your data to validate on, and no step to train.
-What it writes is in RUN/evaluations/<name of your data>/.
+Gives the template the settings of RUN/config.yaml, the weights in RUN/final, your data to validate
+on, and no step to train. What it writes is in RUN/evaluations/<name of your data>/.
 """
 
 import argparse
@@ -23,11 +26,24 @@ from shared.process.errors import CleanExit, ConfigError
 from shared.process.files import read_json_lines
 
 # What says how a new model or adapter is made, how long it trains, and where it is put.
-DROPPED = {"config_name", "config_overrides", "num_train_epochs", "max_tokens", "output_dir", "resume_from_checkpoint"}
+DROPPED = {
+    "config_name",
+    "config_overrides",
+    "num_train_epochs",
+    "max_tokens",
+    "output_dir",
+    "resume_from_checkpoint",
+}
 DROPPED |= {"validation_file", "validation_dir", "validation_split_name", "allow_changed"}
 SOURCES = ("train_file", "train_dir", "dataset_name")
 KEPT = {"load_in_4bit", "load_in_8bit", "text_only", "lora_experts"}  # of AdapterConfig
-ONLY = {"max_steps": 0, "report_to": "none", "num_generations": 0, "eval_samples": 10**9, "merge_adapter": False}
+ONLY = {
+    "max_steps": 0,
+    "report_to": "none",
+    "num_generations": 0,
+    "eval_samples": 10**9,
+    "merge_adapter": False,
+}
 
 
 class Failed(CleanExit):
@@ -35,29 +51,44 @@ class Failed(CleanExit):
 
 
 def settings(run: Path, weights: Path) -> dict[str, Any]:
-    """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or base (no folder)."""
+    """Flags for the template to evaluate `weights`: final/ of an adapter or a model, merged/, or
+    base (no folder).
+    """
     given = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     if not any(given.get(source) for source in SOURCES):
         raise ConfigError(f"{run} trained on the demo's data: evaluate a run on data of your own")
-    of_adapters = set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
+    of_adapters = (
+        set(AdapterConfig.__dataclass_fields__) - KEPT if "adapter_name_or_path" in given else set()
+    )
     kept = {key: value for key, value in given.items() if key not in DROPPED | of_adapters}
     kept |= {key: value for key, value in ONLY.items() if key in given}
     if weights.name == "base":  # a new adapter changes nothing yet
         return kept
-    name = "adapter_name_or_path" if (weights / "adapter_config.json").exists() else "model_name_or_path"
+    name = (
+        "adapter_name_or_path"
+        if (weights / "adapter_config.json").exists()
+        else "model_name_or_path"
+    )
     return kept | {name: str(weights)}
 
 
-def evaluate(run: Path, weights: Path, data: dict[str, str], whole: Path, command: list[str]) -> dict[str, float]:
-    """What the template measures of these weights. What it writes is in `whole`, in place of an earlier evaluation."""
+def evaluate(
+    run: Path, weights: Path, data: dict[str, str], whole: Path, command: list[str]
+) -> dict[str, float]:
+    """What the template measures of these weights. What it writes is in `whole`, in place of an
+    earlier evaluation.
+    """
     folder = whole.with_name(f".tmp-{whole.name}")
-    shutil.rmtree(folder, ignore_errors=True)  # of one that failed: a run that is finished would not start again
+    # of one that failed: a run that is finished would not start again
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     flags = settings(run, weights) | data | {"output_dir": str(folder)}
     (folder / "settings.yaml").write_text(yaml.safe_dump(flags), encoding="utf-8")
     print(f"evaluating {weights.name} ...", file=sys.stderr, flush=True)
     output: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, "--config", str(folder / "settings.yaml")], **output) as process:
+    with subprocess.Popen(
+        [*command, "--config", str(folder / "settings.yaml")], **output
+    ) as process:
         lines = []
         for line in process.stderr or ():
             lines.append(line)
@@ -78,34 +109,56 @@ def evaluate(run: Path, weights: Path, data: dict[str, str], whole: Path, comman
     (folder / "curves.png").unlink(missing_ok=True)  # of one point
     shutil.rmtree(whole, ignore_errors=True)
     folder.rename(whole)
-    rows = [row for row in read_json_lines(whole / "metrics.jsonl") if any(key.startswith("eval_") for key in row)]
-    return {key.removeprefix("eval_"): value for key, value in rows[-1].items() if key.startswith("eval_")}
+    rows = [
+        row
+        for row in read_json_lines(whole / "metrics.jsonl")
+        if any(key.startswith("eval_") for key in row)
+    ]
+    return {
+        key.removeprefix("eval_"): value
+        for key, value in rows[-1].items()
+        if key.startswith("eval_")
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder of a finished run")
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--test_file", help="as --validation_file")
     data.add_argument("--test_dir", help="as --validation_dir, for images in class folders")
-    parser.add_argument("command", nargs="+", help="after --: how the template is launched, without its flags")
+    parser.add_argument(
+        "command", nargs="+", help="after --: how the template is launched, without its flags"
+    )
     options = parser.parse_args()
     if not (options.run / "config.yaml").exists() or not (options.run / "final").is_dir():
-        raise ConfigError(f"{options.run}: no finished run, which has config.yaml and final/: its own command finishes it")
+        raise ConfigError(
+            f"{options.run}: no finished run, which has config.yaml and final/: its own command "
+            "finishes it"
+        )
     chosen = {"validation_file": options.test_file, "validation_dir": options.test_dir}
-    given: dict[str, Any] = {key: str(Path(value).resolve()) for key, value in chosen.items() if value}
+    given: dict[str, Any] = {
+        key: str(Path(value).resolve()) for key, value in chosen.items() if value
+    }
     places = [options.run / name for name in ("final", "merged") if (options.run / name).is_dir()]
     places = [options.run / "base"] * (options.run / "final/adapter_config.json").exists() + places
     into = options.run.resolve() / "evaluations" / Path(*given.values()).stem
     found = {
-        place.name: evaluate(options.run.resolve(), place.resolve(), given, into / place.name, options.command)
+        place.name: evaluate(
+            options.run.resolve(), place.resolve(), given, into / place.name, options.command
+        )
         for place in places
     }
     names = list(dict.fromkeys(name for values in found.values() for name in values))
     wide = max(map(len, names)) + 2
     print(" " * wide + "".join(f"{place:>16}" for place in found))
     for name in names:
-        print(f"{name:>{wide}}" + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values()))
+        print(
+            f"{name:>{wide}}"
+            + "".join(f"{values.get(name, float('nan')):>16.4f}" for values in found.values())
+        )
     print("more in " + ", ".join(str(into / name) for name in found), file=sys.stderr)
 
 

@@ -1,14 +1,17 @@
-"""Run a launcher so that signals stop the training with a checkpoint, and return the training's own exit code.
+"""Run a launcher so that signals stop the training with a checkpoint, and return the training's own
+exit code.
 
 python -m shared run accelerate launch templates/pretrain.py --output_dir runs/first
 
-The containers and jobs start everything this way. SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go to the training processes,
-which write a checkpoint and end. The launcher would die before that, so it ignores them. (It may get SIGHUP and
-die; then this command waits for the training.) A training that --max_restarts starts after the signal ends before its
-first step. On a signal, a command without a training process is killed. The launcher's traceback is left out where the
-training has said why it ended. `accelerate launch` turns every exit code into 1; this command returns the original:
-0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 5 another process does not answer, 143 stopped by
-SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything else.
+The containers and jobs start everything this way. SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGHUP go
+to the training processes, which write a checkpoint and end. The launcher would die before that, so
+it ignores them. (It may get SIGHUP and die; then this command waits for the training.) A training
+that --max_restarts starts after the signal ends before its first step. On a signal, a command
+without a training process is killed. The launcher's traceback is left out where the training has
+said why it ended. `accelerate launch` turns every exit code into 1; this command returns the
+original: 0 done, 2 input or settings, 3 checkpoint or disk, 4 loss not finite, 5 another process
+does not answer, 143 stopped by SIGTERM, 130 by SIGINT, 138 by SIGUSR1, 129 by SIGHUP, 1 anything
+else.
 """
 
 import contextlib
@@ -49,10 +52,16 @@ def run(command: list[str]) -> int:
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda number, _frame: seen.append(number))
     with tempfile.TemporaryDirectory(prefix="run-") as folder:
-        # torch's launcher kills the training this many seconds after a signal; 30 by default, too short for a checkpoint.
+        # torch's launcher kills the training this many seconds after a signal; 30 by default, too
+        # short for a checkpoint.
         env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "290"} | os.environ | {"TEMPLATES_RUN": folder}
-        # torch's launcher would set handlers for all of them again. Let it do so for SIGHUP, unless started by nohup.
-        env |= {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT" if signal.SIGHUP in STOP_SIGNALS else "SIGQUIT"}
+        # torch's launcher would set handlers for all of them again. Let it do so for SIGHUP, unless
+        # started by nohup.
+        env |= {
+            "PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"
+            if signal.SIGHUP in STOP_SIGNALS
+            else "SIGQUIT"
+        }
         try:
             process = subprocess.Popen(command, env=env, preexec_fn=_ignore_stop_signals)
         except OSError as error:
@@ -61,20 +70,26 @@ def run(command: list[str]) -> int:
         signalled: set[int] = set()  # training processes that have got a signal
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.02 if seen else 0.2)  # restarted processes must end before they remove exit.json
+                # restarted processes must end before they remove exit.json
+                process.wait(timeout=0.02 if seen else 0.2)
             for number in seen[passed:]:
                 passed += 1
                 signalled = _training(folder)
                 if not _pass_on(number, signalled):
                     kill(process.pid)
-            if seen:  # with --max_restarts torch's launcher takes the stop for a failure, and starts new processes
+            # with --max_restarts torch's launcher takes the stop for a failure, and starts new
+            # processes
+            if seen:
                 late = _training(folder) - signalled
                 _pass_on(seen[0], late)
                 signalled |= late
         _wait_for_checkpoints(folder)
         noted = Path(folder, "code")
-        code = noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
-    if code.endswith("?"):  # the training wrote that a signal ended it, perhaps the launcher's after another process failed
+        code = (
+            noted.read_text() if process.returncode and noted.exists() else str(process.returncode)
+        )
+    # the training wrote that a signal ended it, perhaps the launcher's after another process failed
+    if code.endswith("?"):
         code = code.removesuffix("?") if seen else "1"
     if seen and (int(code) == STOPPED or int(code) < 0):
         return 128 + seen[0]
@@ -82,10 +97,13 @@ def run(command: list[str]) -> int:
 
 
 def launch() -> None:
-    """`accelerate launch`, in a process of its own, without its traceback where the training has said why it ended."""
+    """`accelerate launch`, in a process of its own, without its traceback where the training has
+    said why it ended.
+    """
     from accelerate.commands import launch as accelerate
 
-    alarms = ("(exitcode: 143)", "closing signal SIGTERM")  # of torch's launcher, also after a stop that was asked for
+    # of torch's launcher, also after a stop that was asked for
+    alarms = ("(exitcode: 143)", "closing signal SIGTERM")
     log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     log.addFilter(lambda record: not any(alarm in record.getMessage() for alarm in alarms))
     try:
@@ -93,7 +111,10 @@ def launch() -> None:
     except Exception as error:
         killed = -getattr(error, "returncode", 0)
         if killed > 0:
-            print(f"killed by {signal.Signals(killed).name}; the same command continues from the last checkpoint")
+            print(
+                f"killed by {signal.Signals(killed).name}; the same command continues from the "
+                "last checkpoint"
+            )
             sys.exit(128 + killed)
         if not Path(os.environ["TEMPLATES_RUN"], "code").exists():
             raise
@@ -101,17 +122,22 @@ def launch() -> None:
 
 
 def _ignore_stop_signals() -> None:
-    """Called in the command's process; its children inherit it. Some clusters signal every process of a job."""
+    """Called in the command's process; its children inherit it. Some clusters signal every process
+    of a job.
+    """
     for number in STOP_SIGNALS - {signal.SIGHUP}:  # the training would think that nohup started it
         signal.signal(number, signal.SIG_IGN)
 
 
 def _training(folder: str) -> set[int]:
-    """Process ids of all trainings: each writes its id and its start to `folder` once it can handle signals.
+    """Process ids of all trainings: each writes its id and its start to `folder` once it can handle
+    signals.
 
     Not of those whose id is another process's by now.
     """
-    noted = {int(path.name): path.read_text(encoding="utf-8") for path in Path(folder).glob("[0-9]*")}
+    noted = {
+        int(path.name): path.read_text(encoding="utf-8") for path in Path(folder).glob("[0-9]*")
+    }
     return {pid for pid, start in noted.items() if start in ("", start_of(pid))}
 
 
@@ -126,7 +152,9 @@ def _pass_on(number: int, processes: set[int]) -> bool:
 
 
 def _wait_for_checkpoints(folder: str, seconds: float = 290) -> None:
-    """Wait until all training processes have ended: after a launcher was killed, they may still write a checkpoint."""
+    """Wait until all training processes have ended: after a launcher was killed, they may still
+    write a checkpoint.
+    """
     import psutil
 
     def still_runs(pid: int) -> bool:

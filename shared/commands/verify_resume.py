@@ -1,11 +1,13 @@
-"""Check that your training resumes exactly: kill and resume a run, and compare it with an uninterrupted one.
+"""Check that your training resumes exactly: kill and resume a run, and compare it with an
+uninterrupted one.
 
 python -m shared verify-resume -- accelerate launch train.py --train_file chats.jsonl
 
-Runs your command for a few steps. Then runs it in another folder, kills all its processes (SIGKILL) half-way, and runs it
-again. Both runs must have the same samples in each step, losses, learning rates, evaluations, weights and optimizer state,
-bit for bit: they get --deterministic, without which GPUs add in a varying order. Prints which of them differ, and ends with
-exit code 3 if one does.
+Runs your command for a few steps. Then runs it in another folder, kills all its processes (SIGKILL)
+half-way, and runs it again. Both runs must have the same samples in each step, losses, learning
+rates, evaluations, weights and optimizer state, bit for bit: they get --deterministic, without
+which GPUs add in a varying order. Prints which of them differ, and ends with exit code 3 if one
+does.
 """
 
 import argparse
@@ -31,12 +33,22 @@ from shared.process.files import read_json_lines
 from shared.run.checkpoint_files import checkpoints
 from shared.run.tensors import read_tensors
 
-MEASURED = ("trained_", "processed_", "data_wait_share", "peak_memory_gb", "mfu")  # begin names of what is no learning
+# begin names of what is no learning
+MEASURED = ("trained_", "processed_", "data_wait_share", "peak_memory_gb", "mfu")
 # Flags that this command sets itself, and the budgets that its --max_steps replaces.
-OURS = {"output_dir", "max_steps", "num_train_epochs", "max_tokens", "save_steps", "save_total_limit", "logging_steps"}
+OURS = {
+    "output_dir",
+    "max_steps",
+    "num_train_epochs",
+    "max_tokens",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+}
 OURS |= {"report_to", "audit_data", "resume_from_checkpoint", "deterministic"}
 WHY = (
-    "a step may depend only on its number, the seed (launch.seed_step) and what the checkpoint holds: the model, the "
+    "a step may depend only on its number, the seed (launch.seed_step) and what the checkpoint "
+    "holds: the model, the "
     "optimizers, run.state.notes and run.keep"
 )
 
@@ -48,7 +60,9 @@ class Differs(CleanExit):
 
 
 def without_ours(command: Sequence[str], folder: Path) -> list[str]:
-    """The user's command without the flags in `OURS`, also without those in the YAML file of --config."""
+    """The user's command without the flags in `OURS`, also without those in the YAML file of
+    --config.
+    """
     kept: list[str] = []
     dropping = False
     for token in command:
@@ -62,7 +76,11 @@ def without_ours(command: Sequence[str], folder: Path) -> list[str]:
         with contextlib.suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
             if token == "--config":
                 values = yaml.safe_load(Path(kept[i + 1]).expanduser().read_text(encoding="utf-8"))
-                values = {key: value for key, value in values.items() if str(key).replace("-", "_") not in OURS}
+                values = {
+                    key: value
+                    for key, value in values.items()
+                    if str(key).replace("-", "_") not in OURS
+                }
                 kept[i + 1] = str(folder / "config.yaml")
                 Path(kept[i + 1]).write_text(yaml.safe_dump(values), encoding="utf-8")
     return kept
@@ -77,7 +95,8 @@ def train(
     deterministic: bool = True,
     on_step: Callable[[int], Any] = lambda step: None,
 ) -> None:
-    """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after` and saved a checkpoint.
+    """Run the command for `run_dir`; kill all its processes once it has logged step `kill_after`
+    and saved a checkpoint.
 
     Args:
         on_step: called again and again with the step that was logged last.
@@ -85,13 +104,31 @@ def train(
     Raises:
         ConfigError: it fails by itself, or ends before it could be killed.
     """
-    flags = ["--output_dir", run_dir, "--max_steps", steps, "--save_steps", max(1, steps // 3), "--save_total_limit", 9]
-    flags += ["--logging_steps", 1, "--report_to", "none", "--audit_data", *(["--deterministic"] if deterministic else [])]
+    flags = [
+        "--output_dir",
+        run_dir,
+        "--max_steps",
+        steps,
+        "--save_steps",
+        max(1, steps // 3),
+        "--save_total_limit",
+        9,
+    ]
+    flags += [
+        "--logging_steps",
+        1,
+        "--report_to",
+        "none",
+        "--audit_data",
+        *(["--deterministic"] if deterministic else []),
+    ]
     log = run_dir.with_suffix(".log")
     # A `shared run` around this must not see the kill.
     env = {name: value for name, value in os.environ.items() if name != "TEMPLATES_RUN"}
     with log.open("a") as output:
-        process = subprocess.Popen([*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(
+            [*command, *map(str, flags)], stdout=output, stderr=subprocess.STDOUT, env=env
+        )
         while process.poll() is None:
             on_step(step := logged(run_dir))
             if kill_after is not None and step >= kill_after and checkpoints(run_dir):
@@ -101,23 +138,36 @@ def train(
             time.sleep(0.02)
     if process.returncode or kill_after is not None:
         text = log.read_text(errors="replace")
-        what = f"failed with exit code {process.returncode}" if process.returncode else "ended before it could be killed"
+        what = (
+            f"failed with exit code {process.returncode}"
+            if process.returncode
+            else "ended before it could be killed"
+        )
         cause = re.search(r"^error: (.*)", text.replace("\r", "\n"), re.M)
         if cause is None:  # probably a traceback
             print(text[-4000:], file=sys.stderr)
-        raise ConfigError(f"the command {what}" + (f": {cause[1]}" if cause else "; its output ends as above"))
+        raise ConfigError(
+            f"the command {what}" + (f": {cause[1]}" if cause else "; its output ends as above")
+        )
 
 
 def logged(run_dir: Path) -> int:
     """The last optimizer step in metrics.jsonl; 0 before there is one."""
     with contextlib.suppress(OSError):
-        return max((row["step"] for row in read_json_lines(run_dir / "metrics.jsonl") if "loss" in row), default=0)
+        return max(
+            (row["step"] for row in read_json_lines(run_dir / "metrics.jsonl") if "loss" in row),
+            default=0,
+        )
     return 0
 
 
 def compare(one: Path, other: Path) -> dict[str, str]:
-    """What differs between two runs, by part: where it differs first, or an empty string if it is equal bit for bit."""
-    found = {"samples of each step": _first(audit.samples_of_steps(one), audit.samples_of_steps(other))}
+    """What differs between two runs, by part: where it differs first, or an empty string if it is
+    equal bit for bit.
+    """
+    found = {
+        "samples of each step": _first(audit.samples_of_steps(one), audit.samples_of_steps(other))
+    }
     apart = (*MEASURED, "step", "learning_rate", "eval_")
     wanted: dict[str, Callable[[str], bool]] = {
         "losses and own values": lambda key: not key.startswith(apart),
@@ -127,11 +177,18 @@ def compare(one: Path, other: Path) -> dict[str, str]:
     for part, of_it in wanted.items():
         found[part] = _first(_rows(one, of_it), _rows(other, of_it))
     mine, theirs = (read_tensors(checkpoints(run)[-1]) for run in (one, other))
-    parts = {"weights": ("model.",), "optimizer's state": ("optimizer.", "replica", "outer.", "flight.")}
+    parts = {
+        "weights": ("model.",),
+        "optimizer's state": ("optimizer.", "replica", "outer.", "flight."),
+    }
     parts["averages and others"] = ("ema.", "extra.", "rank")
     for part, keys in parts.items():
         names = {name for name in mine | theirs if name.startswith(keys)}
-        unlike = sorted(n for n in names if n not in mine or n not in theirs or not torch.equal(mine[n], theirs[n]))
+        unlike = sorted(
+            n
+            for n in names
+            if n not in mine or n not in theirs or not torch.equal(mine[n], theirs[n])
+        )
         found[part] = f"{len(unlike)} of {len(names)} tensors, first {unlike[0]}" if unlike else ""
     return found
 
@@ -145,26 +202,35 @@ def _rows(run_dir: Path, wanted: Callable[[str], bool]) -> dict[int, dict[str, A
 
 def _first(one: dict[int, Any], other: dict[int, Any]) -> str:
     for step in sorted(one.keys() | other.keys()):
-        mine, theirs = one.get(step), other.get(step)
+        mine = one.get(step)
+        theirs = other.get(step)
         if mine == theirs:
             continue
         if isinstance(mine, dict) and isinstance(theirs, dict):
             name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
-            mine, theirs = f"{name} {mine.get(name)}", theirs.get(name)
+            mine = f"{name} {mine.get(name)}"
+            theirs = theirs.get(name)
         return f"first at step {step}: {str(mine)[:60]}, resumed {str(theirs)[:60]}"
     return "" if one else "nothing was recorded"
 
 
 def verify(
-    command: Sequence[str], folder: Path, steps: int, *, verbose: bool = False, deterministic: bool = True
+    command: Sequence[str],
+    folder: Path,
+    steps: int,
+    *,
+    verbose: bool = False,
+    deterministic: bool = True,
 ) -> dict[str, str]:
-    """Train without interruption, train with a kill and resume, and compare both in the empty `folder`: see `compare`.
+    """Train without interruption, train with a kill and resume, and compare both in the empty
+    `folder`: see `compare`.
 
     Raises:
         ConfigError: the command fails by itself.
         Differs: the second run starts from scratch instead of resuming.
     """
-    straight, killed = folder / "straight", folder / "killed"
+    straight = folder / "straight"
+    killed = folder / "killed"
     half = max(1, steps * 7 // 12)
     command = without_ours(command, folder)
     for text, run_dir, kill_after in (
@@ -178,24 +244,36 @@ def verify(
         with tqdm(total=steps, unit="step", leave=False, disable=None if verbose else True) as bar:
             train(command, run_dir, **how, on_step=lambda step: bar.update(step - bar.n))
     if "resumed from" not in killed.with_suffix(".log").read_text(errors="replace"):
-        raise Differs("the run did not resume: it started from scratch, so equal results prove nothing")
+        raise Differs(
+            "the run did not resume: it started from scratch, so equal results prove nothing"
+        )
     return compare(straight, killed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m shared verify-resume", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m shared verify-resume",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps to train, at least 3 (default: 12)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="optimizer steps to train, at least 3 (default: 12)"
+    )
     parser.add_argument("--keep", type=Path, help="keep both runs in this empty folder")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the whole command that starts the training")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        help="-- and the whole command that starts the training",
+    )
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.steps < 3:
         raise ConfigError(f"--steps must be at least 3, not {options.steps}")
     if not command:
         raise ConfigError("give `--` and the command that starts the training")
-    with tempfile.TemporaryDirectory(prefix="verify-resume-", ignore_cleanup_errors=True) as temporary:
+    with tempfile.TemporaryDirectory(
+        prefix="verify-resume-", ignore_cleanup_errors=True
+    ) as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -205,4 +283,7 @@ def main() -> None:
         print(f"  {part:<22} {'DIFFERS: ' + difference if difference else 'same, bit for bit'}")
     if any(found.values()):
         raise Differs(f"the resumed run differs from the uninterrupted one: {WHY}")
-    print("a killed run continues as if it had not been killed (on GPUs without --deterministic: to rounding)")
+    print(
+        "a killed run continues as if it had not been killed (on GPUs without --deterministic: to "
+        "rounding)"
+    )

@@ -1,7 +1,9 @@
-"""The groups of flags that templates compose their `Config` from. The comment of each field is its --help.
+"""The groups of flags that templates compose their `Config` from. The comment of each field is its
+--help.
 
-`FREE` names the fields that do not change what the model learns: a run resumes with other values of these. Any other field
-that differs from the checkpoint's is refused unless --allow_changed names it. Data files are free: their content counts.
+`FREE` names the fields that do not change what the model learns: a run resumes with other values of
+these. Any other field that differs from the checkpoint's is refused unless --allow_changed names
+it. Data files are free: their content counts.
 
 This module and its imports stay clear of torch, so that --help and a mistyped flag answer at once.
 """
@@ -22,23 +24,31 @@ class BatchConfig:
     """Batch and budget."""
 
     FREE: ClassVar = frozenset(
-        {"per_device_train_batch_size", "per_device_eval_batch_size", "find_batch_size", "dataloader_num_workers"}
+        {
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "find_batch_size",
+            "dataloader_num_workers",
+        }
     )
 
-    # Samples (rows, where samples are packed) in one optimizer step, over all devices and accumulated micro-batches; 0: by
-    # the data, so that a run has at least 100 steps where it can (docs/quality.md)
+    # Samples (rows, where samples are packed) in one optimizer step, over all devices and
+    # accumulated micro-batches; 0: by the data, so that a run has at least 100 steps where it can
+    # (docs/quality.md)
     global_batch_size: int = 0
-    # Samples in one forward and backward of one device, at most: fewer where they do not divide a device's share of the
-    # global batch. Accumulation follows from it; the summary shows both.
+    # Samples in one forward and backward of one device, at most: fewer where they do not divide a
+    # device's share of the global batch. Accumulation follows from it; the summary shows both.
     per_device_train_batch_size: int = 2
-    find_batch_size: bool = False  # Before training, halve per_device_train_batch_size until a step fits into memory
+    # Before training, halve per_device_train_batch_size until a step fits into memory
+    find_batch_size: bool = False
     per_device_eval_batch_size: int = 8  # Samples in one forward of one device in evaluation
     # Optimizer steps to train; 0: only evaluate; give max_steps or num_train_epochs, not both
     max_steps: int | None = None
-    # Passes over the training data; if not given, by the task and the size of the data: the summary shows it. The embedded
-    # demo takes about two minutes on two CPU cores
+    # Passes over the training data; if not given, by the task and the size of the data: the summary
+    # shows it. The embedded demo takes about two minutes on two CPU cores
     num_train_epochs: float | None = None
-    dataloader_num_workers: int = 0  # Worker processes of each rank that read samples; 0 reads in the training process
+    # Worker processes of each rank that read samples; 0 reads in the training process
+    dataloader_num_workers: int = 0
     seed: int = 0  # Decides initial weights, order of samples, augmentation and dropout
 
     def __post_init__(self) -> None:
@@ -49,10 +59,13 @@ class BatchConfig:
         require(self, "at least 0", "dataloader_num_workers")
         require(self, f"at least 0 and below {2**32}", "seed")
         if self.max_steps is not None and self.num_train_epochs is not None:
-            raise ConfigError("--max_steps and --num_train_epochs both give the budget: drop one of them")
+            raise ConfigError(
+                "--max_steps and --num_train_epochs both give the budget: drop one of them"
+            )
 
     def micro_batch(self) -> tuple[int, int]:
-        """(samples at once, micro-batches accumulated) of one rank in one optimizer step of this launch.
+        """(samples at once, micro-batches accumulated) of one rank in one optimizer step of this
+        launch.
 
         (0, 0) as long as the global batch is not chosen.
 
@@ -65,11 +78,13 @@ class BatchConfig:
         share, rest = divmod(self.global_batch_size, processes)
         if rest:
             raise ConfigError(
-                f"--global_batch_size {self.global_batch_size} is not a multiple of the {processes} processes that read "
+                f"--global_batch_size {self.global_batch_size} is not a multiple of the "
+                f"{processes} processes that read "
                 f"data: {' or '.join(str(n * processes) for n in (share, share + 1) if n)} would be"
             )
         most = min(share, self.per_device_train_batch_size)
-        step = 1 if share % 2 or self.per_device_train_batch_size % 2 else 2  # an even one stays even: mixup mixes pairs
+        # an even one stays even: mixup mixes pairs
+        step = 1 if share % 2 or self.per_device_train_batch_size % 2 else 2
         rows = max(n for n in range(step, most + 1, step) if share % n == 0)
         return rows, share // rows
 
@@ -86,7 +101,8 @@ class BatchConfig:
         steps = math.ceil(steps_per_epoch * (self.num_train_epochs or 1.0))
         if steps < 30:
             note(
-                f"warning: {steps} optimizer steps teach little: give more samples, more --num_train_epochs, or a smaller "
+                f"warning: {steps} optimizer steps teach little: give more samples, more "
+                "--num_train_epochs, or a smaller "
                 f"--global_batch_size than {self.global_batch_size}"
             )
         return steps
@@ -96,13 +112,16 @@ class BatchConfig:
 class SyncConfig:
     """How data-parallel replicas agree."""
 
-    # Optimizer steps that each process of ddp.yaml, or group of hsdp.yaml, takes on its own before all agree on weights;
-    # 1: they agree on the gradient of every step
+    # Optimizer steps that each process of ddp.yaml, or group of hsdp.yaml, takes on its own before
+    # all agree on weights; 1: they agree on the gradient of every step
     sync_every: int = 1
-    outer_learning_rate: float = 0.7  # Of the agreed weights, on what the replicas have moved; 1 with momentum 0: local SGD
+    # Of the agreed weights, on what the replicas have moved; 1 with momentum 0: local SGD
+    outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9  # Nesterov momentum of the agreed weights
-    sync_delay: int = 0  # Steps that the replicas go on while an agreement is on its way; 0: they wait for it
-    # Share of its own weights that a replica keeps when an agreement arrives; if not given, 0 without a delay, else 0.5
+    # Steps that the replicas go on while an agreement is on its way; 0: they wait for it
+    sync_delay: int = 0
+    # Share of its own weights that a replica keeps when an agreement arrives; if not given, 0
+    # without a delay, else 0.5
     sync_alpha: float | None = None
     sync_fragments: int = 1  # Parts in which the weights are sent, at different steps
     sync_dtype: Literal["fp32", "bf16"] = "fp32"  # Type in which they are sent
@@ -112,11 +131,17 @@ class SyncConfig:
         require(self, "above 0", "outer_learning_rate")
         require(self, "at least 0 and below 1", "outer_momentum", "sync_alpha")
         require(self, "at least 0", "sync_delay")
-        given = [f"--{field.name}" for field in fields(SyncConfig) if getattr(self, field.name) != field.default]
+        given = [
+            f"--{field.name}"
+            for field in fields(SyncConfig)
+            if getattr(self, field.name) != field.default
+        ]
         if given and self.sync_every == 1:
             raise ConfigError(f"{' '.join(given)}: only with a --sync_every above 1")
         if self.sync_delay >= self.sync_every > 1 or self.sync_fragments > self.sync_every:
-            raise ConfigError("--sync_delay has to be below --sync_every, and --sync_fragments at most that")
+            raise ConfigError(
+                "--sync_delay has to be below --sync_every, and --sync_fragments at most that"
+            )
 
     @property
     def alpha(self) -> float:
@@ -129,33 +154,39 @@ class OptimConfig(SyncConfig):
 
     FREE: ClassVar = frozenset({"max_skipped_steps"})
 
-    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest; pretraining takes it for random
-    # weights if nothing is given. adamw_8bit: 8-bit moments. sgd: with Nesterov momentum; its --weight_decay is usually 1e-4
-    # and less.
+    # adamw: fused where available. muon: Muon for weight matrices, AdamW for the rest; pretraining
+    # takes it for random weights if nothing is given. adamw_8bit: 8-bit moments. sgd: with Nesterov
+    # momentum; its --weight_decay is usually 1e-4 and less.
     optim: Literal["adamw", "muon", "adamw_8bit", "sgd"] | None = "adamw"
-    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by the task and the size of
-    # the model (docs/quality.md): the summary shows it
+    # Peak, of AdamW's parameters and (scaled to the same update size) of Muon's; if not given, by
+    # the task and the size of the model (docs/quality.md): the summary shows it
     learning_rate: float | None = None
-    weight_decay: float = 0.1  # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
+    # Of weight matrices, decoupled (L2 with sgd); never of norms, biases and embeddings
+    weight_decay: float = 0.1
     adam_beta1: float = 0.9  # Decay of the first moment
     adam_beta2: float = 0.95  # Decay of the second moment
     adam_epsilon: float = 1e-8  # Added to the root of the second moment
     muon_momentum: float = 0.95  # Momentum of Muon
     sgd_momentum: float = 0.9  # Momentum of SGD
-    max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm; 0 turns clipping off
+    # Gradients are scaled down to this global L2 norm; 0 turns clipping off
+    max_grad_norm: float = 1.0
     # Shape after warmup; wsd: constant, then linear decay over the last decay_ratio of the run
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # Optimizer steps in which the rate rises linearly to its peak; below 1: share of the run
     warmup_steps: int | float = 0.03
     decay_ratio: float = 0.2  # Share of the run in which wsd decays
     min_lr_ratio: float = 0.0  # Final learning rate as a share of the peak
-    max_skipped_steps: int = 5  # The run ends after more than so many skipped updates (loss or gradient not finite)
-    layer_decay: float = 1.0  # Factor on the learning rate from each block to the one before it; 1: the same rate
+    # The run ends after more than so many skipped updates (loss or gradient not finite)
+    max_skipped_steps: int = 5
+    # Factor on the learning rate from each block to the one before it; 1: the same rate
+    layer_decay: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "above 0", "learning_rate")
-        require(self, "at least 0", "weight_decay", "adam_epsilon", "max_grad_norm", "max_skipped_steps")
+        require(
+            self, "at least 0", "weight_decay", "adam_epsilon", "max_grad_norm", "max_skipped_steps"
+        )
         _require_steps(self, "warmup_steps", "at least 0")
         require(self, "at least 0 and at most 1", "decay_ratio", "min_lr_ratio")
         require(self, "at least 0 and below 1", "adam_beta1", "adam_beta2", "muon_momentum")
@@ -166,12 +197,19 @@ class OptimConfig(SyncConfig):
     def peak(self) -> float:
         """The learning rate, which is given or chosen by now."""
         if self.learning_rate is None:
-            raise RuntimeError("no learning rate: call run.choose(..., learning_rate=...) before the optimizer is built")
+            raise RuntimeError(
+                "no learning rate: call run.choose(..., learning_rate=...) before the optimizer is "
+                "built"
+            )
         return self.learning_rate
 
     def describe(self) -> str:
         """A line of the summary."""
-        long = f"{self.warmup_steps:,} steps" if self.warmup_steps >= 1 else f"{self.warmup_steps:.0%} of the run"
+        long = (
+            f"{self.warmup_steps:,} steps"
+            if self.warmup_steps >= 1
+            else f"{self.warmup_steps:.0%} of the run"
+        )
         warmup = f"after a warm-up of {long}" if self.warmup_steps else "without warm-up"
         line = f"{self.optim}, {self.lr_scheduler_type} from {self.peak:g} {warmup}"
         return f"{line}, layer_decay {self.layer_decay:g}" if self.layer_decay < 1 else line
@@ -182,27 +220,40 @@ class SpeedConfig:
     """Memory and speed."""
 
     FREE: ClassVar = frozenset(
-        {"gradient_checkpointing", "torch_compile", "deterministic", "ddp_comm_hook", "ddp_timeout", "attn_implementation"}
+        {
+            "gradient_checkpointing",
+            "torch_compile",
+            "deterministic",
+            "ddp_comm_hook",
+            "ddp_timeout",
+            "attn_implementation",
+        }
     )
 
-    gradient_checkpointing: str = "none"  # none, full, or N: recompute activations of every N-th block in the backward pass
-    # torch.compile each block, and the loss (image models whole); needs a C compiler. Pays off from some minutes of
-    # training on, or from the second start, which reuses what the first compiled.
+    # none, full, or N: recompute activations of every N-th block in the backward pass
+    gradient_checkpointing: str = "none"
+    # torch.compile each block, and the loss (image models whole); needs a C compiler. Pays off from
+    # some minutes of training on, or from the second start, which reuses what the first compiled.
     torch_compile: bool = False
-    # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some of which are slower
+    # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some
+    # of which are slower
     deterministic: bool = False
     # Send gradients between the processes of DDP in 16 bits: half the traffic, sums to 3 digits
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = "none"
-    ddp_timeout: float = 1800.0  # Seconds that a process waits for the others before it ends the run
-    # Attention kernel; auto: sdpa, or eager where the model has no sdpa; flash_attention_* need their own packages
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = (
-        "auto"
-    )
+    # Seconds that a process waits for the others before it ends the run
+    ddp_timeout: float = 1800.0
+    # Attention kernel; auto: sdpa, or eager where the model has no sdpa; flash_attention_* need
+    # their own packages
+    attn_implementation: Literal[
+        "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = "auto"
 
     def __post_init__(self) -> None:
         value = self.gradient_checkpointing
         if value not in ("none", "full") and not (value.isdecimal() and int(value) >= 1):
-            raise ConfigError(f"--gradient_checkpointing is none, full or a number of blocks, not {value!r}")
+            raise ConfigError(
+                f"--gradient_checkpointing is none, full or a number of blocks, not {value!r}"
+            )
         require(self, "at least 1 and below 1e7", "ddp_timeout")
 
 
@@ -214,7 +265,9 @@ def _steps_between(every: float, total_steps: int) -> int:
 def _require_steps(config: Any, flag: str, bound: str = "above 0") -> None:
     require(config, bound, flag)
     if (every := getattr(config, flag) or 1) > 1 and every % 1:
-        raise ConfigError(f"--{flag} is a whole number of steps or, below 1, a share of the run, not {every}")
+        raise ConfigError(
+            f"--{flag} is a whole number of steps or, below 1, a share of the run, not {every}"
+        )
 
 
 @dataclass(frozen=True)
@@ -223,15 +276,27 @@ class EvaluationConfig:
 
     FREE: ClassVar = frozenset({"eval_steps"})
 
-    # Optimizer steps between evaluations; below 1: share of the run, but at least 1 / share steps (0.02: 50 steps, or a
-    # fiftieth of a run of more than 2,500); None: an epoch. One more is made before training (not of images) and at its end.
+    # Optimizer steps between evaluations; below 1: share of the run, but at least 1 / share steps
+    # (0.02: 50 steps, or a fiftieth of a run of more than 2,500); None: an epoch. One more is made
+    # before training (not of images) and at its end.
     eval_steps: int | float | None = 0.02
-    # final/ holds the weights of the evaluation that was best by this metric; none: the last weights
+    # final/ holds the weights of the evaluation that was best by this metric; none: the last
+    # weights
     metric_for_best_model: Literal[
-        "loss", "accuracy", "balanced_accuracy", "macro_f1", "map", "matthews", "pearson", "spearman", "none"
+        "loss",
+        "accuracy",
+        "balanced_accuracy",
+        "macro_f1",
+        "map",
+        "matthews",
+        "pearson",
+        "spearman",
+        "none",
     ] = "loss"
-    early_stopping_patience: int = 0  # Stop after so many evaluations without a better one; 0: never
-    ema_decay: float = 0.0  # Evaluate and save a moving average of the weights with this decay a step; 0: off
+    # Stop after so many evaluations without a better one; 0: never
+    early_stopping_patience: int = 0
+    # Evaluate and save a moving average of the weights with this decay a step; 0: off
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         _require_steps(self, "eval_steps")
@@ -256,17 +321,23 @@ class CheckpointConfig:
         }
     )
 
-    # Folder of the run; a run that is there continues; if not given, a new outputs/<template>/<time>
+    # Folder of the run; a run that is there continues; if not given, a new
+    # outputs/<template>/<time>
     output_dir: Path | None = None
-    # Optimizer steps between checkpoints; below 1: share of the run, but at least 1 / share steps (0.02: 50 steps, or a
-    # fiftieth of a run of more than 2,500). One is always written at the end.
+    # Optimizer steps between checkpoints; below 1: share of the run, but at least 1 / share steps
+    # (0.02: 50 steps, or a fiftieth of a run of more than 2,500). One is always written at the end.
     save_steps: int | float = 0.01
-    save_total_limit: int = 2  # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
-    async_save: bool = False  # Write checkpoints in the background; training waits for a copy to the host's memory only
-    resume_from_checkpoint: Path | None = None  # Checkpoint to start from; if not given, the newest valid one in output_dir
-    # Settings that may differ from the checkpoint's although they change what the model learns; also data and base
+    # Checkpoints kept, at least 1; the oldest goes after a new one is safe on disk
+    save_total_limit: int = 2
+    # Write checkpoints in the background; training waits for a copy to the host's memory only
+    async_save: bool = False
+    # Checkpoint to start from; if not given, the newest valid one in output_dir
+    resume_from_checkpoint: Path | None = None
+    # Settings that may differ from the checkpoint's although they change what the model learns;
+    # also data and base
     allow_changed: tuple[str, ...] = ()
-    # Before the first step: the longest batch forward and backward, an evaluation, a save and a load
+    # Before the first step: the longest batch forward and backward, an evaluation, a save and a
+    # load
     dress_rehearsal: bool = False
 
     def __post_init__(self) -> None:
@@ -282,17 +353,22 @@ class CheckpointConfig:
 class LogConfig:
     """Logging."""
 
-    FREE: ClassVar = frozenset({"report_to", "project_name", "run_name", "logging_steps", "audit_data", "profile"})
+    FREE: ClassVar = frozenset(
+        {"report_to", "project_name", "run_name", "logging_steps", "audit_data", "profile"}
+    )
 
-    # Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is always written
+    # Tracker that Accelerate knows (wandb, tensorboard, mlflow, ...), or none; metrics.jsonl is
+    # always written
     report_to: str = "wandb"
     project_name: str | None = None  # Project of the tracker; if not given, the template's name
     run_name: str | None = None  # Name of the run in W&B; if not given, the run folder's name
-    # Optimizer steps between logged values, which are means over them (the first step has its own); if not given, 10, and
-    # fewer in a run of under 200
+    # Optimizer steps between logged values, which are means over them (the first step has its own);
+    # if not given, 10, and fewer in a run of under 200
     logging_steps: int | None = None
-    audit_data: bool = False  # Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`
-    profile: bool = False  # Trace three steps after the first six, write profile.json, and print what took long
+    # Write down which samples each step used, for `python -m shared audit OUTPUT_DIR`
+    audit_data: bool = False
+    # Trace three steps after the first six, write profile.json, and print what took long
+    profile: bool = False
 
     def __post_init__(self) -> None:
         require(self, "at least 1", "logging_steps")

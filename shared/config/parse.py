@@ -1,8 +1,8 @@
 """Build one validated config, a frozen dataclass, from the command line and a YAML file.
 
-A template's `Config` consists of groups (nested frozen dataclasses). On the command line and in YAML, all fields are flat:
-`--learning_rate 1e-4`, `learning_rate: 1e-4`. Both are read as text for each field. The command line overrides YAML. tyro
-builds the config from the text.
+A template's `Config` consists of groups (nested frozen dataclasses). On the command line and in
+YAML, all fields are flat: `--learning_rate 1e-4`, `learning_rate: 1e-4`. Both are read as text for
+each field. The command line overrides YAML. tyro builds the config from the text.
 """
 
 import contextlib
@@ -32,14 +32,30 @@ T = TypeVar("T")
 
 
 MOST_USED = (
-    *("model_name_or_path", "model_preset", "train_file", "train_dir", "dataset_name", "output_dir", "num_train_epochs"),
-    *("max_tokens", "learning_rate", "global_batch_size", "per_device_train_batch_size", "seq_length", "image_size"),
+    *(
+        "model_name_or_path",
+        "model_preset",
+        "train_file",
+        "train_dir",
+        "dataset_name",
+        "output_dir",
+        "num_train_epochs",
+    ),
+    *(
+        "max_tokens",
+        "learning_rate",
+        "global_batch_size",
+        "per_device_train_batch_size",
+        "seq_length",
+        "image_size",
+    ),
     *("gradient_checkpointing",),
 )
 
 
 def require(config: Any, bounds: str, *names: str) -> None:
-    """Check the ranges of fields: `require(self, "at least 0 and below 1", "adam_beta1")`. None is valid.
+    """Check the ranges of fields: `require(self, "at least 0 and below 1", "adam_beta1")`. None is
+    valid.
 
     Raises:
         ConfigError: names the flag, its bounds and its value.
@@ -54,11 +70,18 @@ def require(config: Any, bounds: str, *names: str) -> None:
 
 MODELS = {"model_name_or_path", "config_name", "model_preset"}
 BUDGETS = {"max_steps", "num_train_epochs", "max_tokens"}
-COMPARE = {"above": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
+COMPARE = {
+    "above": operator.gt,
+    "at least": operator.ge,
+    "below": operator.lt,
+    "at most": operator.le,
+}
 
 
 def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield (name, type, name of its group or None) for each field of a config class, including the fields of groups."""
+    """Yield (name, type, name of its group or None) for each field of a config class, including the
+    fields of groups.
+    """
     hints = get_type_hints(config_class, include_extras=True)
     for field in dataclasses.fields(config_class):
         hint = hints[field.name]
@@ -70,7 +93,9 @@ def fields(config_class: type) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """All values of a config by flat field name, in types of YAML, so that `--config` can read them again."""
+    """All values of a config by flat field name, in types of YAML, so that `--config` can read them
+    again.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -78,27 +103,42 @@ def flatten(config: Any) -> dict[str, Any]:
         return str(value) if isinstance(value, Path) else value
 
     return {
-        name: plain(getattr(getattr(config, group) if group else config, name)) for name, _, group in fields(type(config))
+        name: plain(getattr(getattr(config, group) if group else config, name))
+        for name, _, group in fields(type(config))
     }
 
 
 def free_fields(config_class: type) -> frozenset[str]:
-    """The fields that do not change what the model learns: those that the class and its groups list in `FREE`."""
+    """The fields that do not change what the model learns: those that the class and its groups list
+    in `FREE`.
+    """
     hints = get_type_hints(config_class)
-    groups = [hints[field.name] for field in dataclasses.fields(config_class) if dataclasses.is_dataclass(hints[field.name])]
+    groups = [
+        hints[field.name]
+        for field in dataclasses.fields(config_class)
+        if dataclasses.is_dataclass(hints[field.name])
+    ]
     return frozenset().union(*(getattr(kind, "FREE", ()) for kind in (config_class, *groups)))
 
 
 def measured_by(config: Any) -> str:
-    """A digest of the settings of template, model and data, not its files: what an evaluation measures depends on them."""
+    """A digest of the settings of template, model and data, not its files: what an evaluation
+    measures depends on them.
+    """
     apart = {"batch", "optim", "speed", "evaluation", "checkpoint", "log"}
-    free, values = free_fields(type(config)) - {"eval_samples"}, flatten(config)
-    names = {name for name, _, group in fields(type(config)) if group not in apart} - free - MODELS  # base is checked
-    return hashlib.sha256(repr(sorted((name, values[name]) for name in names)).encode()).hexdigest()[:16]
+    free = free_fields(type(config)) - {"eval_samples"}
+    values = flatten(config)
+    # base is checked
+    names = {name for name, _, group in fields(type(config)) if group not in apart} - free - MODELS
+    return hashlib.sha256(
+        repr(sorted((name, values[name]) for name in names)).encode()
+    ).hexdigest()[:16]
 
 
 def save(config: Any, path: Path) -> None:
-    """Write every value of `config`, defaults included and secrets masked, as flat YAML. Call on one rank."""
+    """Write every value of `config`, defaults included and secrets masked, as flat YAML. Call on
+    one rank.
+    """
     path.write_text(yaml.safe_dump(redact(flatten(config)), sort_keys=False), encoding="utf-8")
 
 
@@ -114,13 +154,17 @@ def replace(config: T, **changes: Any) -> T:
 
 
 def cache_dir() -> Path:
-    """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or ~/.cache."""
+    """Where prepared data is kept between runs: $TEMPLATES_CACHE, or below $XDG_CACHE_HOME or
+    ~/.cache.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TEMPLATES_CACHE") or os.path.join(base, "accelerate-templates"))
 
 
 def parse_or_exit(config_class: type[T]) -> T:
-    """`parse` for a script's first lines, before it imports torch, so that --help and errors appear at once."""
+    """`parse` for a script's first lines, before it imports torch, so that --help and errors appear
+    at once.
+    """
     outlive_readers()
     stop_on_signals_before_training()
     if env_flag("ACCELERATE_USE_CPU"):  # otherwise parts of torch would use a GPU
@@ -129,12 +173,15 @@ def parse_or_exit(config_class: type[T]) -> T:
     names = {name for name, _, _ in fields(config_class)}
     about += "\n\nMost runs need no more than these; all are explained below:\n\n    "
     about += " ".join(f"--{name}" for name in MOST_USED if name in names)
-    about += "\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins."
+    about += (
+        "\n\n--config run.yaml takes flags from a file, without the dashes; the command line wins."
+    )
     with clean_exit():
         _require_shared_beside(Path(getattr(sys.modules["__main__"], "__file__", None) or __file__))
         config = parse(config_class, description=about)
     with contextlib.suppress(OSError):  # where HOME is read-only, torch takes /tmp
-        # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters empty /tmp.
+        # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters
+        # empty /tmp.
         compiled = cache_dir() / "inductor"
         compiled.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
@@ -146,17 +193,31 @@ def parse_or_exit(config_class: type[T]) -> T:
 
 
 def _require_shared_beside(script: Path) -> None:
-    """Refuse another checkout's `shared/`, which an editable install puts before the one beside the script."""
+    """Refuse another checkout's `shared/`, which an editable install puts before the one beside the
+    script.
+    """
     used = Path(__file__).resolve().parents[2]
-    root = next((root for root in script.resolve().parents[:2] if (root / "shared/config/parse.py").is_file()), used)
+    root = next(
+        (
+            root
+            for root in script.resolve().parents[:2]
+            if (root / "shared/config/parse.py").is_file()
+        ),
+        used,
+    )
     if root != used:
         raise ConfigError(
-            f"{script} would run with {used}/shared: put PYTHONPATH={shlex.quote(str(root))} before the command"
+            f"{script} would run with {used}/shared: put PYTHONPATH={shlex.quote(str(root))} "
+            "before the command"
         )
 
 
 def parse(
-    config_class: type[T], argv: Sequence[str] | None = None, *, description: str | None = None, only_known: bool = False
+    config_class: type[T],
+    argv: Sequence[str] | None = None,
+    *,
+    description: str | None = None,
+    only_known: bool = False,
 ) -> T:
     """Parse the command line, and the YAML file that `--config` names, into a `config_class`.
 
@@ -166,8 +227,8 @@ def parse(
         only_known: read of the file only what `config_class` has: it is of another program.
 
     Raises:
-        ConfigError: unknown flag or key (the error suggests a similar one), unreadable or ill-formed YAML, or a value
-            that its type or a group's `__post_init__` refuses.
+        ConfigError: unknown flag or key (the error suggests a similar one), unreadable or
+            ill-formed YAML, or a value that its type or a group's `__post_init__` refuses.
         SystemExit: with code 0 after `--help`.
     """
     quieten_imports()
@@ -179,12 +240,15 @@ def parse(
     where: dict[str, str] = {}  # file and line of each value from YAML
     if path := given.pop("config", None):
         in_file, where = _read_yaml(Path(os.path.expanduser(path[-1])), kinds, only_known)
-        if BUDGETS & given.keys():  # another budget of the command line replaces that of the file, too
+        # another budget of the command line replaces that of the file, too
+        if BUDGETS & given.keys():
             in_file = {key: texts for key, texts in in_file.items() if key not in BUDGETS}
         where = {key: place for key, place in where.items() if key not in given}
         given = in_file | given
     try:
-        args = [token for key, texts in given.items() for token in _as_tokens(key, kinds[key], texts)]
+        args = [
+            token for key, texts in given.items() for token in _as_tokens(key, kinds[key], texts)
+        ]
         return _build(config_class, args, description)
     except ConfigError as error:
         flag = re.match(r"--(\w+)", str(error))
@@ -221,7 +285,8 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
         key = flag[2:].replace("-", "_")
         texts = [text] if equals else []
         if key.startswith("no_") and _is_switch(kinds.get(key[3:])):
-            key, texts = key[3:], ["false", *texts]
+            key = key[3:]
+            texts = ["false", *texts]
         if key not in kinds and key != "config":
             unknown.append(f"{flag}{_suggest(key, kinds, '--')}")
         elif key in given and (key == "config" or get_origin(kinds[key]) is tuple):
@@ -229,7 +294,10 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
         given[key] = texts
     if unknown:
         strange = any(": " not in flag for flag in unknown)
-        where = "--help lists all" + "; docs/coming_from.md has those of Trainer, TRL, timm and others" * strange
+        where = (
+            "--help lists all"
+            + "; docs/coming_from.md has those of Trainer, TRL, timm and others" * strange
+        )
         raise ConfigError(f"unknown flag{'s' * (len(unknown) > 1)} {'; '.join(unknown)}; {where}")
     for key, texts in given.items():
         if _is_switch(kinds.get(key)):
@@ -244,8 +312,12 @@ def _is_switch(kind: Any) -> bool:
     return kind is bool or {"on", "off"} <= set(get_args(kind))
 
 
-def _read_yaml(path: Path, kinds: dict[str, Any], only_known: bool) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The values of each key of a YAML file as text, and the file and line of each key. YAML tags create no objects."""
+def _read_yaml(
+    path: Path, kinds: dict[str, Any], only_known: bool
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The values of each key of a YAML file as text, and the file and line of each key. YAML tags
+    create no objects.
+    """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except FileNotFoundError:
@@ -253,14 +325,17 @@ def _read_yaml(path: Path, kinds: dict[str, Any], only_known: bool) -> tuple[dic
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or first_line(error)
-        raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML ({problem})") from None
+        raise ConfigError(
+            f"{path}{f':{mark.line + 1}' if mark else ''}: not valid YAML ({problem})"
+        ) from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected 'key: value' lines")
     given: dict[str, list[str]] = {}
     where: dict[str, str] = {}
     unknown: list[str] = []
     for name, node in root.value if root else ():
-        key, place = str(name.value).replace("-", "_"), f"{path}:{name.start_mark.line + 1}"
+        key = str(name.value).replace("-", "_")
+        place = f"{path}:{name.start_mark.line + 1}"
         if key not in kinds:
             unknown.append(f"{place}: unknown key {key!r}{_suggest(key, kinds)}")
             continue
@@ -269,7 +344,10 @@ def _read_yaml(path: Path, kinds: dict[str, Any], only_known: bool) -> tuple[dic
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         known = all(item.tag in yaml.SafeLoader.yaml_constructors for item in (node, *items))
         if not known or not all(isinstance(item, yaml.ScalarNode) for item in items):
-            raise ConfigError(f"{place}: {key}: expected a value or a list of values; keys are flat, as the flags are")
+            raise ConfigError(
+                f"{place}: {key}: expected a value or a list of values; keys are flat, as the "
+                "flags are"
+            )
         is_null = node.tag.endswith(":null")
         if is_null and type(None) not in get_args(kinds[key]):
             raise ConfigError(f"{place}: {key} is empty")
@@ -297,7 +375,10 @@ def _as_tokens(key: str, kind: Any, texts: list[str]) -> list[str]:
         texts = ["on" if SWITCH[texts[0].lower()] else "off"]
     texts = [_checked(key, kind, text) for text in texts]
     if several and any(text.startswith("-") for text in texts):
-        raise ConfigError(f"--{key}: a value cannot begin with a dash, as {' '.join(texts)!r} does; ./-x is a file")
+        raise ConfigError(
+            f"--{key}: a value cannot begin with a dash, as {' '.join(texts)!r} does; ./-x is a "
+            "file"
+        )
     return [f"--{key}", *texts] if several else [f"--{key}={texts[0]}"]
 
 
@@ -305,7 +386,9 @@ SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def _checked(key: str, kind: Any, text: str) -> str:
-    """Check the text of one value. For an integer, 1e3 becomes 1000. In a path, ~ becomes the home folder."""
+    """Check the text of one value. For an integer, 1e3 becomes 1000. In a path, ~ becomes the home
+    folder.
+    """
     types = {kind, *get_args(kind)}
     if not text:  # for example "$FILE" in a script that has not set FILE
         raise ConfigError(f"--{key} is given, but empty")
@@ -322,7 +405,8 @@ def _checked(key: str, kind: Any, text: str) -> str:
                 return text
         raise ConfigError(f"--{key} is a {'' if float in types else 'whole '}number, not {text!r}")
     is_place = re.search(r"(dir|file|path|checkpoint|name)$", key)
-    return os.path.expanduser(text) if is_place else text  # shells do not expand ~ in YAML and after =
+    # shells do not expand ~ in YAML and after =
+    return os.path.expanduser(text) if is_place else text
 
 
 # Names of flags in other programs, and flags that are set elsewhere.
@@ -347,17 +431,27 @@ RENAMED = {
 }
 ELSEWHERE = {
     "overwrite_output_dir": "a run continues in its --output_dir; a new run takes another",
-    "load_best_model_at_end": "final/ is the best by --metric_for_best_model, or the last weights with none",
+    "load_best_model_at_end": (
+        "final/ is the best by --metric_for_best_model, or the last weights with none"
+    ),
     "push_to_hub": "after training, `hf upload`",
     "group_by_length": "where samples are padded, they are grouped by length",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "give --eval_steps"),
     "save_strategy": "give --save_steps",
     "test_file": "after training, `python -m shared evaluate RUN --test_file`",
-    **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), "give --loss_on assistant, which is the default"),
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss"),
+        "give --loss_on assistant, which is the default",
+    ),
     "neftune_noise_alpha": "full_finetune.py has it",
     "warmup_ratio": "give --warmup_steps, which takes a share of the run, too",
-    "gradient_accumulation_steps": "it follows from --global_batch_size and --per_device_train_batch_size",
-    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "precision is the launcher's: accelerate launch --mixed_precision"),
+    "gradient_accumulation_steps": (
+        "it follows from --global_batch_size and --per_device_train_batch_size"
+    ),
+    **dict.fromkeys(
+        ("bf16", "fp16", "mixed_precision"),
+        "precision is the launcher's: accelerate launch --mixed_precision",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Records which samples each optimizer step used, and checks them afterwards over all restarts of a run."""
+"""Records which samples each optimizer step used, and checks them afterwards over all restarts of a
+run.
+"""
 
 import json
 import math
@@ -31,7 +33,11 @@ class Recorder:
         if accelerator.is_main_process:
             folder.mkdir(exist_ok=True)
             for path in folder.glob("rank-*.jsonl"):
-                kept = [json.dumps(line) + "\n" for line in read_json_lines(path) if line.get("step", step + 1) <= step]
+                kept = [
+                    json.dumps(line) + "\n"
+                    for line in read_json_lines(path)
+                    if line.get("step", step + 1) <= step
+                ]
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(kept), encoding="utf-8")
                 temporary.replace(path)
@@ -40,7 +46,8 @@ class Recorder:
         self.file = None
         if accelerator.process_index % alike == 0:
             name = f"rank-{accelerator.process_index:05d}.jsonl"
-            self.file = (folder / name).open("a", encoding="utf-8", buffering=1)  # a line at a time reaches the disk
+            # a line at a time reaches the disk
+            self.file = (folder / name).open("a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, window: Window) -> None:
         """Note this rank's samples of the step that was just done."""
@@ -57,8 +64,10 @@ class Findings:
     """What an audit saw."""
 
     steps: int = 0
-    epochs: dict[int, tuple[int, int | None]] = field(default_factory=dict)  # distinct samples used, of how many
-    sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a mixture: samples used, of how many
+    # distinct samples used, of how many
+    epochs: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+    # of a mixture: samples used, of how many
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -76,18 +85,29 @@ def samples_of_steps(run_dir: Path) -> dict[int, tuple[int, Of, list[int]]]:
     for path in files:
         for line in read_json_lines(path):
             try:
-                steps.setdefault(line["step"], (line["epoch"], line["of"], []))[2].extend(line["samples"])
+                steps.setdefault(line["step"], (line["epoch"], line["of"], []))[2].extend(
+                    line["samples"]
+                )
                 sizes[line["step"]] = line["all"]
             except (KeyError, TypeError):
-                raise ConfigError(f"{path}: {json.dumps(line)[:80]} is not a line of an audit") from None
-    lacking = [step for step, (_, _, samples) in sorted(steps.items()) if len(samples) < sizes[step]]
+                raise ConfigError(
+                    f"{path}: {json.dumps(line)[:80]} is not a line of an audit"
+                ) from None
+    lacking = [
+        step for step, (_, _, samples) in sorted(steps.items()) if len(samples) < sizes[step]
+    ]
     if lacking:
-        raise ConfigError(f"{run_dir}: the records of some ranks are missing for steps {_some(lacking)}")
-    return {step: (epoch, of, sorted(samples)) for step, (epoch, of, samples) in sorted(steps.items())}
+        raise ConfigError(
+            f"{run_dir}: the records of some ranks are missing for steps {_some(lacking)}"
+        )
+    return {
+        step: (epoch, of, sorted(samples)) for step, (epoch, of, samples) in sorted(steps.items())
+    }
 
 
 def check(run_dir: Path) -> Findings:
-    """Whether each sample was used exactly once an epoch, and each step done exactly once, over all restarts.
+    """Whether each sample was used exactly once an epoch, and each step done exactly once, over all
+    restarts.
 
     The sources of a mixture have epochs of their own.
     """
@@ -108,7 +128,9 @@ def check(run_dir: Path) -> Findings:
             findings.problems.append(f"epoch {epoch}: used more than once: samples {_some(twice)}")
         distinct, of = findings.epochs[epoch]
         if epoch < max(used) and of is not None and distinct != of:
-            findings.problems.append(f"epoch {epoch}: {of - distinct} of {of} samples were never used")
+            findings.problems.append(
+                f"epoch {epoch}: {of - distinct} of {of} samples were never used"
+            )
     return findings
 
 
@@ -116,13 +138,17 @@ def _check_sources(findings: Findings, sources: dict[str, int], steps: list[list
     """Whether all samples of each source of a mixture were used before one of them came again."""
     start = 0
     for name, size in sources.items():
-        times, twice, own = Counter[int](), set[int](), range(start, start + size)
+        times = Counter[int]()
+        twice = set[int]()
+        own = range(start, start + size)
         for samples in steps:
             times.update(mine := [sample for sample in samples if sample in own])
             most = math.ceil(times.total() / size)
             twice.update(sample for sample in mine if times[sample] > most)
         if twice:
-            findings.problems.append(f"{name}: used more than once in an epoch: samples {_some(sorted(twice))}")
+            findings.problems.append(
+                f"{name}: used more than once in an epoch: samples {_some(sorted(twice))}"
+            )
         if missing := [sample for sample in own if times[sample] < times.total() // size]:
             findings.problems.append(f"{name}: not used in each epoch: samples {_some(missing)}")
         findings.sources[name] = (times.total(), size)
@@ -130,4 +156,6 @@ def _check_sources(findings: Findings, sources: dict[str, int], steps: list[list
 
 
 def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return ", ".join(map(str, numbers[:8])) + (
+        f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    )

@@ -18,7 +18,20 @@ from shared.process.errors import ConfigError, first_line
 from shared.process.files import NOT_REGULAR
 
 SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "http", "https")
-ARCHIVES = (".7z", ".bz2", ".gz", ".lz4", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".xz", ".zip", ".zst")
+ARCHIVES = (
+    ".7z",
+    ".bz2",
+    ".gz",
+    ".lz4",
+    ".rar",
+    ".tar",
+    ".tbz2",
+    ".tgz",
+    ".txz",
+    ".xz",
+    ".zip",
+    ".zst",
+)
 PACKED = "an archive or compressed file: unpack it first, and name what was in it"
 # A compressed file gives at most FREE + RATIO x its bytes, a record RECORD bytes.
 FREE = 2**25
@@ -46,7 +59,9 @@ def name_inside(path: PurePath) -> PurePath:
 
 
 class DataFile(io.RawIOBase):
-    """The bytes of a file, unpacked if it is compressed. Set `record` to 0 and `line` to its line when a record begins."""
+    """The bytes of a file, unpacked if it is compressed. Set `record` to 0 and `line` to its line
+    when a record begins.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +69,9 @@ class DataFile(io.RawIOBase):
         self.record = 0  # and those since the record began
         self.line = 1
         self.file: Any = path.open("rb", buffering=0)
-        self.stream = COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
+        self.stream = (
+            COMPRESSED[path.suffix.lower()](self.file) if path != name_inside(path) else None
+        )
 
     def text(self, newline: str | None = None, encoding: str = "utf-8-sig") -> io.TextIOWrapper:
         return io.TextIOWrapper(io.BufferedReader(self, 2**17), encoding=encoding, newline=newline)
@@ -72,13 +89,21 @@ class DataFile(io.RawIOBase):
         try:
             size = self.stream.readinto(buffer)
         except Exception as error:  # each library raises types of its own
-            raise ConfigError(f"{self.path}: cannot be unpacked, damaged or incomplete ({first_line(error)})") from None
+            raise ConfigError(
+                f"{self.path}: cannot be unpacked, damaged or incomplete ({first_line(error)})"
+            ) from None
         self.unpacked += size
         self.record += size
         if self.unpacked > FREE + RATIO * self.file.tell():
-            raise ConfigError(f"{self.path}: unpacks to more than {RATIO} times its size; if you trust it, unpack it first")
+            raise ConfigError(
+                f"{self.path}: unpacks to more than {RATIO} times its size; if you trust it, "
+                "unpack it first"
+            )
         if self.record > RECORD:
-            raise ConfigError(f"{self.path}:{self.line}: more than {RECORD >> 20} MiB in one record; unpack the file first")
+            raise ConfigError(
+                f"{self.path}:{self.line}: more than {RECORD >> 20} MiB in one record; unpack the "
+                "file first"
+            )
         return size
 
 
@@ -92,7 +117,8 @@ def check_url(url: str, *, flag: str) -> None:
     Raises:
         ConfigError: another scheme, a folder, a glob or an archive.
     """
-    scheme, path = url.partition("://")[0], urlsplit(url).path
+    scheme = url.partition("://")[0]
+    path = urlsplit(url).path
     if scheme not in SCHEMES:
         raise ConfigError(f"--{flag} {url}: no such file; of URLs, {', '.join(SCHEMES)} are read")
     if re.search(r"[*\[]|/$|^$", path):
@@ -113,7 +139,8 @@ def find_files(
     `quick`: of a folder, some files are enough. `tars`: tar files are no archives to be refused.
 
     Raises:
-        ConfigError: a path that names nothing, an empty file, a pipe, an archive, or a folder that cannot be read.
+        ConfigError: a path that names nothing, an empty file, a pipe, an archive, or a folder that
+            cannot be read.
     """
     files: list[Path] = []
     for named in paths:
@@ -145,7 +172,8 @@ def find_files(
 
 def _is_packed(path: PurePath) -> bool:
     """Whether readers cannot take it: an archive, or compressed twice."""
-    suffix, inner = path.suffix.lower(), name_inside(path).suffix.lower()
+    suffix = path.suffix.lower()
+    inner = name_inside(path).suffix.lower()
     return suffix in ARCHIVES and (suffix == inner or inner in (*ARCHIVES, ".parquet"))
 
 
@@ -156,7 +184,8 @@ def refuse_archive(path: Path, *, flag: str) -> None:
 
 
 def walk(root: str | Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield (folder, names of its files) for `root` and all folders below, sorted, hidden ones left out.
+    """Yield (folder, names of its files) for `root` and all folders below, sorted, hidden ones left
+    out.
 
     Links are followed, but no folder comes twice, and none that `root` lies in.
 

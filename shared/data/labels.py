@@ -26,7 +26,8 @@ class Labels:
     Args:
         problem_type: single_label, multi_label or regression.
         classes: names, by class number; a regression has one.
-        values: [n] int64 class numbers; [n, classes] uint8 with 1 for each class of a sample; or [n] fp32 numbers.
+        values: [n] int64 class numbers; [n, classes] uint8 with 1 for each class of a sample; or
+            [n] fp32 numbers.
     """
 
     problem_type: str
@@ -49,7 +50,11 @@ class Labels:
         """How many samples have each class, [classes]; of a regression [0]."""
         if self.problem_type == "single_label":
             return np.bincount(self.values, minlength=len(self.classes))
-        return self.values.sum(axis=0, dtype=np.int64) if self.values.ndim == 2 else np.zeros(0, np.int64)
+        return (
+            self.values.sum(axis=0, dtype=np.int64)
+            if self.values.ndim == 2
+            else np.zeros(0, np.int64)
+        )
 
     def require_trained(self, name: str, noun: str) -> None:
         """Refuse to train on these samples if a class has none, or if there is only one class.
@@ -62,13 +67,16 @@ class Labels:
             missing = self.classes[int(counts.argmin())]
             raise ConfigError(f"{name}: the class {missing!r} has no {noun} to train on")
         if len(self.classes) < 2 and self.problem_type != "regression":
-            raise ConfigError(f"{name}: {f'only one class, {self.classes[0]!r}' if self.classes else 'no label'}")
+            raise ConfigError(
+                f"{name}: {f'only one class, {self.classes[0]!r}' if self.classes else 'no label'}"
+            )
 
     def hold_out(self, percent: float) -> np.ndarray:
-        """Which samples to validate on, [n] bool: of every class the same share, at least one sample, and never all.
+        """Which samples to validate on, [n] bool: of every class the same share, at least one
+        sample, and never all.
 
-        A sample with several labels counts for its rarest. The choice depends only on the labels and their order, not on
-        a seed.
+        A sample with several labels counts for its rarest. The choice depends only on the labels
+        and their order, not on a seed.
         """
         labels = self.values
         if self.problem_type == "multi_label":
@@ -84,14 +92,18 @@ class Labels:
                 held_out[members[permute(np.arange(count), len(members), (int(label),))]] = True
         return held_out
 
-    def class_weights(self, sources: dict[str, int], mix_weights: tuple[float, ...]) -> torch.Tensor:
-        """[classes] fp32, inversely proportional to the class frequency; their mean over the samples is 1.
+    def class_weights(
+        self, sources: dict[str, int], mix_weights: tuple[float, ...]
+    ) -> torch.Tensor:
+        """[classes] fp32, inversely proportional to the class frequency; their mean over the
+        samples is 1.
 
-        With several labels a sample, they are those of the samples that have the class: as if as many had it as had not.
-        In a mixture, a sample counts as often as it is drawn.
+        With several labels a sample, they are those of the samples that have the class: as if as
+        many had it as had not. In a mixture, a sample counts as often as it is drawn.
 
         Args:
-            sources: samples of each source of a mixture, in this order; `mix_weights`: their shares, or none.
+            sources: samples of each source of a mixture, in this order; `mix_weights`: their
+                shares, or none.
         """
         often = np.ones(len(self))
         if mix_weights:
@@ -106,7 +118,9 @@ class Labels:
         return torch.from_numpy(weights.astype(np.float32))
 
     def numbered_as(self, classes: tuple[str, ...]) -> Labels:
-        """The same labels with class numbers by the order of `classes`: the same names, and perhaps more."""
+        """The same labels with class numbers by the order of `classes`: the same names, and perhaps
+        more.
+        """
         if self.problem_type == "regression":
             return self
         number = np.array([classes.index(name) for name in self.classes])
@@ -144,7 +158,9 @@ class LabelledData:
         return self.train.labels.class_weights(self.train.sources, mix_weights)
 
     def numbered_as(self, classes: tuple[str, ...]) -> LabelledData:
-        """The same data with class numbers by the order of `classes`: the same names in another order."""
+        """The same data with class numbers by the order of `classes`: the same names in another
+        order.
+        """
         train = copy.copy(self.train)
         validation = copy.copy(self.validation)
         train.labels = self.train.labels.numbered_as(classes)
@@ -164,8 +180,8 @@ def read_labels(
         raw: a name, a number or a list of such for each sample.
         problem_type: None: single_label, and a label that looks like several is refused.
         where: gives the place of a sample, for messages.
-        trained: the first so many samples are trained on, and labels of the others must be among theirs. None: all
-            samples make the classes.
+        trained: the first so many samples are trained on, and labels of the others must be among
+            theirs. None: all samples make the classes.
 
     Raises:
         ConfigError: a label that is none, with its place.
@@ -188,7 +204,9 @@ def read_labels(
     for number in range(len(names) if trained is None else trained, len(names)):
         if unknown := [name for name in names[number] if name not in number_of]:
             known = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
-            raise ConfigError(f"{where(number)}: the label {unknown[0]!r} is none of the training data ({known})")
+            raise ConfigError(
+                f"{where(number)}: the label {unknown[0]!r} is none of the training data ({known})"
+            )
     if problem_type == "multi_label":
         values = np.zeros((len(names), len(classes)), np.uint8)
         for row, of_one in zip(values, names, strict=True):
@@ -211,11 +229,14 @@ def _names(label: Any, problem_type: str | None) -> tuple[str, ...]:
         raise ValueError(f"the label is a list, {EXPECTED}; --problem_type multi_label takes lists")
     if not isinstance(label, str | int) or label == "":
         is_open = label == "" and problem_type is None
-        several = "; samples with several labels, or none: --problem_type multi_label" if is_open else ""
+        several = (
+            "; samples with several labels, or none: --problem_type multi_label" if is_open else ""
+        )
         raise ValueError(f"the label is {records.kind(label)}, {EXPECTED}{several}")
     if isinstance(label, str) and "|" in label and problem_type is None:
         raise ValueError(
-            f"the label is {label!r}: for several labels add --problem_type multi_label, for one of this name "
+            f"the label is {label!r}: for several labels add --problem_type multi_label, for one "
+            "of this name "
             "--problem_type single_label"
         )
     return (str(label),)
@@ -224,11 +245,16 @@ def _names(label: Any, problem_type: str | None) -> tuple[str, ...]:
 def _several_names(label: Any) -> tuple[str, ...]:
     if isinstance(label, str):
         if set(",;") & set(label) and "|" not in label:
-            raise ValueError(f"the label is {label!r}: write name|name for several, and a list for one with a comma")
+            raise ValueError(
+                f"the label is {label!r}: write name|name for several, and a list for one with a "
+                "comma"
+            )
         label = label.split("|") if label else []
     names = [label] if isinstance(label, int) else label
     if not isinstance(names, list):
-        raise ValueError(f"the label is {records.kind(names)}, expected a list of names, or text: name|name")
+        raise ValueError(
+            f"the label is {records.kind(names)}, expected a list of names, or text: name|name"
+        )
     names = [name.strip() if isinstance(name, str) else name for name in names]
     for name in names:
         if not isinstance(name, str | int) or name == "":
@@ -244,7 +270,9 @@ def _number(label: Any, _problem_type: str) -> float:
     """
     number = _as_number(label)
     if number == IGNORED:
-        raise ValueError(f"the label is {label!r}, which marks rows without a label: rescale the labels")
+        raise ValueError(
+            f"the label is {label!r}, which marks rows without a label: rescale the labels"
+        )
     if number is None or not math.isfinite(number):
         raise ValueError(f"the label is {label!r}, expected a number")
     return number
@@ -260,7 +288,9 @@ def _as_number(label: Any) -> float | None:
 
 
 def problem_type_of(raw: Sequence[Any]) -> str | None:
-    """What labels look like: multi_label for lists, regression for numbers with fractions, else None."""
+    """What labels look like: multi_label for lists, regression for numbers with fractions, else
+    None.
+    """
     if any(isinstance(label, list) for label in raw):
         return "multi_label"
     numbers: list[Any] = [_as_number(label) for label in raw]
@@ -271,18 +301,27 @@ def problem_type_of(raw: Sequence[Any]) -> str | None:
 
 def in_order(classes: Iterable[str]) -> list[str]:
     """The names of classes, numbers first and by value."""
-    return sorted(classes, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
+    return sorted(
+        classes, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
+    )
 
 
 def warn_of_joined(classes: Collection[str], problem_type: str) -> None:
-    """Note classes whose names are those of other classes, joined: several labels of a sample that were not told apart."""
+    """Note classes whose names are those of other classes, joined: several labels of a sample that
+    were not told apart.
+    """
     for separator in (" ", ",", ";", "/", "+", "&"):
-        parts = {name: [part.strip() for part in name.split(separator)] for name in classes if separator in name}
+        parts = {
+            name: [part.strip() for part in name.split(separator)]
+            for name in classes
+            if separator in name
+        }
         joined = [name for name, some in parts.items() if all(part in classes for part in some)]
         if len(joined) > 1:
             add = "" if problem_type == "multi_label" else " and add --problem_type multi_label"
             note(
-                f"warning: {len(joined)} classes, such as {joined[0]!r}, look like several labels that are joined: write "
+                f"warning: {len(joined)} classes, such as {joined[0]!r}, look like several labels "
+                "that are joined: write "
                 f"{'|'.join(parts[joined[0]])}{add}"
             )
 

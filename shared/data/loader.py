@@ -17,14 +17,24 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shared.data.order import IGNORED, Batch, Order, Row, Samples, draws_kept, micro_batches, seed_all
+from shared.data.order import (
+    IGNORED,
+    Batch,
+    Order,
+    Row,
+    Samples,
+    draws_kept,
+    micro_batches,
+    seed_all,
+)
 from shared.process.errors import CleanExit, ConfigError
 from shared.process.ranks import cores
 from shared.process.signals import STOP_SIGNALS, stop_signals_wait
 
 
 def cu_seqlens_of(position_ids: np.ndarray) -> np.ndarray:
-    """Where each document begins in the flattened rows, and where the last one ends: [documents + 1] int32.
+    """Where each document begins in the flattened rows, and where the last one ends: [documents +
+    1] int32.
 
     Args:
         position_ids: [batch, seq], from 0 in each document.
@@ -33,18 +43,23 @@ def cu_seqlens_of(position_ids: np.ndarray) -> np.ndarray:
 
 
 class MicroBatches:
-    """Micro-batches that are read when they are asked for, and not kept: memory does not grow with their number.
+    """Micro-batches that are read when they are asked for, and not kept: memory does not grow with
+    their number.
 
     Raises:
         RuntimeError: someone goes through them a second time.
     """
 
     def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches, self.is_taken = batches, False
+        self.batches = batches
+        self.is_taken = False
 
     def __iter__(self) -> Iterator[Batch]:
         if self.is_taken:
-            raise RuntimeError("micro-batches are read once and not kept: use `step.batches`, or make a list of them")
+            raise RuntimeError(
+                "micro-batches are read once and not kept: use `step.batches`, or make a list of "
+                "them"
+            )
         self.is_taken = True
         return self.batches
 
@@ -57,7 +72,8 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process reads of each global batch: its rank among those that read different data, and how many there are.
+    """What one process reads of each global batch: its rank among those that read different data,
+    and how many there are.
 
     Batches are put on `device`.
     """
@@ -76,18 +92,30 @@ class Window:
     num_samples: int  # likewise
     epoch: int
     epoch_samples: int | None  # that a whole epoch uses; None where a stream's length is not known
-    indices: np.ndarray  # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
-    sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a mixture: see `Order.used`, after this step
-    place: dict[str, Any] | None = None  # JSON, where the data go on after this step; goes into checkpoints
+    # [micro-batches, rows] samples of this rank, -1 where a row counts for nothing
+    indices: np.ndarray
+    # of a mixture: see `Order.used`, after this step
+    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # JSON, where the data go on after this step; goes into checkpoints
+    place: dict[str, Any] | None = None
 
 
 class _Rows:
-    """Micro-batches by their keys (index, epoch). Index -1 gives a row that has the shape of the first and no targets."""
+    """Micro-batches by their keys (index, epoch). Index -1 gives a row that has the shape of the
+    first and no targets.
+    """
 
     def __init__(
-        self, samples: Samples, collate: Callable[[list[Row]], Batch], transform: Callable[[Row], Row] | None, seed: int
+        self,
+        samples: Samples,
+        collate: Callable[[list[Row]], Batch],
+        transform: Callable[[Row], Row] | None,
+        seed: int,
     ) -> None:
-        self.samples, self.collate, self.transform, self.seed = samples, collate, transform, seed
+        self.samples = samples
+        self.collate = collate
+        self.transform = transform
+        self.seed = seed
 
     def row(self, index: int, epoch: int) -> Row:
         row = self.samples[max(index, 0)]
@@ -95,11 +123,19 @@ class _Rows:
             seed_all(self.seed, epoch, max(index, 0), 1, devices=False)
             before = np.count_nonzero(row["labels"] != IGNORED)
             row = self.transform(row)
-            if (after := np.count_nonzero(row["labels"] != IGNORED)) != before:  # the loss would be divided by `before`
-                raise ConfigError(f"sample {index}: the transform makes {after} targets of {before}: keep their number")
+            # the loss would be divided by `before`
+            if (after := np.count_nonzero(row["labels"] != IGNORED)) != before:
+                raise ConfigError(
+                    f"sample {index}: the transform makes {after} targets of {before}: keep their "
+                    "number"
+                )
             places = row.get("position_ids", np.zeros(0))
-            if not ((np.diff(places) == 1) | (places[1:] == 0)).all():  # a gap would begin another document
-                raise ConfigError(f"sample {index}: the transform leaves gaps in position_ids: number each document anew")
+            # a gap would begin another document
+            if not ((np.diff(places) == 1) | (places[1:] == 0)).all():
+                raise ConfigError(
+                    f"sample {index}: the transform leaves gaps in position_ids: number each "
+                    "document anew"
+                )
         return row if index >= 0 else {**row, "labels": np.full_like(row["labels"], IGNORED)}
 
     def __call__(self, keys: list[tuple[int, int]]) -> Batch:
@@ -117,12 +153,15 @@ class _Work(Dataset):
     def __getitems__(self, item: Any) -> Any:
         try:
             return item if isinstance(item, CleanExit) else self.work(item)
-        except CleanExit as error:  # if a worker raised it, DataLoader would put a traceback into its message
+        # if a worker raised it, DataLoader would put a traceback into its message
+        except CleanExit as error:
             return error
 
 
 def _and_its_error(items: Iterable[Any]) -> Iterator[Any]:
-    """The items, and the CleanExit that ends them: a traceback through DataLoader would keep its processes and threads."""
+    """The items, and the CleanExit that ends them: a traceback through DataLoader would keep its
+    processes and threads.
+    """
     try:
         yield from items
     except CleanExit as error:
@@ -144,12 +183,15 @@ def _as_it_is(result: Any) -> Any:
 def _ending() -> Any:
     """A flag that workers see. True: the training process exits."""
     flag = RawValue(ctypes.c_bool, False)
-    atexit.register(setattr, flag, "value", True)  # runs before multiprocessing ends its children with SIGTERM and waits
+    # runs before multiprocessing ends its children with SIGTERM and waits
+    atexit.register(setattr, flag, "value", True)
     return flag
 
 
 def _ignore_stop_signals(_worker: int, ending: Any) -> None:
-    """In a worker: a stop signal is for the training process, which still needs this step's batches."""
+    """In a worker: a stop signal is for the training process, which still needs this step's
+    batches.
+    """
 
     def handle(_number: int, _frame: object) -> None:
         if ending.value:
@@ -160,8 +202,12 @@ def _ignore_stop_signals(_worker: int, ending: Any) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _workers(work: Callable[[Any], Any], items: Iterable[Any], num_workers: int, **options: Any) -> DataLoader:
-    """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items. Reads them as needed."""
+def _workers(
+    work: Callable[[Any], Any], items: Iterable[Any], num_workers: int, **options: Any
+) -> DataLoader:
+    """A DataLoader that gives `work(item)`, or the CleanExit it raised, in the order of the items.
+    Reads them as needed.
+    """
     if num_workers and sys.platform == "linux" and not os.path.isdir("/dev/shm"):
         raise ConfigError(
             "processes that read data need /dev/shm, which is missing here: mount it, or give "
@@ -178,7 +224,9 @@ def _workers(work: Callable[[Any], Any], items: Iterable[Any], num_workers: int,
     )
 
 
-def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: int | None) -> Iterator[Any]:
+def parallel_map(
+    work: Callable[[Any], Any], items: Iterable[Any], processes: int | None
+) -> Iterator[Any]:
     """`map(work, items)` by several processes. The results come in the order of the items.
 
     Args:
@@ -205,15 +253,20 @@ def parallel_map(work: Callable[[Any], Any], items: Iterable[Any], processes: in
         if "DataLoader worker" not in str(error):
             raise
         raise ConfigError(
-            "a process that prepares the data has died, perhaps for lack of memory: choose fewer with "
+            "a process that prepares the data has died, perhaps for lack of memory: choose fewer "
+            "with "
             "--preprocessing_num_workers"
         ) from None
     finally:
-        del results  # ends the processes now: garbage collection would close files that the reader's own threads close
+        # ends the processes now: garbage collection would close files that the reader's own threads
+        # close
+        del results
 
 
 class ToDevice:
-    """Puts batches on a device. Pinned batches are copied to a GPU on a separate stream, while it computes."""
+    """Puts batches on a device. Pinned batches are copied to a GPU on a separate stream, while it
+    computes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -227,10 +280,13 @@ class ToDevice:
                 continue
             using = torch.cuda.current_stream(self.device)
             with torch.cuda.stream(self.stream):
-                moved = {key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()}
+                moved = {
+                    key: tensor.to(self.device, non_blocking=True) for key, tensor in batch.items()
+                }
             using.wait_stream(self.stream)
             for tensor in moved.values():
-                tensor.record_stream(using)  # else its memory is reused while that stream still reads it
+                # else its memory is reused while that stream still reads it
+                tensor.record_stream(using)
             yield moved
 
 
@@ -243,10 +299,11 @@ class Loader:
         order: the global batches.
         per_device: rows of one micro-batch.
         share: what this process reads, see `sharding.share`.
-        num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes over one range.
-        transform: applied to each row where it is read, for example augmentation. It keeps the number of targets, and
-            `position_ids` of a packed row count from 0 in each document. Its random draws (torch, Python, NumPy) are a
-            function of (order.seed, epoch, sample index).
+        num_workers: reading processes; 0 for none. They stay for all epochs, and for all passes
+            over one range.
+        transform: applied to each row where it is read, for example augmentation. It keeps the
+            number of targets, and `position_ids` of a packed row count from 0 in each document. Its
+            random draws (torch, Python, NumPy) are a function of (order.seed, epoch, sample index).
     """
 
     def __init__(
@@ -275,14 +332,18 @@ class Loader:
         return self.order.steps_per_epoch
 
     def resume(self, step: int, place: dict[str, Any]) -> int:
-        """Let `step` begin at a checkpoint's `place`. Returns how many steps longer a budget in epochs then is."""
+        """Let `step` begin at a checkpoint's `place`. Returns how many steps longer a budget in
+        epochs then is.
+        """
         self.order = self.order.resumed(step, place)
         return self.order.extra_steps
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
-        """Yield one window for each optimizer step in range(start, stop). Nothing is skipped through to get there.
+        """Yield one window for each optimizer step in range(start, stop). Nothing is skipped
+        through to get there.
 
-        Its micro-batches are read as they are asked for; those that nobody asked for are skipped when the next window is.
+        Its micro-batches are read as they are asked for; those that nobody asked for are skipped
+        when the next window is.
 
         Raises:
             CleanExit: raised by reading a sample, here or in the micro-batches.
@@ -295,19 +356,34 @@ class Loader:
             indices = self.order.indices(step)
             split = micro_batches(indices, self.share.rank, self.share.world_size, self.per_device)
             rows = MicroBatches(self._to_device(islice(batches, len(split))))
-            targets, epoch = self.samples.num_targets(indices), self.order.position(step)[0]
-            sources, place = self.order.used(step + 1), self.order.place(step + 1)
-            yield Window(rows, targets, len(indices), epoch, self.order.samples_per_epoch, split, sources, place)
+            targets = self.samples.num_targets(indices)
+            epoch = self.order.position(step)[0]
+            sources = self.order.used(step + 1)
+            place = self.order.place(step + 1)
+            yield Window(
+                rows,
+                targets,
+                len(indices),
+                epoch,
+                self.order.samples_per_epoch,
+                split,
+                sources,
+                place,
+            )
             rows.skip()
 
     def longest(self, rows: int) -> Batch:
-        """The batch that takes the most memory, on the device: the longest sample and `rows` - 1 times the shortest.
+        """The batch that takes the most memory, on the device: the longest sample and `rows` - 1
+        times the shortest.
 
-        It is as long as the longest sample, may have packed rows, which take a mask, and all its tokens are targets.
+        It is as long as the longest sample, may have packed rows, which take a mask, and all its
+        tokens are targets.
         """
         lengths = getattr(self.samples, "lengths", np.zeros(1))
         read = self._rows()
-        longest, shortest = (read.row(int(index), 0) for index in (np.argmax(lengths), np.argmin(lengths)))
+        longest, shortest = (
+            read.row(int(index), 0) for index in (np.argmax(lengths), np.argmin(lengths))
+        )
         batch = self.collate([longest] + [shortest] * (rows - 1))
         batch.pop("targets", None)
         return {key: tensor.to(self.share.device) for key, tensor in batch.items()}
@@ -318,7 +394,11 @@ class Loader:
     def _reader(self, start: int, stop: int) -> DataLoader:
         return _workers(
             self._rows(),
-            _Keys(self.order, range(start, stop), (self.share.rank, self.share.world_size, self.per_device)),
+            _Keys(
+                self.order,
+                range(start, stop),
+                (self.share.rank, self.share.world_size, self.per_device),
+            ),
             self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=self.share.device.type == "cuda",
@@ -337,5 +417,9 @@ class _Keys:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in self.steps:
             keys = self.order.keys(step)
-            for places in micro_batches(np.arange(len(keys)), *self.share):  # -1 where a row counts for nothing
-                yield [(int(keys[place, 0]) if place >= 0 else -1, int(keys[place, 1])) for place in places]
+            # -1 where a row counts for nothing
+            for places in micro_batches(np.arange(len(keys)), *self.share):
+                yield [
+                    (int(keys[place, 0]) if place >= 0 else -1, int(keys[place, 1]))
+                    for place in places
+                ]

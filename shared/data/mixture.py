@@ -1,7 +1,7 @@
 """Mixtures: several sources of samples, each with its share.
 
-The source of each sample of the run follows from its number alone, and so does the sample: no table is stored, and a run
-resumes at any step on any number of processes.
+The source of each sample of the run follows from its number alone, and so does the sample: no table
+is stored, and a run resumes at any step on any number of processes.
 """
 
 import math
@@ -17,7 +17,8 @@ import numpy as np
 from shared.data.order import DRAWN_AT_ONCE, Order, Row, permute
 from shared.process.errors import ConfigError
 
-PERIOD = 2**16  # samples after which the sources repeat their turns, at most; finer shares are rounded to it
+# samples after which the sources repeat their turns, at most; finer shares are rounded to it
+PERIOD = 2**16
 
 
 class Mixed:
@@ -42,15 +43,18 @@ class Mixed:
 
     def num_targets(self, indices: np.ndarray) -> int:
         bounds = zip(self.parts, self.starts, self.starts[1:], strict=False)
-        return sum(part.num_targets(indices[(indices >= a) & (indices < b)] - a) for part, a, b in bounds)
+        return sum(
+            part.num_targets(indices[(indices >= a) & (indices < b)] - a) for part, a, b in bounds
+        )
 
 
 @lru_cache(maxsize=1)
 def turns(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Whose turn it is: a sequence that is repeated for the whole run, as long as the ratio of the weights asks for.
+    """Whose turn it is: a sequence that is repeated for the whole run, as long as the ratio of the
+    weights asks for.
 
-    After n samples each source has had its share of n, rounded up or down: of the sources that are not ahead of their share,
-    the one whose next sample is due first takes its turn.
+    After n samples each source has had its share of n, rounded up or down: of the sources that are
+    not ahead of their share, the one whose next sample is due first takes its turn.
 
     Returns:
         ([period] the source of each turn, [period + 1, sources] turns of each source before it).
@@ -72,10 +76,11 @@ def turns(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Mixture(Order):
-    """Global batches of several sources. In each stretch of the run, each source has its share of the samples.
+    """Global batches of several sources. In each stretch of the run, each source has its share of
+    the samples.
 
-    A source begins anew when all of its samples were used: each source has epochs of its own. An epoch of the mixture has as
-    many samples as all sources together. All batches are full.
+    A source begins anew when all of its samples were used: each source has epochs of its own. An
+    epoch of the mixture has as many samples as all sources together. All batches are full.
 
     Args:
         sources: (name, samples) of each, in the order of the data set.
@@ -103,7 +108,8 @@ class Mixture(Order):
     def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
         if place.get("mix_weights") != list(self.weights):
             raise ConfigError(
-                "--mix_weights cannot change within a run: samples of its sources would be repeated or skipped. Train the "
+                "--mix_weights cannot change within a run: samples of its sources would be "
+                "repeated or skipped. Train the "
                 "final/ of this run further in another --output_dir"
             )
         return super().resumed(step, place)
@@ -123,20 +129,25 @@ class Mixture(Order):
         keys = _drawn(self, start, start + drawn)[first - start : first - start + size]
         if self.lengths is not None:
             return keys[np.argsort(-self.lengths[keys[:, 0]], kind="stable")]
-        return keys[permute(np.arange(size), size, (self.seed, step))]  # else some rank might read one source only
+        # else some rank might read one source only
+        return keys[permute(np.arange(size), size, (self.seed, step))]
 
     def used(self, step: int) -> dict[str, tuple[int, int]]:
         _, before = turns(self.weights)
         rounds, rest = divmod(self._samples_before(step), len(before) - 1)
         counts = (rounds * before[-1] + before[rest]).tolist()
-        return {name: (size, count) for (name, size), count in zip(self.sources, counts, strict=True)}
+        return {
+            name: (size, count) for (name, size), count in zip(self.sources, counts, strict=True)
+        }
 
     def describe(self, steps: int) -> str:
         """One line: shares, and epochs of each source in a run of so many steps."""
         each = turns(self.weights)[1][-1]
         epochs = [drawn / size for size, drawn in self.used(steps).values()]
         parts = zip(each / each.sum(), self.sources, epochs, strict=True)
-        return ", ".join(f"{share:.1%} {name} ({epochs:.2f} epochs)" for share, (name, _), epochs in parts)
+        return ", ".join(
+            f"{share:.1%} {name} ({epochs:.2f} epochs)" for share, (name, _), epochs in parts
+        )
 
 
 @lru_cache(maxsize=2)
@@ -149,7 +160,9 @@ def _drawn(mixture: Mixture, start: int, stop: int) -> np.ndarray:
     offset = 0
     for source, (_, size) in enumerate(mixture.sources):
         mine = np.flatnonzero(of == source)
-        epochs, places = np.divmod(rounds[mine] * before[-1, source] + before[turn[mine], source], size)
+        epochs, places = np.divmod(
+            rounds[mine] * before[-1, source] + before[turn[mine], source], size
+        )
         for epoch in np.unique(epochs).tolist():
             now = epochs == epoch
             keys[mine[now], 0] = offset + permute(places[now], size, (mixture.seed, epoch, source))
@@ -159,8 +172,11 @@ def _drawn(mixture: Mixture, start: int, stop: int) -> np.ndarray:
     return keys
 
 
-def training_order(samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], **options: Any) -> Order:
-    """The order of training: a `Mixture` of the sources of `samples` (see `Mixed`) if they have weights.
+def training_order(
+    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], **options: Any
+) -> Order:
+    """The order of training: a `Mixture` of the sources of `samples` (see `Mixed`) if they have
+    weights.
 
     Args:
         options: of `Order`; `lengths` of a `Mixture`.
@@ -168,4 +184,6 @@ def training_order(samples: Any, global_batch_size: int, seed: int, weights: Seq
     if not weights:
         return Order(len(samples), global_batch_size, seed, **options)
     sources = tuple(samples.sources.items())
-    return Mixture(len(samples), global_batch_size, seed, sources=sources, weights=tuple(weights), **options)
+    return Mixture(
+        len(samples), global_batch_size, seed, sources=sources, weights=tuple(weights), **options
+    )

@@ -20,31 +20,40 @@ class DataConfig:
         }
     )
 
-    # Files, folders, globs or URLs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file is one text.
+    # Files, folders, globs or URLs to train on: JSON lines, JSON, CSV, TSV, Parquet; any other file
+    # is one text.
     train_file: tuple[str, ...] = ()
-    validation_file: tuple[str, ...] = ()  # The same, to validate on; if not given, a part of the training data is held out.
-    # Data set on the Hub, or a folder that `datasets` loads, in place of train_file; with mix_weights, several.
+    # The same, to validate on; if not given, a part of the training data is held out.
+    validation_file: tuple[str, ...] = ()
+    # Data set on the Hub, or a folder that `datasets` loads, in place of train_file; with
+    # mix_weights, several.
     dataset_name: tuple[str, ...] = ()
-    # Mix sources: a number for each value of train_file, dataset_name or train_dir, in any unit. They are shares of the
-    # training samples: images, rows of conversations, sequences of text. A source is used up before a sample of it repeats.
+    # Mix sources: a number for each value of train_file, dataset_name or train_dir, in any unit.
+    # They are shares of the training samples: images, rows of conversations, sequences of text. A
+    # source is used up before a sample of it repeats.
     mix_weights: tuple[float, ...] = ()
     dataset_config_name: str | None = None  # Configuration of dataset_name.
     train_split_name: str = "train"  # Split of dataset_name to train on.
     # Split of dataset_name to validate on; if not given, a part of the training split is held out.
     validation_split_name: str | None = None
-    # Per cent of the data held out to validate on: of records by their numbers alone, of few long texts their end.
+    # Per cent of the data held out to validate on: of records by their numbers alone, of few long
+    # texts their end.
     validation_split_percentage: float = 5.0
 
     def __post_init__(self) -> None:
         if self.train_file and self.dataset_name:
-            raise ConfigError("--train_file and --dataset_name both name the training data: drop one of them")
+            raise ConfigError(
+                "--train_file and --dataset_name both name the training data: drop one of them"
+            )
         if self.validation_file and (self.is_demo or self.dataset_name):
             raise ConfigError("--validation_file needs --train_file")
         for name in ("dataset_config_name", "train_split_name", "validation_split_name"):
             if not self.dataset_name and getattr(self, name) != getattr(type(self), name):
                 raise ConfigError(f"--{name} needs --dataset_name")
         if not 0 < (percent := self.validation_split_percentage) < 100:
-            raise ConfigError(f"--validation_split_percentage must be above 0 and below 100, not {percent:g}")
+            raise ConfigError(
+                f"--validation_split_percentage must be above 0 and below 100, not {percent:g}"
+            )
         self._check_mixture()
         for flag in ("train_file", "validation_file"):
             named = getattr(self, flag)
@@ -54,30 +63,47 @@ class DataConfig:
                 find_files(local, flag=flag, quick=True, tars=self.TARS)
 
     TARS: ClassVar = False  # whether files may be tar files
-    SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")  # the flags that may name the training data
+    # the flags that may name the training data
+    SOURCES: ClassVar[tuple[str, ...]] = ("train_file", "dataset_name")
 
     def _check_mixture(self) -> None:
         flag = next((flag for flag in self.SOURCES if getattr(self, flag)), self.SOURCES[0])
-        named, weights = getattr(self, flag), self.mix_weights
+        named = getattr(self, flag)
+        weights = self.mix_weights
         if len(named) > 1 and flag != "train_file" and not weights:
-            raise ConfigError(f"--{flag} has {len(named)} values: give a share for each of them with --mix_weights")
+            raise ConfigError(
+                f"--{flag} has {len(named)} values: give a share for each of them with "
+                "--mix_weights"
+            )
         if weights and len(weights) != len(named):
-            raise ConfigError(f"--mix_weights has {len(weights)} value(s), --{flag} {len(named)}: give one for each")
+            raise ConfigError(
+                f"--mix_weights has {len(weights)} value(s), --{flag} {len(named)}: give one for "
+                "each"
+            )
         if weights and len(set(named)) < len(named):
-            raise ConfigError(f"--{flag} names a source of the mixture twice: give it once, with a larger weight")
+            raise ConfigError(
+                f"--{flag} names a source of the mixture twice: give it once, with a larger weight"
+            )
         if weights and min(weights) <= 0:
             raise ConfigError(f"--mix_weights must be above 0, not {min(weights):g}")
 
     def sources(self) -> dict[str, Self]:
-        """A config for each source of a mixture, by a short name for the logs. One alone where nothing is mixed."""
+        """A config for each source of a mixture, by a short name for the logs. One alone where
+        nothing is mixed.
+        """
         if not self.mix_weights:
             return {"": self}
         flag = next(flag for flag in self.SOURCES if getattr(self, flag))
         named = [str(name) for name in getattr(self, flag)]
         short = [Path(name).name for name in named]
         names = short if len(set(short)) == len(short) else named
-        changes: list[dict[str, Any]] = [{flag: (value,), "mix_weights": ()} for value in getattr(self, flag)]
-        return {label(name): replace(self, **change) for name, change in zip(names, changes, strict=True)}
+        changes: list[dict[str, Any]] = [
+            {flag: (value,), "mix_weights": ()} for value in getattr(self, flag)
+        ]
+        return {
+            label(name): replace(self, **change)
+            for name, change in zip(names, changes, strict=True)
+        }
 
     @property
     def is_demo(self) -> bool:

@@ -1,7 +1,8 @@
 """The order of samples, and each rank's share of every global batch.
 
-The order depends only on (seed, epoch, step). The world size only decides how ranks share a global batch. So a run can
-resume at any step, on any number of processes, without reading earlier samples, and sees the same samples.
+The order depends only on (seed, epoch, step). The world size only decides how ranks share a global
+batch. So a run can resume at any step, on any number of processes, without reading earlier samples,
+and sees the same samples.
 """
 
 import contextlib
@@ -22,7 +23,9 @@ DRAWN_AT_ONCE = 4096  # positions of an epoch: the fewest that one call of `perm
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijective scramble of 64-bit words."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijective scramble of 64-bit
+    words.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -31,9 +34,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     """Apply a keyed pseudo-random permutation of range(size) to each entry of `index`.
 
-    A balanced Feistel network permutes the next power of two with an even exponent. It is applied again until the result
-    is inside the range (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The cost does not
-    depend on the size, and no table is stored.
+    A balanced Feistel network permutes the next power of two with an even exponent. It is applied
+    again until the result is inside the range (cycle walking: Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002). The cost does not depend on the size, and no table is stored.
 
     Args:
         index: [n], integers in range(size).
@@ -48,7 +51,8 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     round_keys = np.random.SeedSequence(key).generate_state(8, np.uint64)
 
     def encrypt(x: np.ndarray) -> np.ndarray:
-        left, right = x >> np.uint64(half), x & mask
+        left = x >> np.uint64(half)
+        right = x & mask
         for round_key in round_keys:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         return (left << np.uint64(half)) | right
@@ -62,25 +66,32 @@ def permute(index: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def permuted(size: int, key: tuple[int, ...], start: int, stop: int) -> np.ndarray:
-    """`permute` of range(start, stop), read-only and cached: many positions cost little more than one."""
+    """`permute` of range(start, stop), read-only and cached: many positions cost little more than
+    one.
+    """
     result = permute(np.arange(start, stop), size, key)
     result.flags.writeable = False
     return result
 
 
 def is_validation(numbers: np.ndarray, percent: float, part: float = 1.0) -> np.ndarray:
-    """Which documents, by their number in the source, belong to the validation split: bool, the shape of `numbers`.
+    """Which documents, by their number in the source, belong to the validation split: bool, the
+    shape of `numbers`.
 
-    A hash of the number alone decides, so the split does not depend on seed or world size. `part`: only so much of it.
+    A hash of the number alone decides, so the split does not depend on seed or world size. `part`:
+    only so much of it.
     """
     with np.errstate(over="ignore"):
         hashed = _mix(np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    share, rest = hashed % np.uint64(10_000), hashed // np.uint64(10_000)
+    share = hashed % np.uint64(10_000)
+    rest = hashed // np.uint64(10_000)
     return (share < np.uint64(round(percent * 100))) & (rest <= np.uint64(part * (2**64 // 10_000)))
 
 
 def near_share(held_out: float, share: float) -> bool:
-    """Whether `held_out`, a share of samples or tokens, is at least half and at most twice the wanted `share`."""
+    """Whether `held_out`, a share of samples or tokens, is at least half and at most twice the
+    wanted `share`.
+    """
     return share / 2 <= held_out <= 2 * share
 
 
@@ -92,7 +103,8 @@ class Order:
     global_batch_size: int
     seed: int
     shuffle: bool = True
-    drop_last: bool = False  # drop the smaller last batch; with shuffling, each epoch drops other samples
+    # drop the smaller last batch; with shuffling, each epoch drops other samples
+    drop_last: bool = False
     begin: tuple[int, int] = (0, 0)  # (step, samples before it) that a resumed run goes on from
 
     @property
@@ -107,16 +119,22 @@ class Order:
         """(epoch, samples of it before) optimizer step `step`."""
         start, before = self.begin
         epoch, first = divmod(before, self.num_samples)
-        further = step - start - self._batches(self.num_samples - first)  # steps after the epoch that `begin` is in
+        # steps after the epoch that `begin` is in
+        further = step - start - self._batches(self.num_samples - first)
         if further < 0:
             return epoch, first + (step - start) * self.global_batch_size
         epochs, within = divmod(further, self.steps_per_epoch)
         return epoch + 1 + epochs, within * self.global_batch_size
 
     def place(self, step: int) -> dict[str, Any]:
-        """Where step `step` begins, as JSON for a checkpoint: in samples, which another batch size goes on from."""
+        """Where step `step` begins, as JSON for a checkpoint: in samples, which another batch size
+        goes on from.
+        """
         epoch, first = self.position(step)
-        return {"samples": epoch * self.num_samples + first, "global_batch_size": self.global_batch_size}
+        return {
+            "samples": epoch * self.num_samples + first,
+            "global_batch_size": self.global_batch_size,
+        }
 
     def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
         """This order, from `step` on at a checkpoint's `place`.
@@ -128,24 +146,35 @@ class Order:
 
     @property
     def extra_steps(self) -> int:
-        """Steps that the run had done at `begin`, less those that this batch size takes to get there."""
+        """Steps that the run had done at `begin`, less those that this batch size takes to get
+        there.
+        """
         epoch, first = divmod(self.begin[1], self.num_samples)
-        return self.begin[0] + self._batches(self.num_samples - first) - (epoch + 1) * self.steps_per_epoch
+        return (
+            self.begin[0]
+            + self._batches(self.num_samples - first)
+            - (epoch + 1) * self.steps_per_epoch
+        )
 
     @property
     def samples_per_epoch(self) -> int:
         return min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
 
     def indices(self, step: int) -> np.ndarray:
-        """The samples of optimizer step `step`, counted from 0 over all epochs: [<= global_batch_size] int64."""
+        """The samples of optimizer step `step`, counted from 0 over all epochs: [<=
+        global_batch_size] int64.
+        """
         epoch, first = self.position(step)
         last = min(first + self.global_batch_size, self.num_samples)
         if not self.shuffle:
             return np.arange(first, last)
         drawn = self.global_batch_size * math.ceil(DRAWN_AT_ONCE / self.global_batch_size)
-        phase = first % self.global_batch_size  # above 0 in the epoch in which the batch size changed
+        # above 0 in the epoch in which the batch size changed
+        phase = first % self.global_batch_size
         start = phase + (first - phase) // drawn * drawn
-        stretch = permuted(self.num_samples, (self.seed, epoch), start, min(start + drawn, self.num_samples))
+        stretch = permuted(
+            self.num_samples, (self.seed, epoch), start, min(start + drawn, self.num_samples)
+        )
         return stretch[first - start : last - start]
 
     def keys(self, step: int) -> np.ndarray:
@@ -154,19 +183,22 @@ class Order:
         return np.stack([indices, np.full_like(indices, self.position(step)[0])], axis=1)
 
     def used(self, step: int) -> dict[str, tuple[int, int]]:
-        """(its samples, how many were drawn of it in all until `step` steps are done) for each source of a mixture."""
+        """(its samples, how many were drawn of it in all until `step` steps are done) for each
+        source of a mixture.
+        """
         return {}
 
 
 def micro_batches(indices: np.ndarray, rank: int, world_size: int, per_device: int) -> np.ndarray:
     """One rank's micro-batches of a global batch: [micro-batches, per_device] sample indices.
 
-    All ranks get the same number of micro-batches, because their collectives must match. A smaller batch is padded with
-    -1: rows without targets. Over all ranks, each index appears exactly once. A rank's rows are neighbours, so that which
-    they are does not depend on `per_device`.
+    All ranks get the same number of micro-batches, because their collectives must match. A smaller
+    batch is padded with -1: rows without targets. Over all ranks, each index appears exactly once.
+    A rank's rows are neighbours, so that which they are does not depend on `per_device`.
     """
     share = math.ceil(len(indices) / world_size)
-    share += share % 2 if per_device % 2 == 0 else 0  # mixup mixes pairs, which are the same on any number of ranks
+    # mixup mixes pairs, which are the same on any number of ranks
+    share += share % 2 if per_device % 2 == 0 else 0
     own = indices[rank * share : (rank + 1) * share]
     padded = np.full(math.ceil(share / per_device) * per_device, -1, dtype=np.int64)
     padded[: len(own)] = own
@@ -178,7 +210,9 @@ Batch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """A map-style dataset that knows the number of targets (tokens or images) of any samples, without communication."""
+    """A map-style dataset that knows the number of targets (tokens or images) of any samples,
+    without communication.
+    """
 
     def __len__(self) -> int: ...
 
@@ -188,11 +222,15 @@ class Samples(Protocol):
 
 
 class EvenSubset:
-    """`count` samples, evenly spaced over `samples`, or all of them if there are fewer: for evaluation."""
+    """`count` samples, evenly spaced over `samples`, or all of them if there are fewer: for
+    evaluation.
+    """
 
     def __init__(self, samples: Samples, count: int) -> None:
         self.samples = samples
-        self.indices = np.linspace(0, len(samples) - 1, min(count, len(samples))).round().astype(np.int64)
+        self.indices = (
+            np.linspace(0, len(samples) - 1, min(count, len(samples))).round().astype(np.int64)
+        )
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -205,7 +243,8 @@ class EvenSubset:
 
 
 def seed_all(*key: int, devices: bool = True) -> None:
-    """Seed the generators of torch (only the CPU's without `devices`), Python and NumPy with a hash of `key`.
+    """Seed the generators of torch (only the CPU's without `devices`), Python and NumPy with a hash
+    of `key`.
 
     `torch.manual_seed` goes through every type of device and takes 50 times as long.
     """
@@ -215,12 +254,15 @@ def seed_all(*key: int, devices: bool = True) -> None:
     if devices and (device := _accelerator()) is not None:
         device.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed >> 32)  # the upper half: torch uses the lower half, for the same generator on the CPU
+    # the upper half: torch uses the lower half, for the same generator on the CPU
+    np.random.seed(seed >> 32)
 
 
 @contextlib.contextmanager
 def draws_kept() -> Iterator[None]:
-    """Take back what is drawn or seeded in this block from the generators of torch (the CPU's), Python and NumPy."""
+    """Take back what is drawn or seeded in this block from the generators of torch (the CPU's),
+    Python and NumPy.
+    """
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,4 +1,6 @@
-"""Data that is prepared once and kept for later runs. The main rank builds it while the others wait."""
+"""Data that is prepared once and kept for later runs. The main rank builds it while the others
+wait.
+"""
 
 import contextlib
 import fcntl
@@ -22,13 +24,17 @@ from shared.process.files import open_regular
 from shared.process.printing import print_main
 from shared.process.ranks import cores, is_main_rank, rank
 
-ABANDONED_AFTER = 24 * 3600  # seconds without a write, where locks do not tell whether a process lives
-CHECKSUMS, PIECE = "checksums.json", 2**26  # of each PIECE bytes of each file of a folder
+# seconds without a write, where locks do not tell whether a process lives
+ABANDONED_AFTER = 24 * 3600
+CHECKSUMS = "checksums.json"
+PIECE = 2**26  # of each PIECE bytes of each file of a folder
 VERIFIED = ".verified"  # when a folder's checksums were compared with its files
 
 
 def fingerprint(**parts: Any) -> str:
-    """16 hex digits that change when any of the JSON-like `parts` does. A Path stands for its size and time."""
+    """16 hex digits that change when any of the JSON-like `parts` does. A Path stands for its size
+    and time.
+    """
 
     real = cache(os.path.realpath)
 
@@ -43,23 +49,29 @@ def fingerprint(**parts: Any) -> str:
 
 
 def source_of(*places: str) -> str:
-    """A hash of the code at these places in `shared`, folders or files: what other code prepared is not used."""
+    """A hash of the code at these places in `shared`, folders or files: what other code prepared is
+    not used.
+    """
     shared = Path(__file__).parents[1]
     paths = [shared / place for place in places]
-    files = [file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])]
+    files = [
+        file for path in paths for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, continues: bool = False) -> Path:
     """Let the main rank fill `folder` while the others wait. On the next run it is there already.
 
-    `build` gets a temporary sibling, which is renamed at the end: the folder is whole or does not exist, also when two
-    runs build it at once. One that was damaged since then is built again. The other ranks wait for the main one's word,
-    since a collective would time out. What killed runs have left is removed: see `remove_abandoned`. Every rank calls
-    this. The folder must be on a file system that all ranks see.
+    `build` gets a temporary sibling, which is renamed at the end: the folder is whole or does not
+    exist, also when two runs build it at once. One that was damaged since then is built again. The
+    other ranks wait for the main one's word, since a collective would time out. What killed runs
+    have left is removed: see `remove_abandoned`. Every rank calls this. The folder must be on a
+    file system that all ranks see.
 
     Args:
-        continues: `build` goes on with what a killed run has left in the temporary folder. A second run waits for the first.
+        continues: `build` goes on with what a killed run has left in the temporary folder. A second
+            run waits for the first.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -67,7 +79,9 @@ def build_once(folder: Path, build: Callable[[Path], None], *, continues: bool =
     """
     from torch import distributed
 
-    store = distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+    store = (
+        distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+    )
     ready = f"{folder.name} is prepared"
     if is_main_rank():
         remove_abandoned(folder)
@@ -80,7 +94,11 @@ def build_once(folder: Path, build: Callable[[Path], None], *, continues: bool =
             time.sleep(0.05)
             looked += 1
             if looked == 1200:
-                print(f"rank {rank()} waits for rank 0 to prepare {folder}; both must see this file system", flush=True)
+                print(
+                    f"rank {rank()} waits for rank 0 to prepare {folder}; both must see this file "
+                    "system",
+                    flush=True,
+                )
     except RuntimeError:  # the launcher of the main rank's machine is gone
         raise CleanExit(f"rank 0, which prepares {folder}, has ended: see its own output") from None
     return folder
@@ -119,7 +137,9 @@ def keep(folder: Path, build: Callable[[Path], None], *, continues: bool = False
 
 
 def _claim(folder: Path, continues: bool) -> tuple[Path, int]:
-    """A temporary sibling of `folder` in which no other process works, and the lock that says so."""
+    """A temporary sibling of `folder` in which no other process works, and the lock that says
+    so.
+    """
     temporary = own = folder.with_name(f".{folder.name}.new-{secrets.token_hex(4)}")
     if continues:
         temporary = folder.with_name(f".{folder.name}.new")
@@ -140,9 +160,11 @@ def _claim(folder: Path, continues: bool) -> tuple[Path, int]:
 
 
 def usable(folder: Path) -> bool:
-    """Whether `folder` is there as `build_once` has left it; a damaged one is put aside. Call on one rank.
+    """Whether `folder` is there as `build_once` has left it; a damaged one is put aside. Call on
+    one rank.
 
-    Files are read and compared with their checksums once a day, and again after a restart of the machine or a change.
+    Files are read and compared with their checksums once a day, and again after a restart of the
+    machine or a change.
 
     Raises:
         ConfigError: it is damaged and cannot be put aside.
@@ -154,13 +176,19 @@ def usable(folder: Path) -> bool:
         if mark.exists() and mark.read_text(errors="replace") == _state(folder):
             return True
         if (size := sum(path.stat().st_size for path in _files(folder).values())) > 2**32:
-            print_main(f"comparing {size / 1e9:.0f} GB of prepared data with their checksums, once a day")
-        known, found = json.loads((folder / CHECKSUMS).read_text()), _checksums(folder)
+            print_main(
+                f"comparing {size / 1e9:.0f} GB of prepared data with their checksums, once a day"
+            )
+        known = json.loads((folder / CHECKSUMS).read_text())
+        found = _checksums(folder)
         if known == found:
-            with contextlib.suppress(OSError), open_regular(mark) as file:  # it may be a cache that only others write
+            # it may be a cache that only others write
+            with contextlib.suppress(OSError), open_regular(mark) as file:
                 file.write(_state(folder))
             return True
-        damage = next((name for name in found if found[name] != dict(known).get(name)), "a file is missing")
+        damage = next(
+            (name for name in found if found[name] != dict(known).get(name)), "a file is missing"
+        )
     except (OSError, TypeError, ValueError) as error:
         damage = first_line(error)
     print_main(f"warning: {folder}: prepared data is damaged ({damage}), so it is prepared again")
@@ -169,12 +197,18 @@ def usable(folder: Path) -> bool:
         folder.rename(aside)
         os.utime(aside)  # kept as long as what killed runs have left: another run may read it now
     except OSError as error:
-        raise ConfigError(f"{folder}: damaged, and cannot be replaced ({first_line(error)}): remove it") from None
+        raise ConfigError(
+            f"{folder}: damaged, and cannot be replaced ({first_line(error)}): remove it"
+        ) from None
     return False
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    files = ((str(path.relative_to(folder)), path) for path in sorted(folder.rglob("*")) if path.is_file())
+    files = (
+        (str(path.relative_to(folder)), path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    )
     return {name: path for name, path in files if name != VERIFIED}
 
 
@@ -183,7 +217,9 @@ def _state(folder: Path) -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     stats = {name: path.stat() for name, path in _files(folder).items()}
     return fingerprint(
-        files={name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats.items()},
+        files={
+            name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats.items()
+        },
         day=date.today().isoformat(),
         boot=boot.read_text() if boot.exists() else "",
     )
@@ -206,14 +242,18 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
             name: [pool.submit(crc, path, first) for first in range(0, path.stat().st_size, PIECE)]
             for name, path in files.items()
         }
-        return {name: [path.stat().st_size, *(one.result() for one in sums[name])] for name, path in files.items()}
+        return {
+            name: [path.stat().st_size, *(one.result() for one in sums[name])]
+            for name, path in files.items()
+        }
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what killed runs have left of `folder`, unless it can be continued, and what nobody has used for a day.
+    """Remove what killed runs have left of `folder`, unless it can be continued, and what nobody
+    has used for a day.
 
-    Where another run builds something now, its process holds a lock. A damaged folder that was put aside stays for a day,
-    since another run may read it.
+    Where another run builds something now, its process holds a lock. A damaged folder that was put
+    aside stays for a day, since another run may read it.
     """
     for temporary in folder.parent.glob(".*"):
         with contextlib.suppress(OSError):  # it was renamed meanwhile

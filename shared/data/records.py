@@ -1,4 +1,6 @@
-"""Records from files and from the Hub: JSON lines, JSON, CSV, TSV, Parquet, plain text. Each record knows its place."""
+"""Records from files and from the Hub: JSON lines, JSON, CSV, TSV, Parquet, plain text. Each record
+knows its place.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,25 @@ from shared.process.printing import label, note
 if TYPE_CHECKING:
     from shared.data.options import DataConfig
 
-Records = Iterator[tuple[str, dict[str, Any]]]  # (place, record); the place is `file:line` or `file: row N`, for messages
+# (place, record); the place is `file:line` or `file: row N`, for messages
+Records = Iterator[tuple[str, dict[str, Any]]]
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 STATES = 256  # rows of a stream of the Hub between places where reading can begin
 PIECE = 2**18  # characters of plain text in one record, at most
-CONTINUES = "(the text continues in the next record)"  # key of each record of a plain-text file except the last
+# key of each record of a plain-text file except the last
+CONTINUES = "(the text continues in the next record)"
 
 
 @dataclass
 class Cursor:
-    """Where reading stands: at a record. A new reader that is given one begins there, and moves it."""
+    """Where reading stands: at a record. A new reader that is given one begins there, and moves
+    it.
+    """
 
     file: int = 0  # its file, by number; of a data set of the Hub, the row that `state` is at
-    number: int = 0  # lines (JSON lines), rows or records before it in the file, or in the data set of the Hub
+    # lines (JSON lines), rows or records before it in the file, or in the data set of the Hub
+    number: int = 0
     offset: int = 0  # bytes before it in the file, for JSON lines that are not compressed
     state: Any = None  # of a data set of the Hub: `IterableDataset.state_dict`, JSON-like
 
@@ -47,7 +54,8 @@ class Source:
 
     Args:
         name: for people. It is written to a run's files, so it holds no secrets.
-        identity: gives something JSON-like, with a Path for each file, that changes when the records do.
+        identity: gives something JSON-like, with a Path for each file, that changes when the
+            records do.
         read: gives all records from the start.
         read_from: gives them from a cursor on, if the source can.
     """
@@ -58,12 +66,15 @@ class Source:
     read_from: Callable[[Cursor], Records] | None = None
 
 
-def open_sources(config: DataConfig, *, demo: Source, streaming: bool = False) -> tuple[Source, Source | None]:
+def open_sources(
+    config: DataConfig, *, demo: Source, streaming: bool = False
+) -> tuple[Source, Source | None]:
     """(training, validation or None) records of a config; `demo` when it names none.
 
-    If --train_file names a folder that also holds the validation files, these are not trained on. The identity of a
-    stream is made of names and sizes only, so it survives a copy of the files and a Hub that does not answer. Every rank
-    calls this. The main one lists the files, another one does when it reads them.
+    If --train_file names a folder that also holds the validation files, these are not trained on.
+    The identity of a stream is made of names and sizes only, so it survives a copy of the files and
+    a Hub that does not answer. Every rank calls this. The main one lists the files, another one
+    does when it reads them.
 
     Raises:
         ConfigError: files that are missing or empty.
@@ -135,7 +146,9 @@ def _hub_source(config: DataConfig, split: str, streaming: bool) -> Source:
 
 
 def _hub_identity(name: str) -> list[Any]:
-    """The files of a folder, or the revision of a data set on the Hub (only its name when offline)."""
+    """The files of a folder, or the revision of a data set on the Hub (only its name when
+    offline).
+    """
     if Path(name).exists():
         return [*find_files([name], flag="dataset_name")]
     from huggingface_hub import HfApi
@@ -156,7 +169,11 @@ def kind(value: Any) -> str:
 
 def unused(record: dict[str, Any], used: Collection[str]) -> list[str]:
     """The columns of a record that hold something and are not among the `used` ones."""
-    return [key for key, value in record.items() if key not in (*used, CONTINUES) and value not in (None, "", [], {})]
+    return [
+        key
+        for key, value in record.items()
+        if key not in (*used, CONTINUES) and value not in (None, "", [], {})
+    ]
 
 
 def not_used(names: Collection[str]) -> str:
@@ -165,10 +182,12 @@ def not_used(names: Collection[str]) -> str:
 
 
 def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records:
-    """Yield (place, record) for each record, in order. A `cursor` says where to begin, and then where reading stands.
+    """Yield (place, record) for each record, in order. A `cursor` says where to begin, and then
+    where reading stands.
 
-    JSON lines, one JSON list, CSV, TSV and Parquet hold records. Any other file is one text: {"text": content}, or
-    several records of at most PIECE characters, all but the last with the key CONTINUES. a.csv.gz is CSV, unpacked here.
+    JSON lines, one JSON list, CSV, TSV and Parquet hold records. Any other file is one text:
+    {"text": content}, or several records of at most PIECE characters, all but the last with the key
+    CONTINUES. a.csv.gz is CSV, unpacked here.
 
     Raises:
         ConfigError: a file that cannot be read or parsed, with its place.
@@ -178,7 +197,9 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
         if index < cursor.file:
             continue
         if index > cursor.file:
-            cursor.file, cursor.number, cursor.offset = index, 0, 0
+            cursor.file = index
+            cursor.number = 0
+            cursor.offset = 0
         suffix = name_inside(path).suffix.lower()
         try:
             if suffix == ".parquet":
@@ -192,7 +213,9 @@ def read_records(files: Sequence[Path], cursor: Cursor | None = None) -> Records
                 read = READERS.get(suffix, _read_text)
                 yield from _forward(read(path), path, cursor)
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}:{_line_of_bad_bytes(path)}: not UTF-8 text; save it as UTF-8") from error
+            raise ConfigError(
+                f"{path}:{_line_of_bad_bytes(path)}: not UTF-8 text; save it as UTF-8"
+            ) from error
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}") from None
 
@@ -210,10 +233,12 @@ def _forward(records: Records, path: Path, cursor: Cursor) -> Records:
 
 
 def split_text(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cut the text that `blocks` make, which may not fit into memory. Yield (piece, whether more pieces follow).
+    """Cut the text that `blocks` make, which may not fit into memory. Yield (piece, whether more
+    pieces follow).
 
-    A piece has at most PIECE characters. It ends after a line end if it has one, else after white space if it has any.
-    The pieces do not depend on how the text is spread over the blocks. No text is one empty piece.
+    A piece has at most PIECE characters. It ends after a line end if it has one, else after white
+    space if it has any. The pieces do not depend on how the text is spread over the blocks. No text
+    is one empty piece.
     """
     held = ""
     for block in blocks:
@@ -275,7 +300,9 @@ def _read_jsonl(path: Path, cursor: Cursor) -> Records:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = _json_of(path, text.rstrip(), number)
                 if not isinstance(record, dict):
-                    raise ConfigError(f"{path}:{number}: expected a JSON object, found {kind(record)}")
+                    raise ConfigError(
+                        f"{path}:{number}: expected a JSON object, found {kind(record)}"
+                    )
                 yield f"{path}:{number}", record
             cursor.number = number
             cursor.offset += len(line)
@@ -308,15 +335,20 @@ def _read_parquet(path: Path, cursor: Cursor) -> Records:
     first = cursor.number
     try:
         file = pq.ParquetFile(path)
-        ends = np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
+        ends = np.cumsum(
+            [0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))]
+        )
         skipped = int(np.searchsorted(ends[1:], first, side="right"))  # row groups
         number = int(ends[skipped])
         types = {field.name: field.type for field in file.schema_arrow}
-        for batch in file.iter_batches(batch_size=64, row_groups=range(skipped, file.num_row_groups)):
+        for batch in file.iter_batches(
+            batch_size=64, row_groups=range(skipped, file.num_row_groups)
+        ):
             skip = min(max(0, first - number), len(batch))
             number += skip
             for record in batch.slice(skip).to_pylist():
-                cursor.number, number = number, number + 1
+                cursor.number = number
+                number = number + 1
                 where = f"{path}: row {number}"
                 yield where, _as_json_lines(record, types, parse_json, where)
     except pa.ArrowException as error:
@@ -347,7 +379,8 @@ def _plain(value: Any, arrow_type: Any, parse: Callable[[str], Any] | None) -> A
     """A value of an Arrow type (None: unknown) as JSON lines hold it.
 
     JSON (https://arrow.apache.org/docs/format/CanonicalExtensions.html#json) is parsed. Structs
-    lose their nulls, since Arrow gives each the keys of all others; null content of a message stays.
+    lose their nulls, since Arrow gives each the keys of all others; null content of a message
+    stays.
     """
     if getattr(arrow_type, "extension_name", "") == "arrow.json":
         return parse(value) if parse and value is not None else value
@@ -362,7 +395,8 @@ def _plain(value: Any, arrow_type: Any, parse: Callable[[str], Any] | None) -> A
 
 
 def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
-    """`datasets.load_dataset` of a data set on the Hub or in a folder. Its README.md may name its own files only.
+    """`datasets.load_dataset` of a data set on the Hub or in a folder. Its README.md may name its
+    own files only.
 
     Raises:
         ConfigError: it names others, or `datasets` cannot load it.
@@ -375,8 +409,13 @@ def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
 
     def own(pattern: str, base_path: str, *rest: Any, **more: Any) -> Any:
         place = pattern if urlsplit(pattern).scheme else os.path.join(base_path, pattern)
-        if "::" in pattern or not os.path.normpath(place).startswith(os.path.normpath(root) + os.sep):
-            raise ConfigError(f"--dataset_name {name}: its README.md names {place}, which is not a file of this data set")
+        if "::" in pattern or not os.path.normpath(place).startswith(
+            os.path.normpath(root) + os.sep
+        ):
+            raise ConfigError(
+                f"--dataset_name {name}: its README.md names {place}, which is not a file of this "
+                "data set"
+            )
         return resolve(pattern, base_path, *rest, **more)
 
     datasets.disable_progress_bars()
@@ -393,11 +432,18 @@ def load_dataset(name: str, *arguments: Any, **options: Any) -> Any:
 
 
 def load_hub(
-    name: str, config_name: str | None, split: str, cursor: Cursor | None = None, *, streaming: bool = False
+    name: str,
+    config_name: str | None,
+    split: str,
+    cursor: Cursor | None = None,
+    *,
+    streaming: bool = False,
 ) -> Records:
-    """Yield (place, record) of a data set from the Hub, or from a folder that `datasets` can load. Classes have their names.
+    """Yield (place, record) of a data set from the Hub, or from a folder that `datasets` can load.
+    Classes have their names.
 
-    Of a stream, the `cursor` says where to begin, and then where reading stands. `datasets` opens the file of that place.
+    Of a stream, the `cursor` says where to begin, and then where reading stands. `datasets` opens
+    the file of that place.
 
     Raises:
         ConfigError: the data set or the split does not exist or cannot be read.
@@ -413,7 +459,8 @@ def load_hub(
                 dataset = dataset.cast_column(key, image)
             elif isinstance(getattr(of, "feature", None), datasets.Image):
                 dataset = dataset.cast_column(key, type(of)(image))
-        classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}  # of lists, too
+        # of lists, too
+        classes = {key: getattr(of, "feature", of) for key, of in (dataset.features or {}).items()}
         classes = {key: of for key, of in classes.items() if isinstance(of, datasets.ClassLabel)}
         schema = dataset.features and dataset.features.arrow_schema
         types = {field.name: field.type for field in schema or ()}
@@ -421,7 +468,8 @@ def load_hub(
         first = cursor.number
         if cursor.state:
             dataset.load_state_dict(cursor.state)
-        for number, record in enumerate(dataset, cursor.file):  # a stream sees damaged files only here
+        # a stream sees damaged files only here
+        for number, record in enumerate(dataset, cursor.file):
             for key, of in classes.items():  # -1: there is no label
                 record[key] = None if record[key] in (None, -1) else of.int2str(record[key])
             if number >= first:
@@ -429,7 +477,8 @@ def load_hub(
                 where = f"{name}:{split}: row {number}"
                 yield where, _as_json_lines(record, types, None, where)
             if streaming and (number + 1) % STATES == 0:
-                cursor.file, cursor.state = number + 1, dataset.state_dict()
+                cursor.file = number + 1
+                cursor.state = dataset.state_dict()
     except Exception as error:  # datasets raises many types for a mistyped name
         kind_of = NotNow if is_of_the_network(error) else ConfigError
         raise kind_of(f"--dataset_name {name} (split {split}): {first_line(error)}") from None

@@ -1,7 +1,8 @@
-"""Data that an encoder has made of a source: prepared once, batch after batch, and kept for later runs.
+"""Data that an encoder has made of a source: prepared once, batch after batch, and kept for later
+runs.
 
-A store belongs to one source, never to a split: which of its samples are trained on is decided when it is opened. A
-preparation that was killed goes on where it stood, and ends with the same bits.
+A store belongs to one source, never to a split: which of its samples are trained on is decided when
+it is opened. A preparation that was killed goes on where it stood, and ends with the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ T = TypeVar("T")
 
 BATCH = 2**18  # characters that a process encodes at a time
 SAVE_EVERY = 5.0  # seconds of work that a killed preparation loses, at most
-STATE, LINES = "state.json", "lines.jsonl"
+STATE = "state.json"
+LINES = "lines.jsonl"
 
 
 @dataclass
@@ -58,7 +60,9 @@ class Notes:
 
     def named(self, prefix: str) -> dict[str, int]:
         """The counts whose name begins with `prefix`, by the rest of the name."""
-        found = {what: count for what, count in self.counts.items() if what.startswith(prefix) and count}
+        found = {
+            what: count for what, count in self.counts.items() if what.startswith(prefix) and count
+        }
         return {what.removeprefix(prefix): count for what, count in found.items()}
 
 
@@ -68,7 +72,8 @@ class Encoded:
 
     Args:
         values: arrays of equal length, of all samples one after the other.
-        ends: [samples], where each sample ends in them. What follows the last end belongs to a sample of a later batch.
+        ends: [samples], where each sample ends in them. What follows the last end belongs to a
+            sample of a later batch.
         table: arrays with a row a sample.
         lines: something JSON-like a sample, or nothing at all.
     """
@@ -83,10 +88,14 @@ class Encode(Protocol):
     """Makes samples of records. It is sent to other processes."""
 
     def identity(self) -> Any:
-        """Something JSON-like that changes when the samples of a source do: settings, and `prepared.source_of` its code."""
+        """Something JSON-like that changes when the samples of a source do: settings, and
+        `prepared.source_of` its code.
+        """
 
     def items(self, source: Source, notes: Notes) -> Iterator[Any]:
-        """What to encode, in order. This process reads it, all of it again where a killed preparation goes on."""
+        """What to encode, in order. This process reads it, all of it again where a killed
+        preparation goes on.
+        """
 
     def size(self, item: Any) -> int:
         """Characters of an item."""
@@ -104,13 +113,22 @@ def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         characters += size(item)
         if characters >= BATCH:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
 
-def prepare(kind: str, source: Source, encode: Encode, *, limit: int | None = None, processes: int | None = None) -> Store:
-    """Encode a source, unless it is there already. Every rank calls this; the main one works, the others wait.
+def prepare(
+    kind: str,
+    source: Source,
+    encode: Encode,
+    *,
+    limit: int | None = None,
+    processes: int | None = None,
+) -> Store:
+    """Encode a source, unless it is there already. Every rank calls this; the main one works, the
+    others wait.
 
     Args:
         kind: name of the folder in the cache.
@@ -142,10 +160,13 @@ def _first_of(source: Source, limit: int) -> Iterator[Any]:
 def _fill(folder: Path, source: Source, encode: Encode, processes: int | None) -> None:
     from tqdm import tqdm
 
-    notes, writer = Notes(), _Writer(folder)
+    notes = Notes()
+    writer = _Writer(folder)
     items = islice(encode.items(source, notes), writer.items, None)
     found = parallel_map(partial(_encode_batch, encode), batches(items, encode.size), processes)
-    with tqdm(desc=f"tokenising {source.name}", initial=writer.items, leave=False, disable=None) as bar:
+    with tqdm(
+        desc=f"tokenising {source.name}", initial=writer.items, leave=False, disable=None
+    ) as bar:
         for count, encoded, of_batch in found:
             writer.add(count, encoded, of_batch)
             bar.update(count)
@@ -161,7 +182,9 @@ def _encode_batch(encode: Encode, items: list[Any]) -> tuple[int, Encoded, Notes
 
 
 class _Writer:
-    """Appends batches to the files of a store: `<array>.bin`, LINES, and STATE, which says how much of them is whole."""
+    """Appends batches to the files of a store: `<array>.bin`, LINES, and STATE, which says how much
+    of them is whole.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -172,7 +195,10 @@ class _Writer:
         self.sizes: dict[str, int] = {}  # bytes of each file
         if (file := folder / STATE).exists():
             state = json.loads(file.read_text())
-            if all(path.exists() and path.stat().st_size >= size for path, size in self._files(state["sizes"])):
+            if all(
+                path.exists() and path.stat().st_size >= size
+                for path, size in self._files(state["sizes"])
+            ):
                 self.items = state["items"]
                 self.values = state["values"]
                 self.arrays = state["arrays"]
@@ -193,7 +219,9 @@ class _Writer:
         if encoded.lines:
             texts = (json.dumps(line, default=str) + "\n" for line in encoded.lines)
             lines = [text.encode() for text in texts]
-            arrays["line_ends"] = self.sizes.get(LINES, 0) + np.cumsum([len(line) for line in lines])
+            arrays["line_ends"] = self.sizes.get(LINES, 0) + np.cumsum(
+                [len(line) for line in lines]
+            )
             self._append(LINES, b"".join(lines))
         for name, array in arrays.items():
             self.arrays.setdefault(name, [array.dtype.name, list(array.shape[1:])])
@@ -214,7 +242,12 @@ class _Writer:
         for file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
-        state = {"items": self.items, "values": self.values, "arrays": self.arrays, "sizes": self.sizes}
+        state = {
+            "items": self.items,
+            "values": self.values,
+            "arrays": self.arrays,
+            "sizes": self.sizes,
+        }
         state |= {"counts": notes.counts, "first": notes.first, **more}
         temporary = self.folder / f"{STATE}.tmp"
         temporary.write_text(json.dumps(state))
@@ -246,9 +279,12 @@ class Store:
         self._arrays: dict[str, list[Any]] = state["arrays"]
         self._maps: dict[str, np.ndarray] = {}
         checksums = json.loads((folder / prepared.CHECKSUMS).read_text())
-        self.identity = prepared.fingerprint(**{name: checksums[f"{name}.bin"] for name in self._arrays})
+        self.identity = prepared.fingerprint(
+            **{name: checksums[f"{name}.bin"] for name in self._arrays}
+        )
 
-    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:  # a spawned worker maps the files itself
+    # a spawned worker maps the files itself
+    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
         return Store, (self.folder,)
 
     def __contains__(self, array: str) -> bool:
@@ -318,13 +354,17 @@ class Split:
 
     def column(self, array: str) -> np.ndarray:
         """A column of the table, for all samples."""
-        parts = [store[array][chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)]
+        parts = [
+            store[array][chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)
+        ]
         return np.concatenate(parts)
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """[samples] int64: values of each sample."""
-        parts = [store.lengths[chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)]
+        parts = [
+            store.lengths[chosen] for store, chosen in zip(self.stores, self.numbers, strict=True)
+        ]
         return np.concatenate(parts)
 
     @cached_property

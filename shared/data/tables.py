@@ -21,11 +21,14 @@ NAMES = {",": "commas", "\t": "tabs"}
 
 @dataclass(frozen=True)
 class Form:
-    """How lines are cut into cells. `quoted`: quotes around a cell may hold delimiters and line ends, as in RFC 4180."""
+    """How lines are cut into cells. `quoted`: quotes around a cell may hold delimiters and line
+    ends, as in RFC 4180.
+    """
 
     delimiter: str
     quoted: bool = True
-    has_line_ends: bool = False  # a quoted cell holds some, and what follows them does not look like records
+    # a quoted cell holds some, and what follows them does not look like records
+    has_line_ends: bool = False
 
     def reader(self, lines: Iterable[str]) -> Any:
         csv.field_size_limit(2**31 - 1)
@@ -34,13 +37,19 @@ class Form:
         return csv.reader(lines, strict=True, delimiter=self.delimiter, quoting=how)
 
     def has_taken_in(self, cells: list[str]) -> bool:
-        """Whether the cells span lines that look like records: an unquoted file has a quote at the start of a cell.
+        """Whether the cells span lines that look like records: an unquoted file has a quote at the
+        start of a cell.
 
         A comma may end a line of a text, so that two lines with commas say nothing.
         """
-        delimiters, least = len(cells) - 1, 2 if self.delimiter == "\t" else 3
+        delimiters = len(cells) - 1
+        least = 2 if self.delimiter == "\t" else 3
         lines = re.split("\r\n|\r|\n", self.delimiter.join(cells))
-        return len(lines) >= least and delimiters > 0 and all(line.count(self.delimiter) == delimiters for line in lines)
+        return (
+            len(lines) >= least
+            and delimiters > 0
+            and all(line.count(self.delimiter) == delimiters for line in lines)
+        )
 
 
 def read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -54,24 +63,35 @@ def read_table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         reader = form.reader(lines)
         try:
             columns: list[str] = next(reader, [])
-            if len(columns) == 1 and ";" in columns[0]:  # as Excel writes where the comma is decimal
-                raise ConfigError(f"{path}:1: the columns are separated by semicolons: save it as CSV with commas")
+            # as Excel writes where the comma is decimal
+            if len(columns) == 1 and ";" in columns[0]:
+                raise ConfigError(
+                    f"{path}:1: the columns are separated by semicolons: save it as CSV with commas"
+                )
             if len(set(columns)) < len(columns):  # csv would keep the last one without a word
                 raise ConfigError(f"{path}:1: a column is there twice ({', '.join(columns)})")
-            file.record, file.line = 0, reader.line_num + 1
+            file.record = 0
+            file.line = reader.line_num + 1
             for cells in filter(None, reader):
                 if len(cells) != len(columns):
-                    raise ConfigError(f"{path}:{reader.line_num}: not as many fields as the header has")
+                    raise ConfigError(
+                        f"{path}:{reader.line_num}: not as many fields as the header has"
+                    )
                 first = reader.line_num - sum(value.count("\n") for value in cells)  # it stands on
                 if first < reader.line_num and not form.has_line_ends and form.has_taken_in(cells):
                     raise ConfigError(
-                        f"{path}:{first}: a quote opens here and closes in line {reader.line_num}, and each line between "
-                        'looks like a record: write "" for a quote in quotes, or save it as JSON lines'
+                        f"{path}:{first}: a quote opens here and closes in line {reader.line_num}, "
+                        "and each line between "
+                        'looks like a record: write "" for a quote in quotes, or save it as JSON '
+                        "lines"
                     )
                 yield f"{path}:{first}", dict(zip(columns, cells, strict=True))
-                file.record, file.line = 0, reader.line_num + 1
+                file.record = 0
+                file.line = reader.line_num + 1
         except csv.Error as error:
-            raise ConfigError(f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})") from None
+            raise ConfigError(
+                f"{path}:{file.line}: not valid {name_inside(path).suffix[1:].upper()} ({error})"
+            ) from None
 
 
 @cache  # a file is looked at once a run
@@ -106,8 +126,12 @@ def _head(lines: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _reach(path: Path, form: Form) -> tuple[float, bool]:
-    """(the first line that is no record, or infinity; whether cells have line ends) of the beginning of a file."""
-    columns, begins, has_line_ends = 0, 1, False
+    """(the first line that is no record, or infinity; whether cells have line ends) of the
+    beginning of a file.
+    """
+    columns = 0
+    begins = 1
+    has_line_ends = False
     reach = taken_in = float("inf")
     with DataFile(path) as file, file.text(newline="") as lines:
         reader = form.reader(_head(lines))
@@ -122,8 +146,10 @@ def _reach(path: Path, form: Form) -> tuple[float, bool]:
                 elif reader.line_num > begins:
                     has_line_ends = True
                 begins = reader.line_num + 1
-                file.record, file.line = 0, begins
+                file.record = 0
+                file.line = begins
         except csv.Error as error:
-            is_cut = "unexpected end" in str(error) and lines.read(1)  # the window ends in a cell, not the file
+            # the window ends in a cell, not the file
+            is_cut = "unexpected end" in str(error) and lines.read(1)
             reach = reach if is_cut else begins
     return reach if has_line_ends else min(reach, taken_in), has_line_ends

@@ -1,17 +1,19 @@
 """What a classifier says of its validation samples: figures, files and pictures."""
 
 import csv
+import io
 import json
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.nn import functional as F
 
 from shared.data.order import IGNORED
-from shared.evaluation.pictures import picture_names
+from shared.evaluation.pictures import draw_confusion_matrix, picture_names
 from shared.process import ranks
 from shared.process.errors import first_line
 from shared.process.printing import print_main
@@ -33,140 +35,152 @@ class Validated(Protocol):
         """Draw samples, each with its text, if they can be drawn."""
 
 
+@dataclass
 class Evaluation:
-    """The base of `OneLabel`, `SeveralLabels` and `Numbers`, which add what their kind of label has.
+    """The result. kinds.py makes it, for each kind of label.
 
     Attributes:
-        labels, predicted: one entry a sample, in the order of the data set.
-        losses: [samples].
-        classes: names by class number.
         noun: what the samples are.
+        classes: names by class number.
+        labels, predicted: one entry a sample, in the order of the data set.
+        summary: the figures, under names that begin with `eval_`.
+        headline: the result in a sentence.
+        columns: what predictions.csv says of each sample.
+        mistakes: (sample, what evaluation.json says of it), the worst first, at most `LISTED`.
+        by_class: figures of each class, [classes].
+        thresholds: with several labels a sample, from which probability each class is a yes.
     """
 
-    PICTURE: ClassVar[str]  # file of what `figure` draws
+    noun: str
+    classes: tuple[str, ...]
     labels: np.ndarray
     predicted: np.ndarray
-    losses: np.ndarray
-
-    def __init__(self, rows: np.ndarray, classes: tuple[str, ...], noun: str) -> None:
-        """`rows` are what `gather_rows` gives, which each kind reads in its own way."""
-        self.classes, self.noun = classes, noun
-
-    @staticmethod
-    def of_batch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """What an evaluation keeps of a batch, [batch, values] fp32. The first value is -100 in rows that only fill it."""
-        raise NotImplementedError
-
-    @classmethod
-    def gather(
-        cls,
-        accelerator: Accelerator,
-        batches: list[torch.Tensor],
-        num_samples: int,
-        classes: tuple[str, ...],
-        noun: str = "images",
-    ) -> Self:
-        """The evaluation of what all ranks kept. Every rank calls this and gets all; see `gather_rows`."""
-        return cls(gather_rows(accelerator, batches, num_samples), classes, noun)
-
-    def summary(self) -> dict[str, float]:
-        """The figures, under names that begin with `eval_`."""
-        raise NotImplementedError
-
-    def headline(self) -> str:
-        """The result in a sentence."""
-        raise NotImplementedError
-
-    def per_class(self) -> dict[str, np.ndarray]:
-        """Figures of each class, [classes]; 0 where nothing defines them."""
-        return {}
-
-    def line(self, sample: int) -> dict[str, Any]:
-        """The prediction of a sample, for predictions.csv."""
-        raise NotImplementedError
-
-    def mistakes(self) -> list[tuple[int, dict[str, Any]]]:
-        """(sample, what evaluation.json says of it), the worst first, at most `LISTED`."""
-        raise NotImplementedError
-
-    def caption(self, mistake: dict[str, Any], names: dict[str, str]) -> str:
-        """What a picture says of one of the `mistakes`; `names`: see `picture_names`."""
-        return ""
-
-    def figure(self) -> Any:
-        """A matplotlib figure of all predictions."""
-        raise NotImplementedError
-
-    def for_config(self) -> dict[str, Any]:
-        """What final/config.json needs besides the names of the classes."""
-        return {}
-
-    def usage(self, load: str) -> str:
-        """The lines of the model card that use the pipeline which `load` makes."""
-        return f"from transformers import pipeline\n\nclassify = {load}"
-
-    def for_model(self, config: Any, *, trained: bool) -> Self:
-        """This evaluation as the model's `config` wants it; a model that was not `trained` keeps its thresholds."""
-        config.__dict__.pop("thresholds", None)  # of several labels that it was trained for before
-        return self
+    summary: dict[str, float]
+    headline: str
+    columns: dict[str, Any]
+    mistakes: list[tuple[int, dict[str, Any]]]
+    by_class: dict[str, np.ndarray] = field(default_factory=dict)
+    thresholds: dict[str, float] | None = None
 
     def records(self, samples: Validated) -> list[dict[str, Any]]:
         """The mistakes with the records of their samples."""
-        return [record_of(samples, sample, mistake) for sample, mistake in self.mistakes()]
+        return [record_of(samples, sample, mistake) for sample, mistake in self.mistakes]
 
-    def write(self, run_dir: Path, samples: Validated) -> list[Path]:
-        """Write evaluation.json, predictions.csv and the pictures into the run's folder. Call on one rank.
+    def write(self, folder: Path, samples: Validated) -> list[Path]:
+        """Write evaluation.json, predictions.csv and pictures into a folder. Call on one rank.
 
         Returns:
             The pictures that were drawn.
         """
-        content: dict[str, Any] = {key.removeprefix("eval_"): value for key, value in self.summary().items()}
-        content[self.noun] = len(self.labels)
-        if by_class := {name: values.tolist() for name, values in self.per_class().items()}:
-            content["classes"] = {c: {key: by_class[key][i] for key in by_class} for i, c in enumerate(self.classes)}
-            content["num_mistakes"] = self.num_mistakes()
-        content["mistakes"] = self.records(samples)
-        text = json.dumps(content, indent=1, ensure_ascii=False)  # file names may be no text
-        (run_dir / "evaluation.json").write_text(text, encoding="utf-8", errors="backslashreplace")
-        table = run_dir / "predictions.csv"
-        with table.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            order = sorted(range(len(self.labels)), key=samples.position)
-            lines = [record_of(samples, sample, self.line(sample)) for sample in order]
-            writer = csv.DictWriter(file, list(dict.fromkeys(name for line in lines for name in line)))
-            writer.writeheader()
-            writer.writerows(lines)
-        pictures: dict[Path, Callable[[Path], None]] = {
-            run_dir / self.PICTURE: lambda file: self.figure().savefig(file, dpi=110),
-            run_dir / "mistakes.png": lambda file: self._draw_mistakes(file, samples),
-        }
-        for path, draw in pictures.items():
+        report: dict[str, Any] = {name.removeprefix("eval_"): x for name, x in self.summary.items()}
+        report[self.noun] = len(self.labels)
+        if self.by_class:
+            figures = [row_of(self.by_class, number) for number in range(len(self.classes))]
+            report["classes"] = dict(zip(self.classes, figures, strict=True))
+            report["num_mistakes"] = int((self.labels != self.predicted).sum())
+        report["mistakes"] = self.records(samples)
+        text = json.dumps(report, indent=1, ensure_ascii=False, default=int)  # int: of NumPy
+        # Names of files may be no text: backslashreplace.
+        (folder / "evaluation.json").write_text(text, "utf-8", "backslashreplace")
+
+        order = sorted(range(len(self.labels)), key=samples.position)
+        lines = [record_of(samples, sample, row_of(self.columns, sample)) for sample in order]
+        names = list(dict.fromkeys(name for line in lines for name in line))
+        table = io.StringIO()
+        writer = csv.DictWriter(table, names)
+        writer.writeheader()
+        writer.writerows(lines)
+        content = table.getvalue()
+        (folder / "predictions.csv").write_text(content, "utf-8", "backslashreplace", newline="")
+
+        confusion = folder / "confusion_matrix.png"
+        worst = folder / "mistakes.png"
+        for path in (confusion, worst):
             path.unlink(missing_ok=True)  # of an earlier evaluation
-            try:
-                draw(path)
-            except Exception as error:  # a font or an image must not cost the model
-                print_main(f"warning: a picture of the evaluation cannot be drawn ({first_line(error)})")
-        return [path for path in pictures if path.exists()]
+        try:
+            shown = picture_names(self.classes)
+            if "eval_accuracy" in self.summary:  # one label a sample
+                title = self.headline
+                names = list(shown.values())
+                draw_confusion_matrix(confusion, title, names, self.labels, self.predicted)
+            tiles = []
+            for sample, mistake in self.mistakes[:SHOWN]:
+                caption = "\n".join(str(shown.get(value, value)) for value in mistake.values())
+                tiles.append((sample, caption))
+            if tiles:
+                samples.draw(worst, f"the worst mistakes: {', '.join(mistake)}", tiles)
+        except Exception as error:  # a font or an image must not cost the model
+            reason = first_line(error)
+            print_main(f"warning: a picture of the evaluation cannot be drawn ({reason})")
+        return [path for path in (confusion, worst) if path.exists()]
 
-    def num_mistakes(self) -> int:
-        return int((self.labels != self.predicted).sum())
+    def update(self, config: Any) -> None:
+        """Put the thresholds into a model's config, in place of those of an earlier training."""
+        config.__dict__.pop("thresholds", None)
+        if self.thresholds:
+            config.thresholds = self.thresholds
+            config.problem_type = "multi_label_classification"  # a probability for each class
 
-    def _draw_mistakes(self, file: Path, samples: Validated) -> None:
-        names = dict(zip(self.classes, picture_names(self.classes), strict=True))
-        tiles = [(sample, self.caption(mistake, names)) for sample, mistake in self.mistakes()[:SHOWN]]
-        samples.draw(file, f"the most confident of {self.num_mistakes():,} mistakes", tiles)
+    def usage(self, load: str) -> str:
+        """The lines of the model card that use the pipeline which `load` makes."""
+        lines = f"from transformers import pipeline\n\nclassify = {load}"
+        if not self.thresholds:
+            return lines
+        example = "image.jpg" if self.noun == "images" else "a text"
+        return (
+            f"{lines}\n"
+            "thresholds = classify.model.config.thresholds"
+            f"  # of each class: best F1 on the validation {self.noun}\n"
+            f'answers = classify("{example}", top_k=len(thresholds))\n'
+            'labels = [a["label"] for a in answers if a["score"] >= thresholds[a["label"]]]'
+        )
 
 
-def gather_rows(accelerator: Accelerator, batches: list[torch.Tensor], num_samples: int) -> np.ndarray:
-    """What all ranks keep, each sample once, in their order: [num_samples, values] fp64. Every rank calls this.
+def row_of(columns: dict[str, Any], number: int) -> dict[str, Any]:
+    """One entry of each column."""
+    return {name: column[number] for name, column in columns.items()}
+
+
+def of_batch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What an evaluation keeps of a batch, [batch, values] fp32.
+
+    One label a sample: label, predicted class, its probability, loss, classes that scored above
+    the true one. (Not all scores: there may be thousands of classes.)
+    Several labels, or a number: labels, logits.
 
     Args:
-        batches: this rank's, of each window in order, [per device, values]; all ranks have equally many. The first value is
-            -100 in rows that do not count.
+        logits: [batch, classes].
+        labels: [batch] class numbers; [batch, classes] fp32; or [batch] fp32. -100 in rows that
+            do not count.
+    """
+    logits = logits.float()
+    if labels.is_floating_point():
+        return torch.cat([labels.float().view(len(labels), -1), logits], dim=1)
+    valid = labels.clamp(min=0)
+    confidence, predicted = logits.softmax(1).max(1)
+    loss = F.cross_entropy(logits, valid, reduction="none")
+    above = (logits > logits.gather(1, valid[:, None])).sum(1)
+    return torch.stack([labels.float(), predicted.float(), confidence, loss, above.float()], dim=1)
+
+
+def gather_rows(
+    accelerator: Accelerator,
+    batches: list[torch.Tensor],
+    num_samples: int,
+) -> np.ndarray:
+    """What all ranks keep, each sample once, in their order: [num_samples, values] fp64.
+
+    Every rank calls this.
+
+    Args:
+        batches: this rank's, of each window in order, [per device, values]; all ranks have
+            equally many. The first value is -100 in rows that do not count.
         num_samples: size of the data set; the rest fills the last window.
     """
     mine = torch.stack(batches)  # [windows, per device, values]
     everything = accelerator.gather(mine).view(accelerator.num_processes, *mine.shape)
-    everything = everything[:: accelerator.num_processes // ranks.data_parallel_size()]  # neighbours read the same
+    sharing = accelerator.num_processes // ranks.data_parallel_size()  # neighbours read the same
+    everything = everything[::sharing]
     rows = everything.transpose(0, 1).flatten(0, 2).double().cpu().numpy()
     rows = rows[rows[:, 0] != IGNORED]
     assert len(rows) == num_samples
@@ -174,6 +188,8 @@ def gather_rows(accelerator: Accelerator, batches: list[torch.Tensor], num_sampl
 
 
 def record_of(samples: Validated, number: int, prediction: dict[str, Any]) -> dict[str, Any]:
-    """A sample's record, and its `prediction`. A column of the data with the same name gets another one."""
-    record = samples.shown(number)
-    return {f"{name} (data)" if name in prediction else name: value for name, value in record.items()} | prediction
+    """A sample's record, and its `prediction`. A column of the data with its name is renamed."""
+    record = {}
+    for name, value in samples.shown(number).items():
+        record[f"{name} (data)" if name in prediction else name] = value
+    return record | prediction

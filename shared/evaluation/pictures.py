@@ -1,36 +1,79 @@
-"""Names of classes for pictures."""
+"""The confusion matrix, and names of classes for pictures."""
 
-from functools import cache
+from pathlib import Path
+
+import numpy as np
 
 from shared.process.printing import print_main
 
 MOST = 40  # classes in a picture, at most
 
 
-@cache
-def picture_names(classes: tuple[str, ...]) -> list[str]:
-    """Names of classes for a picture, and the fonts to draw them; "class 3" where no font here has the characters."""
+def draw_confusion_matrix(
+    file: Path,
+    title: str,
+    names: list[str],
+    labels: np.ndarray,
+    predicted: np.ndarray,
+) -> None:
+    """The classes with the most mistakes.
+
+    Args:
+        names: what to call the classes.
+        labels, predicted: class numbers, [samples].
+    """
+    from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    wrong = labels != predicted
+    mistakes = np.bincount(np.append(labels[wrong], predicted[wrong]), minlength=len(names))
+    shown = np.sort(np.argsort(-mistakes, kind="stable")[:MOST])
+    title += "\nshares of the true class"
+    if len(shown) < len(names):
+        title += f"; the {len(shown)} of {len(names)} classes with the most mistakes"
+    side = 2.5 + 0.45 * len(shown)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    ConfusionMatrixDisplay.from_predictions(
+        labels,
+        predicted,
+        labels=shown,
+        display_labels=[names[number] for number in shown],
+        normalize="true",
+        values_format=".0%",
+        xticks_rotation="vertical",
+        cmap="Blues",
+        ax=figure.add_subplot(title=title),
+        colorbar=False,
+        text_kw={"fontsize": 8},
+    )
+    figure.savefig(file, dpi=110)
+
+
+def picture_names(classes: tuple[str, ...]) -> dict[str, str]:
+    """What pictures call each class: "class 3" where no font here has the characters.
+
+    Sets the fonts to draw with.
+    """
     from matplotlib import font_manager, rcParams
 
-    names = [_short(name) for name in classes]
-    missing = {character for name in names for character in name if not character.isascii()}
+    names = {name: _short(name) for name in classes}
+    missing = {character for character in "".join(names.values()) if not character.isascii()}
     fonts = ["DejaVu Sans"]  # matplotlib's own, which is in each installation
-    installed = (font for font in font_manager.fontManager.ttflist if "Last Resort" not in font.name)  # it has boxes only
-    for font in sorted(installed, key=lambda font: font.name not in fonts):
-        if not missing:
-            break
-        has = missing & set(map(chr, font_manager.get_font(font.fname).get_charmap()))
-        fonts += [font.name] * bool(has)
-        missing -= has
+    for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name not in fonts):
+        if missing and "Last Resort" not in font.name:  # which has boxes only
+            found = missing & set(map(chr, font_manager.get_font(font.fname).get_charmap()))
+            missing -= found
+            fonts += [font.name] * bool(found)
     rcParams["font.family"] = fonts
     if missing:
-        hidden = [f"{number} = {name}" for number, name in enumerate(names) if missing & set(name)]
-        shown = ", ".join(hidden[:20]) + ", ..." * (len(hidden) > 20)
-        print_main(f"no font here can write some classes (fonts-noto-cjk may); pictures number them: {shown}")
-    return [f"class {number}" if missing & set(name) else name for number, name in enumerate(names)]
+        print_main("some classes have no font here, so pictures number them (try fonts-noto-cjk)")
+    for number, name in enumerate(classes):
+        if missing & set(names[name]):
+            names[name] = f"class {number}"
+    return names
 
 
 def _short(name: str) -> str:
-    """At most 18 characters, without $ (it starts a formula in matplotlib) and without bytes that are not Unicode."""
+    """At most 18 characters, without bytes that are not Unicode and $ (a formula in matplotlib)."""
     name = name.encode("utf-8", "backslashreplace").decode()
     return (name if len(name) <= 18 else name[:17] + "…").replace("$", r"\$")

@@ -2,10 +2,8 @@
 
 import contextlib
 import io
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -15,14 +13,21 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from shared.process.errors import first_line
 
-# What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript runs the file itself.
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # JPEG with MPO, PPM with PGM and PBM
+# What may be decoded. Pillow's other decoders are seldom used, and some start programs: Ghostscript
+# runs the file itself.
+# JPEG with MPO, PPM with PGM and PBM
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # How their files end. The installed Pillow knows .jfif, .jpe, .apng, ...
-SUFFIXES = tuple(sorted(end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")))
+SUFFIXES = tuple(
+    sorted(end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO"))
+)
 
-JPEG, PNG, RIFF = b"\xff\xd8", b"\x89P", b"RI"  # how their files begin
+JPEG = b"\xff\xd8"
+PNG = b"\x89P"
+RIFF = b"RI"  # how their files begin
 ENDS = {JPEG: b"\xff\xd9", PNG: b"IEND\xaeB`\x82"}
-HEAD, TAIL = 2**16, 64  # bytes that `check` reads
+HEAD = 2**16
+TAIL = 64  # bytes that `check` reads
 
 
 class BadImage(ValueError):
@@ -41,27 +46,23 @@ class Part:
 Source = Path | bytes | Part  # of one image
 
 
-def _opened(source: Source) -> tuple[BinaryIO, int, int]:
-    """(a file, the first of its bytes that belong to the image, how many do)."""
+def read(source: Source, first: int = 0, last: int | None = None) -> bytes:
+    """The bytes of an image; `first` and `last` count as in a slice."""
     if isinstance(source, bytes):
-        return io.BytesIO(source), 0, len(source)
-    if isinstance(source, Part):
-        return source.path.open("rb"), source.offset, source.size
-    file = source.open("rb")
-    return file, 0, os.fstat(file.fileno()).st_size
-
-
-def _read(source: Source) -> bytes:
-    file, start, size = _opened(source)
-    with file:
-        file.seek(start)
-        return file.read(size)
+        return source[first:last]
+    part = source if isinstance(source, Part) else Part(source, 0, source.stat().st_size)
+    first, last, _ = slice(first, last).indices(part.size)
+    with part.path.open("rb") as file:
+        file.seek(part.offset + first)
+        return file.read(last - first)
 
 
 def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
-    """Look at the header and the end of a JPEG, PNG or WebP, which takes a tenth of the time to decode it.
+    """Look at the header and the end of a JPEG, PNG or WebP, which takes a tenth of the time to
+    decode it.
 
-    What looks whole there can still be damaged in its middle. What does not is decoded, and so are other formats.
+    What looks whole there can still be damaged in its middle. What does not is decoded, and so are
+    other formats.
 
     Args:
         in_full: decode all.
@@ -74,28 +75,26 @@ def check(source: Source, *, in_full: bool, white_level: int = 0) -> None:
         if not in_full and _looks_whole(source):
             return
     decode(source, at_least=1, white_level=white_level)  # the cheapest way to read the whole file
-    content = _read(source)
-    if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):  # the last scan never ends
+    content = read(source)
+    # the last scan never ends
+    if content[:2] == JPEG and content.rfind(ENDS[JPEG]) < content.rfind(b"\xff\xda"):
         raise BadImage("the end of the file is missing")
 
 
 def _looks_whole(source: Source) -> bool:
-    file, start, size = _opened(source)
-    with file:
-        file.seek(start)
-        head = file.read(min(size, HEAD))
-        file.seek(start + max(0, size - TAIL))
-        tail = file.read(min(size, TAIL))
+    head = read(source, 0, HEAD)
     if head[:2] == RIFF:
-        return head[8:12] == b"WEBP" and int.from_bytes(head[4:8], "little") + 8 == size
+        end = int.from_bytes(head[4:8], "little") + 8
+        return head[8:12] == b"WEBP" and len(read(source, end - 1, end + 1)) == 1
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
         _open(head).close()  # reads the header only
-        return tail.rstrip(b"\0").endswith(ENDS[head[:2]])
+        return read(source, -TAIL).rstrip(b"\0").endswith(ENDS[head[:2]])
     return False
 
 
 def largest_of_16_bits(source: Source) -> tuple[str, int]:
-    """("greys" or "colours", the largest value) of an image of 16 bits; ("", 0) of other images, and of damaged ones.
+    """("greys" or "colours", the largest value) of an image of 16 bits; ("", 0) of other images,
+    and of damaged ones.
 
     Pillow keeps the upper 8 bits of colours, so their largest value is that or a little less.
     """
@@ -116,15 +115,16 @@ def _has_16_bit_colours(image: Image.Image) -> bool:
 def decode(source: Source, at_least: int | None = None, white_level: int = 0) -> Image.Image:
     """An image in RGB and upright, whatever it was stored as.
 
-    EXIF rotation is applied; palettes, greys and CMYK are converted; greys of more than 8 bits are scaled to 8;
-    transparency is dropped; of an animation the first frame is taken. `transformers` pipelines do the same, but clip
-    16-bit greys.
+    EXIF rotation is applied; palettes, greys and CMYK are converted; greys of more than 8 bits are
+    scaled to 8; transparency is dropped; of an animation the first frame is taken. `transformers`
+    pipelines do the same, but clip 16-bit greys.
 
     Args:
         source: a file, a part of one, or its bytes.
-        at_least: height and width in pixels below which a JPEG is not to be shrunk while it is decoded, which is much
-            faster for photographs; None decodes in full.
-        white_level: value that becomes 255 in greys of more than 8 bits. What is above it does, too. 0: that of 16 bits.
+        at_least: height and width in pixels below which a JPEG is not to be shrunk while it is
+            decoded, which is much faster for photographs; None decodes in full.
+        white_level: value that becomes 255 in greys of more than 8 bits. What is above it does,
+            too. 0: that of 16 bits.
 
     Raises:
         BadImage: it is empty, cut off, too large, or no image.
@@ -134,7 +134,9 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
         if at_least is not None and min(image.size) >= 2 * at_least:
             image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
         if white_level and _has_16_bit_colours(image):
-            raise BadImage("colours of 16 bits, which --white_level cannot scale: convert them to 8 bits")
+            raise BadImage(
+                "colours of 16 bits, which --white_level cannot scale: convert them to 8 bits"
+            )
         image.load()
         image = ImageOps.exif_transpose(image)
         if white_level and image.mode.startswith(("I", "F")):
@@ -142,7 +144,11 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
             image = Image.fromarray(scaled.clip(0, 255).round().astype(np.uint8))
         if image.mode.startswith("I"):
             grey = np.asarray(image)
-            if grey.min() < 0 or grey.max() > 0xFFFF or (image.mode == "I" and 0 < grey.max() <= 0xFF):
+            if (
+                grey.min() < 0
+                or grey.max() > 0xFFFF
+                or (image.mode == "I" and 0 < grey.max() <= 0xFF)
+            ):
                 raise BadImage("32-bit grey values, whose range is not known: give --white_level")
             image = Image.fromarray((grey >> 8).astype(np.uint8))
         if image.mode == "F":
@@ -158,7 +164,7 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
         raise BadImage(f"more than {limit:.0f} megapixels") from None
     except Exception as error:  # Pillow's plugins raise nearly anything on a damaged file
-        empty = (source.is_file() if isinstance(source, Path) else True) and not _read(source)
+        empty = (source.is_file() if isinstance(source, Path) else True) and not read(source)
         unknown = isinstance(error, Image.UnidentifiedImageError)
         known = f"not an image ({', '.join(FORMATS)})"
         reason = "the file is empty" if empty else known if unknown else first_line(error)[:100]
@@ -166,11 +172,16 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
 
 
 def _open(source: Source) -> Image.Image:
-    return Image.open(source if isinstance(source, Path) else io.BytesIO(_read(source)), formats=FORMATS)
+    return Image.open(
+        source if isinstance(source, Path) else io.BytesIO(read(source)), formats=FORMATS
+    )
 
 
-def decode_tensor(source: Source, at_least: int | None = None, white_level: int = 0) -> torch.Tensor:
-    """The pixels of `decode` as uint8 [3, height, width]. torchvision reads upright JPEGs: the same bits, but faster.
+def decode_tensor(
+    source: Source, at_least: int | None = None, white_level: int = 0
+) -> torch.Tensor:
+    """The pixels of `decode` as uint8 [3, height, width]. torchvision reads upright JPEGs: the same
+    bits, but faster.
 
     torchvision prints its own line on stderr for damage that both decoders tolerate.
 
@@ -178,10 +189,14 @@ def decode_tensor(source: Source, at_least: int | None = None, white_level: int 
         BadImage: as `decode` does.
     """
     with contextlib.suppress(Exception):  # `decode` meets the same error again and names it
-        source = _read(source) if isinstance(source, Part) else source
+        source = read(source) if isinstance(source, Part) else source
         with _open(source) as image:  # reads the header only
             shrinks = at_least is not None and min(image.size) >= 2 * at_least
-            upright = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            upright = (
+                image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            )
         if upright and not shrinks:
-            return decode_jpeg(torch.frombuffer(bytearray(_read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB)
+            return decode_jpeg(
+                torch.frombuffer(bytearray(read(source)), dtype=torch.uint8), mode=ImageReadMode.RGB
+            )
     return pil_to_tensor(decode(source, at_least, white_level))

@@ -1,72 +1,71 @@
-"""Find labelled images, check each one for damage, split them and decode them."""
+"""Labelled images: listed, checked for damage once, split, and decoded when they are read."""
 
 import contextlib
 import hashlib
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+import PIL
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.data.labels import LabelledData, Labels, in_order, warn_of_joined
+from shared.data.labels import LabelledData, Labels, in_order, read_labels, warn_of_joined
+from shared.data.loader import parallel_map
 from shared.data.order import Row
 from shared.images import shards, sources
 from shared.images.decoding import BadImage, Source, check, decode, largest_of_16_bits
 from shared.images.options import ImageConfig
-from shared.images.sources import Files, Found, Joined, Table
+from shared.images.sources import Files, Listed
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import label, note, print_main
-from shared.process.ranks import cores, is_main_rank
+from shared.process.ranks import is_main_rank
 
 REPAIR = "repair it or add --skip_bad_images, and --allow_changed data if this run has a checkpoint"
 
 
 class Images(Dataset):
-    """A dataset of labelled images. Each row is {"image": the result of `decode`, "labels": class number}.
-
-    With several labels an image, the labels of a row are [classes] fp32, 1 for each class that the image has.
+    """A dataset of labelled images: rows {"image": the result of `decode`, "labels": see `Labels`}.
 
     Args:
-        source: returns where an image is, or its bytes, by its number in the data.
-        index: [n] int64, the number of each image.
+        files: the images of each source.
+        index: [n, 2] int32, the source of each image and its number there.
         labels: of these images.
-        sources: images of each source of a mixture, in this order.
+        white_level: an argument of `decode`.
 
     Attributes:
+        sources: how many images are of each source of a mixture.
         decode: the function that decodes images, `decode` or `decode_tensor`.
-        at_least, white_level: its other arguments.
+        at_least: its other argument.
     """
 
     def __init__(
-        self,
-        source: Files | Table | Joined,
-        index: np.ndarray,
-        labels: Labels,
-        sources: dict[str, int] | None = None,
+        self, files: Sequence[Files], index: np.ndarray, labels: Labels, white_level: int = 0
     ) -> None:
-        self.source, self.index, self.labels, self.sources = source, index, labels, sources or {}
+        self.files = files
+        self.index = index
+        self.labels = labels
+        self.white_level = white_level
+        self.sources: dict[str, int] = {}
         self.decode: Callable[[Source, int | None, int], Any] = decode
         self.at_least: int | None = None
-        self.white_level = 0
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, number: int) -> Row:
-        at = self.position(number)
+        source, at = self.index[number].tolist()
         try:
-            image = self.decode(self.source[at], self.at_least, self.white_level)
+            image = self.decode(self.files[source][at], self.at_least, self.white_level)
         except BadImage as error:
             raise ConfigError(f"{self.where(number)}: {error}; {REPAIR}") from None
         return {"image": image, "labels": self.labels[number]}
@@ -76,13 +75,14 @@ class Images(Dataset):
 
     def where(self, number: int) -> str:
         """The path of an image, or its row in the table."""
-        return self.source.where(self.position(number))
+        source, at = self.index[number].tolist()
+        return self.files[source].where(at)
 
     def shown(self, number: int) -> dict[str, Any]:
         return {"image": self.where(number)}
 
     def position(self, number: int) -> int:
-        return int(self.index[number])
+        return number  # they are in the order of the data
 
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Draw images with a text above each, if there are any.
@@ -107,231 +107,242 @@ class Images(Dataset):
 
 
 def prepare(config: ImageConfig) -> LabelledData:
-    """Find the images, check those that no earlier run has checked, and split them. Every rank calls this.
+    """Find the images, check them once, and split them. Every rank calls this.
+
+    The classes of several sources are the same where their names are.
 
     Raises:
-        ConfigError: no images, an image that `check` finds bad (without --skip_bad_images), a class without images.
-            The error names the path.
+        ConfigError: no images, an image that `check` finds bad (without --skip_bad_images), a class
+            without images. The error names the path.
         NotNow: the Hub does not answer.
     """
-    data = _mix(config) if config.mix_weights else _prepare(config)
-    classes = data.classes
-    name = ", ".join(label(sources.name_of(source)) for source in config.sources().values())
-    data.train.white_level = data.validation.white_level = config.white_level
-    data.train.labels.require_trained(name, "image")
-    validated = data.validation.labels.counts()
+    configs = config.sources()
+    parts = [_prepare(source) for source in configs.values()]
+    names = [label(sources.name_of(source)) for source in configs.values()]
+    for name, part in zip(names, parts, strict=True):
+        if not len(part.train):
+            raise ConfigError(f"{name}: no image to train on")
+    classes = tuple(in_order({name for part in parts for name in part.classes}))
+    parts = [part.numbered_as(classes) for part in parts]
+    train = _joined([part.train for part in parts])
+    train.sources = {name: len(part.train) for name, part in zip(configs, parts, strict=True)}
+    is_shared = config.validation_dir or config.validation_file  # by all sources
+    validation = _joined([part.validation for part in (parts[:1] if is_shared else parts)])
+    name = ", ".join(names)
+    train.labels.require_trained(name, "image")
     if not config.train_dir:
-        warn_of_joined(set(classes), data.problem_type)
+        warn_of_joined(set(classes), train.labels.problem_type)
+    validated = validation.labels.counts()
     if not validated.any():
-        raise ConfigError(f"{name}: no image{' with a label' * bool(len(data.validation))} to validate on")
+        with_label = " with a label" if len(validation) else ""
+        raise ConfigError(f"{name}: no image{with_label} to validate on")
     if not validated.all():
         print_main(
             f"warning: no validation image of {(validated == 0).sum()} of {len(classes)} classes "
             f"({classes[int(validated.argmin())]!r} for one): means over classes leave them out"
         )
-    return data
+    identity = prepared.fingerprint(sources=[part.identity for part in parts])
+    return LabelledData(train, validation, identity, "; ".join(part.about for part in parts))
 
 
-def _mix(config: ImageConfig) -> LabelledData:
-    """The images of several sources. Their classes are the same where their names are."""
-    found = {name: _prepare(source) for name, source in config.sources().items()}
-    for name, data in found.items():
-        if not len(data.train):
-            raise ConfigError(f"{name}: no image to train on")
-    classes = tuple(in_order({name for data in found.values() for name in data.classes}))
-    parts = [data.numbered_as(classes) for data in found.values()]
-    source = Joined([data.train.source for data in parts])
-    validated = parts[:1] if config.validation_dir or config.validation_file else parts  # the same for all
-
-    def joined(some: list[Images]) -> Images:
-        index = np.concatenate([part.index + start for part, start in zip(some, source.starts, strict=False)])
-        values = np.concatenate([part.labels.values for part in some])
-        return Images(source, index, Labels(parts[0].problem_type, classes, values))
-
-    train = joined([data.train for data in parts])
-    train.sources = {name: len(data.train) for name, data in found.items()}
-    return LabelledData(
-        train,
-        joined([data.validation for data in validated]),
-        prepared.fingerprint(sources=[data.identity for data in parts]),
-        "; ".join(data.about for data in parts),
+def _joined(parts: list[Images]) -> Images:
+    """The images of several sources, one source after the other."""
+    index = [part.index + np.array([source, 0], np.int32) for source, part in enumerate(parts)]
+    labels = parts[0].labels
+    values = np.concatenate([part.labels.values for part in parts])
+    return Images(
+        [part.files[0] for part in parts],
+        np.concatenate(index),
+        Labels(labels.problem_type, labels.classes, values),
+        parts[0].white_level,
     )
 
 
 def _prepare(config: ImageConfig) -> LabelledData:
     """`prepare` for one source."""
-    table = sources.open_table(config) if config.dataset_name else None
-    tars = shards.index(config) if config.train_file else None
-    root = next(iter(config.train_dir), None)
+    splits, rows = sources.open_table(config) if config.dataset_name else ({}, None)
+    root = config.train_dir[0] if config.train_dir else None
     if config.is_demo:
-        root = prepared.build_once(cache_dir() / "images" / "sklearn-digits-1", sources.write_digits)
-    found: list[Found] = []  # filled on the main rank only
+        root = prepared.build_once(
+            cache_dir() / "images" / "sklearn-digits-1", sources.write_digits
+        )
+    listings: list[Callable[[], Listed]] = []  # one, on the main rank
 
-    def find() -> dict[str, Any]:
-        if table:
-            found.append(sources.rows_of(config, table))
-        elif tars:
-            found.append(shards.found(config, tars))
+    def find() -> str:
+        if tars := shards.find(config):
+            listings.append(partial(shards.list_images, *tars, config))  # takes minutes, so not now
+            facts: Any = tars
         else:
-            found.append(sources.in_files(config, root))
-        return found[0].describe()
-
-    meta = on_main(find)
-    if config.is_demo:
-        meta["name"] = "scikit-learn's handwritten digits"
-
-    def read_all(into: Path) -> None:
-        paths, places = np.array(found[0].paths), found[0].places
-        np.save(into / "paths.npy", paths)
-        if places is not None:
-            np.save(into / "places.npy", places)
-        np.save(into / "labels.npy", found[0].labels.values)
-        kind = {"about": meta["about"], "version": found[0].version, "code": prepared.source_of("images")}
-        name = prepared.fingerprint(
-            name=meta["name"], in_full=config.skip_bad_images, white_level=config.white_level, **kind
+            listed = (
+                sources.list_rows(config, splits) if splits else sources.list_images(config, root)
+            )
+            listings.append(lambda: listed)
+            facts = listed.digest()
+        return prepared.fingerprint(
+            facts=facts,
+            columns=[config.image_column, config.label_column, config.problem_type],
+            check=[config.skip_bad_images, config.white_level, PIL.__version__],
+            code=prepared.source_of(
+                "images", "data/labels.py", "data/records.py", "data/tables.py"
+            ),
         )
-        assert found[0].stamps is not None
-        images = table or Files(paths, places)
-        _check_range(meta["name"], images, config.white_level)
-        bad = _find_bad(
-            images,
-            found[0].stamps,
-            cache_dir() / "images" / f"good-{name}.npy",
-            in_full=config.skip_bad_images,
-            white_level=config.white_level,
-        )
-        (into / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
 
-    folder = cache_dir() / "images" / f"{meta['key']}{'-in-full' * config.skip_bad_images}-{config.white_level}"
-    prepared.build_once(folder, read_all)
-    load = lambda name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))  # noqa: E731
-    labels = Labels(config.problem_type or "single_label", tuple(meta["classes"]), load("labels"))
-    bad = json.loads((folder / "bad.json").read_text(encoding="utf-8"))
-    source = table or Files(load("paths"), load("places") if tars else None)
-    # Read the damaged ones again: a missing permission or decoder may be there now.
-    return _split(config, source, labels, meta, on_main(lambda: _reasons(source, bad, white_level=config.white_level)))
+    key = on_main(find)
+
+    def build(into: Path) -> None:
+        listed = listings[0]()
+        problem_type = "single_label" if root else config.problem_type
+        labels = read_labels(listed.labels, problem_type, listed.place)
+        files = Files(np.array(listed.paths), np.array(listed.parts, np.int64), rows)
+        _check_range(files, sources.name_of(config), config.white_level)
+        bad = _find_bad(files, in_full=config.skip_bad_images, white_level=config.white_level)
+        np.save(into / "paths.npy", files.paths)
+        np.save(into / "parts.npy", files.parts)
+        np.save(into / "labels.npy", labels.values)
+        facts = {
+            "problem_type": labels.problem_type,
+            "classes": labels.classes,
+            "trained": listed.trained,
+            "validation": listed.validation,
+            "left_out": sources.by_ending(listed.left_out),
+            "identity": listed.identity(labels),
+            "bad": bad,
+        }
+        (into / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    folder = prepared.build_once(cache_dir() / "images" / key, build)
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+
+    def load(name: str) -> np.ndarray:
+        return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
+
+    labels = Labels(facts["problem_type"], tuple(facts["classes"]), load("labels"))
+    return _split(config, Files(load("paths"), load("parts"), rows), labels, facts)
 
 
-def _check_range(name: str, source: Files | Table, white_level: int) -> None:
-    """Refuse images of 16 bits that use little of their range, by a sample: scaled by the whole range, they were black.
+def _check_range(files: Files, name: str, white_level: int) -> None:
+    """Refuse images of 16 bits that use little of their range, by a sample: scaled by the whole
+    range, they were black.
 
-    Cameras and microscopes write 10, 12 or 14 bits into 16: github.com/python-pillow/Pillow/issues/3011 (2018).
+    Cameras and microscopes write 10, 12 or 14 bits into 16:
+    github.com/python-pillow/Pillow/issues/3011 (2018).
 
     Raises:
         ConfigError: names the largest value, and --white_level with the value that it may have.
     """
     largest = {"": 0}
-    for number in range(0, len(source), len(source) // 100 + 1):
+    for number in range(0, len(files), len(files) // 100 + 1):
         with contextlib.suppress(BadImage):  # it is named later
-            kind, value = largest_of_16_bits(source[number])
+            kind, value = largest_of_16_bits(files[number])
             largest[kind] = max(value, largest.get(kind, 0))
-    greys, colours = largest.get("greys", 0), largest.get("colours", 0xFFFF)
+    greys = largest.get("greys", 0)
+    colours = largest.get("colours", 0xFFFF)
     if colours <= 0xFFFF // 4 or ("colours" in largest and white_level):
-        why = f"their largest value is about {colours:,} of 65,535, but they" if not white_level else "they"
+        why = (
+            f"their largest value is about {colours:,} of 65,535, but they"
+            if not white_level
+            else "they"
+        )
         raise ConfigError(
-            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by --white_level: convert them to 8 bits"
+            f"{label(name)}: colours of 16 bits: {why} cannot be scaled by --white_level: convert "
+            "them to 8 bits"
         )
     if 0 < greys <= 0xFFFF // 4 and not white_level:
         fits = 2 ** max(8, greys.bit_length()) - 1
         raise ConfigError(
-            f"{label(name)}: greys of 16 bits whose largest value is {greys:,} of 65,535, so they would be nearly black: "
-            f"give the value that is white, such as --white_level {fits}, or 65535 if they are as dark as that"
+            f"{label(name)}: greys of 16 bits whose largest value is {greys:,} of 65,535, so they "
+            "would be nearly black: "
+            f"give the value that is white, such as --white_level {fits}, or 65535 if they are as "
+            "dark as that"
         )
 
 
-def _find_bad(source: Files | Table, stamps: np.ndarray, known: Path, *, in_full: bool, white_level: int) -> list[int]:
-    """`check` the images that were not good in an earlier run, and return the numbers of those that are bad.
-
-    Args:
-        stamps: [n], each image's: see `Found`.
-        known: where the stamps of good images are kept, from time to time, so that a check that is killed goes on.
-    """
-    good = np.zeros(len(stamps), dtype=bool)
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        good = np.isin(stamps, np.load(known))
-    left = np.flatnonzero(~good)
-    print_main(f"{'reading' if in_full else 'looking at'} {len(left):,} images once, to find those that are damaged")
-    loader: DataLoader = DataLoader(
-        left,  # type: ignore[arg-type]
-        batch_size=64,
-        num_workers=cores() if len(left) > 5000 else 0,
-        collate_fn=partial(_reasons, source, in_full=in_full, white_level=white_level),
-        generator=torch.Generator(),  # the global one is for the initial weights: this check must not change them
-    )
-    bad: list[int] = []
-    saved = time.monotonic()
-    batches = tqdm(loader, "checking", unit="image", unit_scale=64, disable=None)  # None: a bar on terminals only
-    for number, reasons in enumerate(batches, 1):
-        bad += reasons
-        good[left[64 * (number - 1) : 64 * number]] = True
-        good[list(reasons)] = False
-        if time.monotonic() - saved > 20 or number == len(loader):
-            with contextlib.suppress(OSError):  # they are read again
-                np.save(temporary := known.with_name(f".{os.getpid()}-{known.name}"), stamps[good])
-                temporary.replace(known)
-            saved = time.monotonic()
-    return bad
+def _find_bad(files: Files, *, in_full: bool, white_level: int) -> list[tuple[int, str]]:
+    """(number, reason) of each image that `check` finds bad."""
+    count = len(files)
+    how = "reading" if in_full else "looking at"
+    print_main(f"{how} {count:,} images once, to find those that are damaged")
+    work = partial(_bad_of, files=files, in_full=in_full, white_level=white_level)
+    chunks = [range(first, min(first + 64, count)) for first in range(0, count, 64)]
+    found = parallel_map(work, chunks, None if count > 5000 else 1)
+    on_terminals = None
+    bar = tqdm(found, "checking", len(chunks), unit="image", unit_scale=64, disable=on_terminals)
+    return [*chain.from_iterable(bar)]
 
 
-def _reasons(source: Files | Table, numbers: Iterable[int], *, in_full: bool = True, white_level: int) -> dict[int, str]:
-    """For each image that `check` finds bad: its number, and the reason."""
-    bad = {}
-    for number in map(int, numbers):
+def _bad_of(
+    numbers: range, files: Files, *, in_full: bool, white_level: int
+) -> list[tuple[int, str]]:
+    bad = []
+    for number in numbers:
         try:
-            check(source[number], in_full=in_full, white_level=white_level)
+            check(files[number], in_full=in_full, white_level=white_level)
         except BadImage as error:
-            bad[number] = str(error)
+            bad.append((number, str(error)))
     return bad
 
 
 def _split(
-    config: ImageConfig, source: Files | Table, labels: Labels, meta: dict[str, Any], bad: dict[int, str]
+    config: ImageConfig, files: Files, labels: Labels, facts: dict[str, Any]
 ) -> LabelledData:
-    name, classes = label(meta["name"]), meta["classes"]
+    name = label(sources.name_of(config))
+    bad = facts["bad"]
+    numbers = np.arange(len(files))
+    bad_numbers = [number for number, _ in bad]
+    good = ~np.isin(numbers, bad_numbers)
+    about_bad = ""
     if bad:
-        first = f"{source.where(min(bad))}: {bad[min(bad)]}"
+        number, reason = bad[0]
+        first = f"{files.where(number)}: {reason}"
         if not config.skip_bad_images:
             others = f", and {len(bad) - 1:,} more cannot be read" if len(bad) > 1 else ""
             raise ConfigError(f"{first}{others}; --skip_bad_images leaves such images out")
-        note(f"skipped {len(bad):,} of {len(labels):,} images that cannot be read; the first is {first}")
-    numbers = np.arange(len(labels))
-    if meta["held_out_from"] is None:
+        skipped = f"skipped {len(bad):,} of {len(files):,} images that cannot be read"
+        note(f"{skipped}; the first is {first}")
+        about_bad = f"; {len(bad):,} that cannot be read are left out"
+    if facts["trained"] is None:
         held_out = labels.hold_out(config.validation_split_percentage)
         how = f"{config.validation_split_percentage:g}% of each class held out"
     else:
-        held_out, how = numbers >= meta["held_out_from"], label(meta["about"])
-    good = ~np.isin(numbers, list(bad))
-    train, validation = numbers[good & ~held_out], numbers[good & held_out]
-    if isinstance(source, Files) and is_main_rank() and (config.train_file or meta["held_out_from"] is not None):
-        _warn_of_overlap(source, train, validation)
-    about = f"{name}: {len(train):,} images of {len(classes)} classes; validation: {len(validation):,}, {how}"
-    if bad:
-        about += f"; {len(bad):,} that cannot be read are left out"
-    if meta["left_out"]:
-        about += f"; left out: {meta['left_out']}"
+        held_out = numbers >= facts["trained"]
+        how = label(facts["validation"])
+    train = numbers[good & ~held_out]
+    validation = numbers[good & held_out]
+    if is_main_rank():
+        _warn_of_overlap(files.paths, train, validation)
+    about = f"{name}: {len(train):,} images of {len(labels.classes)} classes; "
+    about += f"validation: {len(validation):,}, {how}{about_bad}"
+    if facts["left_out"]:
+        about += f"; left out: {facts['left_out']}"
     if config.white_level:
-        about += f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do the same before inference)"
-    if config.is_multi_label:
+        about += (
+            f"; 16-bit greys: 0 to {config.white_level} became 0 to 255 (do the same before "
+            "inference)"
+        )
+    if labels.problem_type == "multi_label":
         about += f"; {labels.values[good].sum() / max(1, good.sum()):.2f} labels an image"
+
+    def images(chosen: np.ndarray) -> Images:
+        index = np.stack([np.zeros_like(chosen), chosen], axis=1).astype(np.int32)
+        return Images([files], index, labels.take(chosen), config.white_level)
+
     split = hashlib.sha256(validation.tobytes()).hexdigest()
-    identity = prepared.fingerprint(content=meta["identity"], split=split, bad=sorted(bad))
-    return LabelledData(
-        Images(source, train, labels.take(train)),
-        Images(source, validation, labels.take(validation)),
-        identity,
-        about,
-    )
+    identity = prepared.fingerprint(content=facts["identity"], split=split, bad=bad_numbers)
+    return LabelledData(images(train), images(validation), identity, about)
 
 
-def _warn_of_overlap(source: Files, train: np.ndarray, validation: np.ndarray) -> None:
-    """Warn of images that are in both training and validation, by path. A link to an image counts as another image."""
+def _warn_of_overlap(paths: np.ndarray, train: np.ndarray, validation: np.ndarray) -> None:
+    """Warn of images that are in both training and validation, by path. A link to an image counts
+    as another image.
+    """
     whole = cache(os.path.realpath)  # called for folders only: there are fewer folders than images
 
-    def paths(numbers: np.ndarray) -> Iterator[tuple[bytes, bytes]]:
-        places = (path.rpartition(b"/") for path in source.paths[numbers].tolist())
-        return ((whole(folder or b"."), name) for folder, _, name in places)
+    def places(numbers: np.ndarray) -> Iterator[tuple[bytes, bytes]]:
+        for path in paths[numbers].tolist():
+            folder, _, name = path.rpartition(b"/")
+            yield whole(folder or b"."), name
 
-    trained = set(paths(validation)).intersection(paths(train))
-    if both := sum(path in trained for path in paths(validation)):
+    trained = set(places(validation)).intersection(places(train))
+    if both := sum(path in trained for path in places(validation)):
         what = f"{both:,} of the {len(validation):,} images to validate on"
         note(f"warning: {what} are trained on, too: their accuracy says little")

@@ -14,49 +14,76 @@ from shared.process.errors import ConfigError
 class ImageConfig(DataConfig):
     """Images."""
 
-    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir", "skip_bad_images"}  # which images: data.identity
+    # which images: data.identity
+    FREE: ClassVar = DataConfig.FREE | {"train_dir", "validation_dir", "skip_bad_images"}
 
     TARS: ClassVar = True
     SOURCES: ClassVar[tuple[str, ...]] = ("train_dir", *DataConfig.SOURCES)
 
-    # Folder of class folders, or one with such folders in train/ and val/ (or validation/); with mix_weights, several
+    # Folder of class folders, or one with such folders in train/ and val/ (or validation/); with
+    # mix_weights, several
     train_dir: tuple[Path, ...] = ()
-    validation_dir: Path | None = None  # Class folders to validate on; if not given, a part of each class is held out
-    # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the file's folder. Or tars
-    # of WebDataset's samples, or of class folders
+    # Class folders to validate on; if not given, a part of each class is held out
+    validation_dir: Path | None = None
+    # CSV, TSV, JSON or Parquet files with a path and a label in each record; paths count from the
+    # file's folder. Or tars of WebDataset's samples, or of class folders
     train_file: tuple[str, ...] = ()
-    validation_split_percentage: float = 15.0  # Per cent of each class held out, where no validation data is named
-    validation_split_name: str | None = None  # Split to validate on; if not given, validation, val or valid, if present
-    # Column of the image; if not given, image, img, image_path, path, file_name, filename, file, jpg, jpeg, png or webp
+    # Per cent of each class held out, where no validation data is named
+    validation_split_percentage: float = 15.0
+    # Split to validate on; if not given, validation, val or valid, if present
+    validation_split_name: str | None = None
+    # Column of the image; if not given, image, img, image_path, path, file_name, filename, file,
+    # jpg, jpeg, png or webp
     image_column: str | None = None
-    label_column: str | None = None  # Column of the label; if not given, label, labels, class, fine_label, target or cls
-    # multi_label: an image has any number of labels, or none: a list in the column of the label, or text such as cat|dog.
-    # If not given, single_label; data that look like multi_label are then an error.
+    # Column of the label; if not given, label, labels, class, fine_label, target or cls
+    label_column: str | None = None
+    # multi_label: an image has any number of labels, or none: a list in the column of the label, or
+    # text such as cat|dog. If not given, single_label; data that look like multi_label are then an
+    # error.
     problem_type: Literal["single_label", "multi_label"] | None = None
-    # Value that is white in images of 16 bits, such as 4095 for a camera of 12 bits; 0: the largest that 16 bits hold
+    # Value that is white in images of 16 bits, such as 4095 for a camera of 12 bits; 0: the largest
+    # that 16 bits hold
     white_level: int = 0
-    # Decode every image before training, leave out those that cannot be read, and count them. If not given, headers and ends
-    # are looked at before training, and the first bad image is an error
+    # Decode every image before training, leave out those that cannot be read, and count them. If
+    # not given, headers and ends are looked at before training, and the first bad image is an error
     skip_bad_images: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "at least 0", "white_level")
         if any("://" in file for file in (*self.train_file, *self.validation_file)):
-            raise ConfigError("--train_file: a list names images beside it, so it has to be a local file")
+            raise ConfigError(
+                "--train_file: a list names images beside it, so it has to be a local file"
+            )
         if self.train_dir and (self.train_file or self.dataset_name):
-            raise ConfigError("--train_dir and --train_file or --dataset_name both name the training data: keep one")
+            raise ConfigError(
+                "--train_dir and --train_file or --dataset_name both name the training data: keep "
+                "one"
+            )
         if self.validation_dir and not (self.train_dir or self.train_file):
             raise ConfigError("--validation_dir needs --train_dir or --train_file")
         if self.validation_dir and self.validation_file:
-            raise ConfigError("--validation_dir and --validation_file both name what to validate on: keep one")
-        if self.is_multi_label and (self.validation_dir or not (self.train_file or self.dataset_name)):
-            raise ConfigError("--problem_type multi_label needs the labels of each image: a list, or --dataset_name")
-        for flag, folders in {"train_dir": self.train_dir, "validation_dir": filter(None, [self.validation_dir])}.items():
+            raise ConfigError(
+                "--validation_dir and --validation_file both name what to validate on: keep one"
+            )
+        if self.is_multi_label and (
+            self.validation_dir or not (self.train_file or self.dataset_name)
+        ):
+            raise ConfigError(
+                "--problem_type multi_label needs the labels of each image: a list, or "
+                "--dataset_name"
+            )
+        for flag, folders in {
+            "train_dir": self.train_dir,
+            "validation_dir": filter(None, [self.validation_dir]),
+        }.items():
             for folder in folders:
                 if not folder.is_dir():
                     if folder.suffix == ".tar":
-                        raise ConfigError(f"--{flag} {folder}: a tar file; give it as --{flag.replace('dir', 'file')}")
+                        raise ConfigError(
+                            f"--{flag} {folder}: a tar file; give it as "
+                            f"--{flag.replace('dir', 'file')}"
+                        )
                     refuse_archive(folder, flag=flag)
                     raise ConfigError(f"--{flag} {folder}: no such folder")
 
@@ -69,26 +96,32 @@ class ImageConfig(DataConfig):
 class RecipeConfig:
     """Augmentation and regularisation of images."""
 
-    # Least share of the image's area in a training crop; if not given, 0.35; 0.08 is usual for long training
+    # Least share of the image's area in a training crop; if not given, 0.35; 0.08 is usual for long
+    # training
     crop_min_scale: float | None = None
-    horizontal_flip: float | None = None  # Probability of a mirrored training image; if not given, 0.5
+    # Probability of a mirrored training image; if not given, 0.5
+    horizontal_flip: float | None = None
     # RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)
     auto_augment: Literal["none", "randaugment", "trivialaugment"] = "none"
     random_erasing: float = 0.0  # Probability of a rectangle wiped out (arXiv 1708.04896)
-    # Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for ViTs
+    # Blend pairs of images by shares drawn from Beta(alpha, alpha); 0: off. Usual: 0.2, and 0.8 for
+    # ViTs
     mixup_alpha: float = 0.0
-    # Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets one of the two
+    # Paste boxes between pairs of images; 0: off. Usual: 1.0. With mixup on too, each image gets
+    # one of the two
     cutmix_alpha: float = 0.0
-    # Share of each target spread over all classes; multi_label: taken half of yes and half of no. If not given, 0.1, and 0
-    # for multi_label
+    # Share of each target spread over all classes; multi_label: taken half of yes and half of no.
+    # If not given, 0.1, and 0 for multi_label
     label_smoothing: float | None = None
-    # balanced: weigh each image inversely to how often its class occurs; multi_label: weigh each yes of a class by its
-    # number of images without it for one with it
+    # balanced: weigh each image inversely to how often its class occurs; multi_label: weigh each
+    # yes of a class by its number of images without it for one with it
     class_weights: Literal["none", "balanced"] = "none"
 
     def __post_init__(self) -> None:
         require(self, "above 0 and at most 1", "crop_min_scale")
-        require(self, "at least 0 and at most 1", "horizontal_flip", "random_erasing", "label_smoothing")
+        require(
+            self, "at least 0 and at most 1", "horizontal_flip", "random_erasing", "label_smoothing"
+        )
         require(self, "at least 0", "mixup_alpha", "cutmix_alpha")
 
     @property
@@ -98,7 +131,8 @@ class RecipeConfig:
     def describe(self, processor: Any, order: str) -> str:
         """A line of the summary: size, order and scale of the pixels, and what is on."""
         on = {name: value for name, value in vars(self).items() if value not in (None, 0, "none")}
-        size, values = processor.crop_size["height"], (processor.image_mean, processor.image_std)
+        size = processor.crop_size["height"]
+        values = (processor.image_mean, processor.image_std)
         mean, deviation = (" ".join(f"{value:.3g}" for value in some) for some in values)
         pixels = [f"{size} x {size} pixels", order, f"mean {mean}", f"deviation {deviation}"]
         return ", ".join([*pixels, *(f"{name} {value}" for name, value in on.items())])

@@ -18,11 +18,15 @@ NEVER = ("do_flip_channel_order", "rescale_offset", "include_top", "do_pad", "do
 
 
 class _SquareNaFlex(BitImageProcessor):
-    """For models that take images of any shape as patches: here square images, in final/ the model's own processor."""
+    """For models that take images of any shape as patches: here square images, in final/ the
+    model's own processor.
+    """
 
     own: Any = None
 
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> Any:
+    def save_pretrained(
+        self, save_directory: Any, push_to_hub: bool = False, **options: Any
+    ) -> Any:
         self.own.max_num_patches = (self.crop_size["height"] // self.own.patch_size) ** 2
         return self.own.save_pretrained(save_directory, **options)
 
@@ -31,7 +35,8 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     """The processor of evaluation and of final/: resize the short side, crop the centre, normalise.
 
     Args:
-        name: model that gives sizes, mean, deviation and interpolation; None, or one without a processor: ImageNet's.
+        name: model that gives sizes, mean, deviation and interpolation; None, or one without a
+            processor: ImageNet's.
         image_size: height and width in pixels; None: the model's, else 224.
         crop_pct: share of the resized image that the crop keeps; None: the model's, else 0.875.
     """
@@ -40,19 +45,32 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         try:
             own = from_hub(AutoImageProcessor, name)
         except ConfigError:
-            if os.path.exists(os.path.join(name, "preprocessor_config.json")):  # it is there, but of no use
+            # it is there, but of no use
+            if os.path.exists(os.path.join(name, "preprocessor_config.json")):
                 raise
             note(f"warning: {name} has no image processor: ImageNet's mean and deviation are used")
     patch = own.patch_size if hasattr(own, "max_num_patches") else 0
-    mean, std, resample = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD), Image.Resampling.BICUBIC
-    size, share, unusual = 224, 0.875, []
+    mean = list(IMAGENET_DEFAULT_MEAN)
+    std = list(IMAGENET_DEFAULT_STD)
+    resample = Image.Resampling.BICUBIC
+    size = 224
+    share = 0.875
+    unusual = []
     if hasattr(own, "data_config"):  # timm
         timm = own.data_config
-        mean, std, size, share = list(timm["mean"]), list(timm["std"]), timm["input_size"][-1], timm["crop_pct"]
+        mean = list(timm["mean"])
+        std = list(timm["std"])
+        size = timm["input_size"][-1]
+        share = timm["crop_pct"]
         resample = Image.Resampling[timm["interpolation"].upper()]
-        unusual = [f"crop_mode: {timm['crop_mode']}"] if timm.get("crop_mode", "center") != "center" else []
+        unusual = (
+            [f"crop_mode: {timm['crop_mode']}"]
+            if timm.get("crop_mode", "center") != "center"
+            else []
+        )
     elif own is not None:
-        mean, std = own.image_mean or mean, own.image_std or std
+        mean = own.image_mean or mean
+        std = own.image_std or std
         resample = own.resample if own.resample is not None else resample
         edges, crop = (
             {edge: pixels for edge, pixels in dict(given or {}).items() if pixels}
@@ -61,23 +79,32 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
         size = resized = edges.get("shortest_edge") or edges.get("height") or size
         own_pct = getattr(own, "crop_pct", None)
         if patch:
-            size, share = patch * math.isqrt(own.max_num_patches), 1.0
+            size = patch * math.isqrt(own.max_num_patches)
+            share = 1.0
         if getattr(own, "do_center_crop", None):
             size = crop.get("height") or resized
             share = size / int(resized / (own_pct or 1))
         elif own_pct:  # ConvNeXt's, which does not crop from 384 pixels on
             share = own_pct if resized < 384 else 1.0
-        unusual = [f"{flag}: {getattr(own, flag)}" for flag in ALWAYS if not getattr(own, flag, True)]
+        unusual = [
+            f"{flag}: {getattr(own, flag)}" for flag in ALWAYS if not getattr(own, flag, True)
+        ]
         unusual += [f"{flag}: {getattr(own, flag)}" for flag in NEVER if getattr(own, flag, False)]
-        unusual += [f"size: {edge}" for edge in (edges, crop) if edge.get("height") != edge.get("width")]
+        unusual += [
+            f"size: {edge}" for edge in (edges, crop) if edge.get("height") != edge.get("width")
+        ]
         if abs(255 * getattr(own, "rescale_factor", 1 / 255) - 1) > 1e-3:
             unusual.append(f"rescale_factor: {own.rescale_factor}")
         if share > 1:
             unusual.append(f"black borders: a crop of {size} from {resized} pixels")
             share = 1.0
     if unusual:
-        note(f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which is not done here")
-    size, share = image_size or size, crop_pct or share
+        note(
+            f"warning: {name} was trained with {', '.join(unusual)} in its image processor, which "
+            "is not done here"
+        )
+    size = image_size or size
+    share = crop_pct or share
     if patch and size % patch:
         raise ConfigError(f"--image_size {size}: {name} takes whole patches of {patch} pixels")
     processor: Any = (_SquareNaFlex if patch else BitImageProcessor)(
@@ -89,15 +116,21 @@ def image_processor(name: str | None, image_size: int | None, crop_pct: float | 
     )
     if patch:
         processor.own = own
-        note(f"warning: {name} is trained on the square middle of images; final/ takes whole images in any proportions")
+        note(
+            f"warning: {name} is trained on the square middle of images; final/ takes whole images "
+            "in any proportions"
+        )
     return processor
 
 
 def timm_settings(processor: Any, config: Any) -> dict[str, Any]:
-    """What final/config.json needs for the images that the model was trained on: timm's models read no other file."""
+    """What final/config.json needs for the images that the model was trained on: timm's models read
+    no other file.
+    """
     if not getattr(config, "pretrained_cfg", None):
         return {}
-    size, resized = processor.crop_size["height"], processor.size["shortest_edge"]
+    size = processor.crop_size["height"]
+    resized = processor.size["shortest_edge"]
     images = {
         "input_size": [3, size, size],
         "crop_pct": size / (resized + 0.25),  # timm rounds the other way
@@ -112,11 +145,15 @@ def timm_settings(processor: Any, config: Any) -> dict[str, Any]:
 class ToModel:
     """Normalises images on the device: uint8 [batch, 3, height, width] -> fp32, same shape."""
 
-    def __init__(self, processor: Any, device: torch.device, *, channels_last: bool = False) -> None:
+    def __init__(
+        self, processor: Any, device: torch.device, *, channels_last: bool = False
+    ) -> None:
         self.mean = 255 * torch.tensor(processor.image_mean, device=device)[:, None, None]
         self.std = 255 * torch.tensor(processor.image_std, device=device)[:, None, None]
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.order = "channels last" if channels_last else "channels first"
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        return (images.float() - self.mean).div_(self.std).contiguous(memory_format=self.memory_format)
+        return (
+            (images.float() - self.mean).div_(self.std).contiguous(memory_format=self.memory_format)
+        )

@@ -1,60 +1,46 @@
-"""Images in tar files, read where they lie: nothing is unpacked. A list of what is in each file is made once, and kept.
+"""Images in tar files, read where they lie: nothing is unpacked. What is in them is listed once.
 
-Two kinds are known: samples of WebDataset, `000001.jpg` beside `000001.cls` or a `000001.json` that holds the label; and
-class folders, `cat/1.jpg`. Other members are counted by their endings. Hidden ones, links and devices are not looked at.
+Two kinds are known: samples of WebDataset, `000001.jpg` beside `000001.cls` or a `000001.json` that
+holds the label; and class folders, `cat/1.jpg`. Other members are counted by their endings. Hidden
+ones are not looked at.
 """
 
-import json
 import os
 import re
 import tarfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from shared.config.parse import cache_dir
-from shared.data import prepared, records
+from shared.data import records
 from shared.data.files import RECORD, find_files
-from shared.data.labels import read_labels
 from shared.data.loader import parallel_map
-from shared.images.decoding import SUFFIXES
+from shared.images.decoding import SUFFIXES, Part, read
 from shared.images.options import ImageConfig
-from shared.images.sources import VALIDATION, Found, by_ending, column_of, count_others, name_of
-from shared.process.collectives import on_main
+from shared.images.sources import VALIDATION, Listed, by_ending, column_of, count_others
 from shared.process.errors import ConfigError, first_line
 from shared.process.printing import print_main
 
 
-def index(config: ImageConfig) -> Path | None:
-    """The folder with the list of all images in a config's tar files; None if it names none. Every rank calls this.
-
-    Raises:
-        ConfigError: a tar file is damaged, or what is in it has no label.
-    """
-    named: tuple[list[Path], list[Path]] = [], []  # to train on, to validate on; filled on the main rank only
-
-    def find() -> str | None:
-        named[0].extend(_tars(config.train_file, "train_file"))
-        named[1].extend(_tars(config.validation_file, "validation_file"))
-        if named[0] and not named[1] and (config.validation_file or config.validation_dir):
-            other = config.validation_dir or config.validation_file[0]
+def find(config: ImageConfig) -> tuple[list[Path], list[Path]] | None:
+    """The tar files to train on and those to validate on; None if there are none to train on."""
+    train = _tars(config.train_file, "train_file")
+    if not train:
+        return None
+    validation = _tars(config.validation_file, "validation_file")
+    if not validation:
+        if other := config.validation_dir or " ".join(config.validation_file):
             raise ConfigError(f"to validate on {other}: no tar file, but --train_file names some")
-        if len({_is_to_validate(file) for file in named[0]}) > 1 and not named[1]:
+        names_validation = [file for file in train if _is_to_validate(file)]
+        if 0 < len(names_validation) < len(train):
             raise ConfigError(
                 f"--train_file {config.train_file[0]}: names tar files to validate on, too, "
-                f"{next(filter(_is_to_validate, named[0]))} for one: give these as --validation_file"
+                f"{names_validation[0]} for one: give these as --validation_file"
             )
-        return prepared.fingerprint(files=named, how=_how(config)) if named[0] else None
-
-    key = on_main(find)
-    if key is None:
-        return None
-    return prepared.build_once(cache_dir() / "images" / f"tars-{key}", lambda into: _join(*named, config, into))
+    return train, validation
 
 
 def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
@@ -62,7 +48,10 @@ def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
     tars = [file for file in files if file.suffix.lower() == ".tar"]
     if tars and len(tars) < len(files):
         other = next(file for file in files if file not in tars)
-        print_main(f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read, not {other}")
+        print_main(
+            f"--{flag}: of {len(files):,} files only the {len(tars):,} tar files are read, not "
+            f"{other}"
+        )
     return tars
 
 
@@ -70,156 +59,146 @@ def _is_to_validate(file: Path) -> bool:
     return not set(VALIDATION).isdisjoint(re.split("[^a-z]+", file.stem.lower()))
 
 
-def _how(config: ImageConfig) -> list[Any]:
-    return [config.image_column, config.label_column, config.problem_type, prepared.source_of("data", "images")]
+def list_images(train: list[Path], validation: list[Path], config: ImageConfig) -> Listed:
+    """All images of `find`.
 
-
-def _join(train: list[Path], validation: list[Path], config: ImageConfig, into: Path) -> None:
-    """Write the lists of all files as one, for `found`."""
-
+    Raises:
+        ConfigError: a tar file is damaged, or what is in it has no label.
+    """
     files = [*train, *validation]
     print_main(f"listing the images in {len(files):,} tar files once")
-    folders = [*parallel_map(partial(_keep_list, config=config), files, None if len(files) > 1 else 1)]
-    places = [np.load(folder / "places.npy") for folder in folders]
-    lists = [json.loads((folder / "images.json").read_text(encoding="utf-8")) for folder in folders]
-    counts = [*map(len, places)]
-    paths = [os.fsencode(f"{file}/{name}") for file, each in zip(files, lists, strict=True) for name in each["names"]]
-    np.save(into / "paths.npy", np.array(paths))
-    lengths = np.repeat([len(os.fsencode(file)) for file in files], counts)
-    np.save(into / "places.npy", np.column_stack([lengths, np.concatenate(places)]))
-    np.save(into / "times.npy", np.repeat([file.stat().st_mtime_ns for file in files], counts))
-    labels = [*chain.from_iterable(each["labels"] for each in lists)]
-    held_out_from = sum(counts[: len(train)]) if validation else None
-    left_out: Counter[str] = Counter()
-    for each in lists:
-        left_out.update(each["left_out"])
-    content = {"labels": labels, "held_out_from": held_out_from, "left_out": left_out}
-    (into / "images.json").write_text(json.dumps(content), encoding="utf-8")
+    listed = Listed()
+    work = partial(_list_file, config=config)
+    found = parallel_map(work, files, None if len(files) > 1 else 1)
+    for number, (images, left_out) in enumerate(found):
+        if number == len(train):
+            listed.begin_validation(" ".join(config.validation_file))
+        length = len(os.fsencode(files[number]))
+        for sample, rest, label, part in images:
+            listed.paths.append(os.fsencode(f"{sample}.{rest}"))
+            listed.places.append(sample)
+            listed.labels.append(label)
+            listed.parts.append((length, *part))
+        listed.left_out.update(left_out)
+    listed.sizes = [size for _, _, size in listed.parts]
+    return listed
 
 
-def found(config: ImageConfig, folder: Path) -> Found:
-    """The images of `index`. Call on the main rank."""
-    known = json.loads((folder / "images.json").read_text(encoding="utf-8"))
-    paths, places, times = (np.load(folder / f"{name}.npy") for name in ("paths", "places", "times"))
-
-    def where(number: int) -> str:
-        folder, _, name = os.fsdecode(paths[number]).rpartition("/")
-        return f"{folder}/{name.partition('.')[0]}"
-
-    return Found(
-        name_of(config),
-        read_labels(known["labels"], config.problem_type, where),
-        paths.tolist(),
-        known["held_out_from"],
-        " ".join(config.validation_file),
-        facts=np.column_stack([places[:, 2], times]),
-        places=places,
-        left_out=Counter(known["left_out"]),
-    )
-
-
-# One file -------------------------------------------------------------------------------------------------------------
-
-
-def _keep_list(file: Path, config: ImageConfig) -> Path:
-    """The folder with the list of one tar file, made now if it is not there."""
-    name = f"tar-{prepared.fingerprint(file=file, how=_how(config))}"
-    return prepared.keep(cache_dir() / "images" / name, partial(_list, file, config))
+# One file -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sample:
     """The members that have the same name up to its first dot."""
 
-    images: dict[str, tuple[int, int]] = field(default_factory=dict)  # (first byte, bytes), by the rest of the name
-    record: dict[str, Any] = field(default_factory=dict)  # what members beside them say, the label for one
+    # (first byte, bytes), by the rest of the name
+    images: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # what members beside them say, the label for one
+    record: dict[str, Any] = field(default_factory=dict)
 
 
-def _list(file: Path, config: ImageConfig, into: Path) -> None:
-    """Write first byte and bytes of each image in a tar file, [n, 2] int64, and names and labels."""
-    names: list[str] = []
-    places: list[tuple[int, int]] = []
-    labels: list[Any] = []
-    alone: list[str] = []
-    above: set[str] = set()
+def _list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]:
+    """The images of a tar file and what is left out.
+
+    Returns:
+        ([(sample, rest of the name, label, (first byte, bytes))], counts of others by endings).
+    """
+    listed: list[Any] = []
     left_out: Counter[str] = Counter()
-    for key, sample in _samples(file, config, left_out).items():
-        where, images = f"{file}/{key}", sample.images
+    above: set[str] = set()
+    for name, sample in _samples(file, config, left_out).items():
+        where = f"{file}/{name}"
+        images = sample.images
         if sample.record or config.label_column:
-            column = column_of(sample.record, config, "label", where)
-            label = sample.record[column]
-            images = {rest: images[rest] for rest in images if config.image_column or f".{rest}".lower() in SUFFIXES}
+            label = sample.record[column_of(sample.record, config, "label", where)]
+            if not config.image_column:  # without masks beside the image, such as 1.seg.png
+                images = {
+                    rest: part for rest, part in images.items() if f".{rest}".lower() in SUFFIXES
+                }
             if len(images) > 1:
-                raise ConfigError(f"{where}: several images ({', '.join(images)}): name one with --image_column")
-            alone += [where] * (not images)
-        elif images:
-            if "/" not in key:
-                raise ConfigError(f"{where}: an image without a label: neither {key}.cls, {key}.json nor a class folder")
-            *folders, folder, _ = key.split("/")
+                raise ConfigError(
+                    f"{where}: several images ({', '.join(images)}): name one with --image_column"
+                )
+            if not images:
+                left_out["labels without an image"] += 1
+        elif "/" in name:
+            *folders, label, _ = name.split("/")
             above.update(folders)
-            label = folder
-        names += [f"{key}.{rest}" for rest in images]
-        places += images.values()
-        labels += [label] * len(images)
-    if not names:
+        else:
+            expected = f"neither {name}.cls, {name}.json nor a class folder"
+            raise ConfigError(f"{where}: an image without a label: {expected}")
+        listed += [(where, rest, label, part) for rest, part in images.items()]
+    if not listed:
         held = f"; it holds {by_ending(left_out)}" * bool(left_out)
         raise ConfigError(f"{file}: no images in it ({', '.join(SUFFIXES)}){held}")
     if "train" in above and (validation := above.intersection(VALIDATION)):
-        raise ConfigError(f"{file}: holds train/ and {min(validation)}/; pack them apart, and add --validation_file")
-    if alone:
-        print_main(f"{file}: {len(alone):,} labels have no image, that of {alone[0]} for one")
-    np.save(into / "places.npy", np.array(places, dtype=np.int64))
-    content = {"names": names, "labels": labels, "left_out": left_out}
-    (into / "images.json").write_text(json.dumps(content), encoding="utf-8")
+        raise ConfigError(
+            f"{file}: holds train/ and {min(validation)}/; pack them apart, and add "
+            "--validation_file"
+        )
+    return listed, left_out
 
 
 def _samples(file: Path, config: ImageConfig, left_out: Counter[str]) -> dict[str, Sample]:
-    """What a tar file holds, by the names up to their first dot. Members that are no images are counted in `left_out`."""
+    """What a tar file holds, by the names up to their first dot. Other members are counted."""
     samples: dict[str, Sample] = {}
-    seen, odd = set(), []
+    for name, offset, size in _members(file, left_out):
+        folder, slash, base = name.rpartition("/")
+        stem, _, rest = base.partition(".")
+        is_record = rest.lower() in ("cls", "json") or rest == config.label_column
+        is_image = name.lower().endswith(SUFFIXES)
+        if config.image_column:
+            is_image = rest == config.image_column
+        if not is_record and not is_image:
+            if not config.image_column:
+                left_out.update(count_others([base]))
+            continue
+        sample = samples.setdefault(folder + slash + stem, Sample())
+        if is_record:
+            sample.record |= _record(Part(file, offset, size), rest, f"{file}/{name}")
+        elif rest in sample.images:
+            raise ConfigError(f"{file}/{name}: is there twice")
+        else:
+            sample.images[rest] = offset, size
+    return samples
+
+
+def _members(file: Path, left_out: Counter[str]) -> Iterator[tuple[str, int, int]]:
+    """(name, first byte, bytes) of each regular member of a tar file. Others are counted.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     try:
         with file.open("rb") as content, tarfile.open(fileobj=content, mode="r:") as tar:
-            before, size = -1, file.stat().st_size
+            before = -1
+            size = file.stat().st_size
             while info := tar.next():
                 tar.members.clear()  # type: ignore[attr-defined]  # they would fill the memory
                 if info.offset <= before or info.size < 0 or info.offset_data + info.size > size:
                     raise ValueError(f"at byte {info.offset:,}")
-                before, name = info.offset, info.name.removeprefix("./")
+                before = info.offset
+                name = info.name.removeprefix("./")
                 if info.isdir() or name.startswith(".") or "/." in name:
                     continue
-                if not info.isreg() or info.issparse():
-                    odd.append(name)
-                    continue
-                folder, slash, base = name.rpartition("/")
-                stem, _, rest = base.partition(".")
-                says = rest.lower() in ("cls", "json") or rest == config.label_column
-                if not says and rest != config.image_column and (config.image_column or not name.lower().endswith(SUFFIXES)):
-                    if not config.image_column:
-                        left_out.update(count_others([base]))
-                    continue
-                where, sample = f"{file}/{name}", samples.setdefault(folder + slash + stem, Sample())
-                if name in seen or info.size > RECORD:
-                    raise ConfigError(f"{where}: {'is there twice' if name in seen else f'over {RECORD >> 20} MiB'}")
-                seen.add(name)
-                if says:
-                    content.seek(info.offset_data)
-                    sample.record |= _record(rest, content.read(info.size), where)
+                if info.isreg() and not info.issparse():
+                    yield name, info.offset_data, info.size
                 else:
-                    sample.images[rest] = info.offset_data, info.size
+                    left_out["links or devices"] += 1
             content.seek(tar.offset)
-            if any(content.read(tarfile.BLOCKSIZE) or b"-"):  # tarfile takes any damage between two members for the end
+            # tarfile takes any damage between two members for the end
+            if any(content.read(tarfile.BLOCKSIZE) or b"-"):
                 raise ValueError(f"at byte {tar.offset:,}")
     except (tarfile.TarError, OSError, ValueError) as error:
         raise ConfigError(f"{file}: no tar file, or damaged ({first_line(error)})") from None
-    if odd:
-        print_main(f"{file}: {len(odd):,} links, devices or sparse files in it are not read, {odd[0]} for one")
-    return samples
 
 
-def _record(name: str, content: bytes, where: str) -> dict[str, Any]:
+def _record(part: Part, name: str, where: str) -> dict[str, Any]:
     """What a member says: an object of JSON, or its text under its own name."""
+    if part.size > RECORD:
+        raise ConfigError(f"{where}: over {RECORD >> 20} MiB")
     try:
-        text = content.decode()
+        text = read(part).decode()
         value = records.parse_json(text) if name.lower() == "json" else None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: cannot be read ({error})") from None

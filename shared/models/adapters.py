@@ -30,17 +30,30 @@ def load_base(
     *,
     whole: bool = False,
 ) -> Any:
-    """The frozen base model, in the launch config's precision, quantised if asked; `whole`: see `load_causal_lm`."""
+    """The frozen base model, in the launch config's precision, quantised if asked; `whole`: see
+    `load_causal_lm`.
+    """
     from transformers import BitsAndBytesConfig
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        accelerator.mixed_precision, torch.float32
+    )
     options: dict[str, Any] = {"dtype": dtype, "text_only": adapter.text_only}
     # These adapters begin with numbers that whole weights give.
-    whole = whole or adapter.use_dora or adapter.init_lora_weights != "default" or bool(adapter.adapter_name_or_path)
+    whole = (
+        whole
+        or adapter.use_dora
+        or adapter.init_lora_weights != "default"
+        or bool(adapter.adapter_name_or_path)
+    )
     if adapter.load_in_4bit or adapter.load_in_8bit:
-        whole, sharded = True, accelerator.distributed_type == DistributedType.FSDP
+        whole = True
+        sharded = accelerator.distributed_type == DistributedType.FSDP
         if adapter.load_in_8bit and sharded:
-            raise ConfigError("--load_in_8bit cannot be sharded: use --load_in_4bit, or accelerate_configs/ddp.yaml")
+            raise ConfigError(
+                "--load_in_8bit cannot be sharded: use --load_in_4bit, or "
+                "accelerate_configs/ddp.yaml"
+            )
         options["device_map"] = {"": device}
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=adapter.load_in_4bit,
@@ -49,29 +62,35 @@ def load_base(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
-            # FSDP2 shards 4-bit weights only if they are stored as the floating type that it communicates in.
+            # FSDP2 shards 4-bit weights only if they are stored as the floating type that it
+            # communicates in.
             bnb_4bit_quant_storage=dtype if sharded else torch.uint8,
         )
-    base = load_causal_lm(name, attn_implementation=speed.attn_implementation, whole=whole, **options)
+    base = load_causal_lm(
+        name, attn_implementation=speed.attn_implementation, whole=whole, **options
+    )
     keep_4bit_layout(base)
     return base
 
 
 def add_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str = "CAUSAL_LM") -> Any:
-    """`base` with trainable adapters in fp32: new ones, or those of --adapter_name_or_path. In training mode.
+    """`base` with trainable adapters in fp32: new ones, or those of --adapter_name_or_path. In
+    training mode.
 
     Args:
         task_type: PEFT's name of what new ones are for.
 
     Raises:
-        ConfigError: the flags name modules that the model does not have, or that cannot take adapters, or the given adapter
-            does not fit the model.
+        ConfigError: the flags name modules that the model does not have, or that cannot take
+            adapters, or the given adapter does not fit the model.
     """
     learn_padding_token(base)
     given = adapter.adapter_name_or_path
     model = _given_adapters(base, given) if given else _new_adapters(base, adapter, task_type)
     if adapter.merge_adapter or adapter.init_lora_weights == "pissa":
-        refuse_tied_embeddings(model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa")
+        refuse_tied_embeddings(
+            model, "--merge_adapter" if adapter.merge_adapter else "--init_lora_weights pissa"
+        )
     return trained_in_fp32(model)
 
 
@@ -86,18 +105,26 @@ def _given_adapters(base: Any, name: str) -> Any:
         unused.extend(keys.unexpected_keys)
 
     hook = base.register_load_state_dict_post_hook(collect)
-    model = from_hub(PeftModel, name, first=base, is_trainable=True)  # PEFT's classes take the base first
+    # PEFT's classes take the base first
+    model = from_hub(PeftModel, name, first=base, is_trainable=True)
     hook.remove()
-    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}  # shared ones are there once
+    # shared ones are there once
+    trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [key.replace(".default", "") for key in missing if key in trained]
     wrong = {"missing in its file": lost, "unused in its file": unused}
-    if found := [f"{len(keys)} weights are {what}, such as {keys[0]}" for what, keys in wrong.items() if keys]:
-        raise ConfigError(f"{name}: {'; '.join(found)}: rename them, or take the base that the adapter was made for")
+    if found := [
+        f"{len(keys)} weights are {what}, such as {keys[0]}" for what, keys in wrong.items() if keys
+    ]:
+        raise ConfigError(
+            f"{name}: {'; '.join(found)}: rename them, or take the base that the adapter was made "
+            "for"
+        )
     note(f"the adapter of {name} is trained further")
     lora = model.peft_config["default"]
     if (before := lora.base_model_name_or_path) and before != base.name_or_path:
         note(f"warning: {name}: made for the base {before}, goes on with {base.name_or_path}")
-        lora.base_model_name_or_path, lora.revision = base.name_or_path, None
+        lora.base_model_name_or_path = base.name_or_path
+        lora.revision = None
     return model
 
 
@@ -115,16 +142,22 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> An
         modules_to_save=list(adapter.modules_to_save) or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
-        init_lora_weights=True if adapter.init_lora_weights == "default" else adapter.init_lora_weights,
+        init_lora_weights=True
+        if adapter.init_lora_weights == "default"
+        else adapter.init_lora_weights,
     )
-    tied = getattr(base, "get_output_embeddings", lambda: None)() if adapter.modules_to_save else None
-    if tied is not None and tied.weight is base.get_input_embeddings().weight:  # type: ignore[operator]
-        pair = [name for name, module in base.named_modules() if module in (tied, base.get_input_embeddings())]  # type: ignore[operator]
+    tied = (
+        getattr(base, "get_output_embeddings", lambda: None)() if adapter.modules_to_save else None
+    )
+    embeddings: Any = base.get_input_embeddings()  # type: ignore[operator]
+    if tied is not None and tied.weight is embeddings.weight:
+        pair = [name for name, module in base.named_modules() if module in (tied, embeddings)]
         copied = [name for name in pair if name.rpartition(".")[2] in adapter.modules_to_save]
         if len(copied) == 1:
             (other,) = {name.rpartition(".")[2] for name in pair if name not in copied}
             note(
-                "warning: embedding and head share their weights, and --modules_to_save trains a copy for one of them: "
+                "warning: embedding and head share their weights, and --modules_to_save trains a "
+                "copy for one of them: "
                 f"name {other}, too, to train both"
             )
     if targets.left_out:
@@ -132,7 +165,9 @@ def _new_adapters(base: nn.Module, adapter: AdapterConfig, task_type: str) -> An
     try:
         return get_peft_model(base, lora)  # type: ignore[arg-type]
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f"--lora_target_modules {' '.join(adapter.lora_target_modules)}: {first_line(error)}") from None
+        raise ConfigError(
+            f"--lora_target_modules {' '.join(adapter.lora_target_modules)}: {first_line(error)}"
+        ) from None
 
 
 def load_line(model: Any) -> str:
@@ -146,14 +181,21 @@ model.generation_config = transformers.GenerationConfig.from_pretrained("final")
 
 
 def pissa_start(model: nn.Module, adapter: AdapterConfig) -> dict[str, torch.Tensor]:
-    """A copy of the initial adapters on the CPU if they are PiSSA's, else {}. Call before training."""
+    """A copy of the initial adapters on the CPU if they are PiSSA's, else {}. Call before
+    training.
+    """
     if adapter.init_lora_weights != "pissa":
         return {}
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
-def save_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> None:
-    """Write an adapter as PEFT loads it; one that began as PiSSA's becomes an ordinary one. The main rank calls this.
+def save_adapter(
+    folder: Path, model: Any, weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
+) -> None:
+    """Write an adapter as PEFT loads it; one that began as PiSSA's becomes an ordinary one. The
+    main rank calls this.
 
     Args:
         model: the PEFT model, not wrapped.
@@ -163,37 +205,58 @@ def save_adapter(folder: Path, model: Any, weights: dict[str, torch.Tensor], ini
     if initial:
         weights = pissa_to_lora(weights, initial)
         lora = model.peft_config["default"]
-        lora.r, lora.init_lora_weights = 2 * lora.r, True
-        lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2  # the scale stays: alpha / r, with rsLoRA alpha / sqrt(r)
+        lora.r = 2 * lora.r
+        lora.init_lora_weights = True
+        # the scale stays: alpha / r, with rsLoRA alpha / sqrt(r)
+        lora.lora_alpha *= math.sqrt(2) if lora.use_rslora else 2
     model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
 
 
-def merge(name: str, adapter: AdapterConfig, speed: SpeedConfig, accelerator: Accelerator, adapter_folder: Path) -> Any:
-    """The base, loaded again on the CPU and dequantised, with the saved adapter merged in. The GPU still holds the model."""
-    base = load_base(name, adapter, speed, accelerator, torch.device("cpu"), whole=True)  # one rank is here
+def merge(
+    name: str,
+    adapter: AdapterConfig,
+    speed: SpeedConfig,
+    accelerator: Accelerator,
+    adapter_folder: Path,
+) -> Any:
+    """The base, loaded again on the CPU and dequantised, with the saved adapter merged in. The GPU
+    still holds the model.
+    """
+    # one rank is here
+    base = load_base(name, adapter, speed, accelerator, torch.device("cpu"), whole=True)
     base = base.dequantize() if adapter.load_in_4bit or adapter.load_in_8bit else base
     return merge_into(base, adapter_folder)
 
 
 def merge_into(base: nn.Module, adapter_folder: Path) -> Any:
-    """`base` with a saved adapter merged in. Raises ConfigError if PEFT would leave weights of it out."""
+    """`base` with a saved adapter merged in. Raises ConfigError if PEFT would leave weights of it
+    out.
+    """
     from peft import PeftModel
 
     model: Any = PeftModel.from_pretrained(base, str(adapter_folder))
     saved = load_file(adapter_folder / "adapter_model.safetensors")
     loaded = {key.replace(".default", ""): value for key, value in model.state_dict().items()}
     if lost := [
-        key for key, value in saved.items() if re.search(r"\.lora_[AB]\.", key) and not torch.equal(loaded[key].cpu(), value)
+        key
+        for key, value in saved.items()
+        if re.search(r"\.lora_[AB]\.", key) and not torch.equal(loaded[key].cpu(), value)
     ]:
-        raise ConfigError(f"{adapter_folder}: PEFT does not load {len(lost)} of its weights, such as {lost[0]}: not merged")
+        raise ConfigError(
+            f"{adapter_folder}: PEFT does not load {len(lost)} of its weights, such as {lost[0]}: "
+            "not merged"
+        )
     return model.merge_and_unload()
 
 
-def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An adapter trained from PiSSA's start, as an ordinary one of twice the rank on the unchanged base.
+def pissa_to_lora(
+    weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """An adapter trained from PiSSA's start, as an ordinary one of twice the rank on the unchanged
+    base.
 
-    PiSSA subtracts the initial product from the base, so the update is B A - B0 A0 = [B, -B0] [A; A0]
-    (appendix C of arXiv 2404.02948). Other tensors pass through.
+    PiSSA subtracts the initial product from the base, so the update is B A - B0 A0 = [B, -B0] [A;
+    A0] (appendix C of arXiv 2404.02948). Other tensors pass through.
     """
 
     def convert(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -207,7 +270,8 @@ def pissa_to_lora(weights: dict[str, torch.Tensor], initial: dict[str, torch.Ten
 
 
 def refuse_tied_embeddings(model: Any, why: str) -> None:
-    """Refuse an adapter on a tied embedding: merged, it would change the input and the output matrix.
+    """Refuse an adapter on a tied embedding: merged, it would change the input and the output
+    matrix.
 
     Args:
         why: the flag that adds them.
@@ -215,38 +279,52 @@ def refuse_tied_embeddings(model: Any, why: str) -> None:
     Raises:
         ConfigError: names the module.
     """
-    ends = [getattr(end, "base_layer", end) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    ends = [
+        getattr(end, "base_layer", end)
+        for end in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
     for name, module in model.named_modules():
-        if getattr(module, "base_layer", None) in ends and hasattr(module, "lora_A") and ends[0].weight is ends[1].weight:
+        if (
+            getattr(module, "base_layer", None) in ends
+            and hasattr(module, "lora_A")
+            and ends[0].weight is ends[1].weight
+        ):
             raise ConfigError(
-                f"{why} adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's input and output share: "
+                f"{why} adds the adapter of {name.rpartition('.')[2]} to a matrix that the model's "
+                "input and output share: "
                 "name it in --modules_to_save in place of --lora_target_modules"
             )
 
 
 def trained_in_fp32(model: nn.Module) -> nn.Module:
-    """Give trained parameters fp32 weights, also `modules_to_save` of a 16-bit base: small updates would be rounded away."""
+    """Give trained parameters fp32 weights, also `modules_to_save` of a 16-bit base: small updates
+    would be rounded away.
+    """
     shards.trained_in_fp32(model)
     skip_input_casts(model)
     return model.train()  # from_pretrained returns the model in eval mode
 
 
 def skip_input_casts(model: nn.Module) -> None:
-    """Let adapters take their inputs as they are. PEFT casts them to fp32, autocast casts them back, both copies are kept.
+    """Let adapters take their inputs as they are. PEFT casts them to fp32, autocast casts them
+    back, both copies are kept.
 
-    The numbers stay the same (with lora_dropout, up to rounding). DoRA and similar variants are left alone: they also use
-    the cast input elsewhere.
+    The numbers stay the same (with lora_dropout, up to rounding). DoRA and similar variants are
+    left alone: they also use the cast input elsewhere.
     """
     for module in model.modules():
-        if hasattr(module, "cast_input_dtype_enabled") and not getattr(module, "lora_variant", None):
+        if hasattr(module, "cast_input_dtype_enabled") and not getattr(
+            module, "lora_variant", None
+        ):
             module.cast_input_dtype_enabled = False  # type: ignore[assignment]
 
 
 def keep_4bit_layout(model: nn.Module) -> None:
-    """Stop bitsandbytes from rearranging 4-bit weights in an evaluation, as it does on CPUs with AVX512-BF16.
+    """Stop bitsandbytes from rearranging 4-bit weights in an evaluation, as it does on CPUs with
+    AVX512-BF16.
 
-    It rounds the scales to bf16 for good: later steps would differ from a run that never evaluated, and FSDP would
-    misread the weights.
+    It rounds the scales to bf16 for good: later steps would differ from a run that never evaluated,
+    and FSDP would misread the weights.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

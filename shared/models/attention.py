@@ -1,6 +1,8 @@
-"""What a forward gets, so that packed documents do not see each other and the host does not wait for the device.
+"""What a forward gets, so that packed documents do not see each other and the host does not wait
+for the device.
 
-transformers reads masks and positions from the device, to find padding and documents. A `RowMask` says it on the host.
+transformers reads masks and positions from the device, to find padding and documents. A `RowMask`
+says it on the host.
 """
 
 import inspect
@@ -11,7 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    sdpa_mask,
+)
 from transformers.modeling_utils import AttentionInterface
 
 from shared.models.cudnn import avoid_cudnn
@@ -32,7 +38,8 @@ HARMLESS = {
 }
 # Names of attention dropout in model configs
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-# Called with query, key, value: [tokens, heads, head_dim] in 16 bits; cu_seqlens and a bound for document lengths, of
+# Called with query, key, value: [tokens, heads, head_dim] in 16 bits; cu_seqlens and a bound for
+# document lengths, of
 # queries and of keys; scale
 Kernel = Callable[..., Any]
 
@@ -46,7 +53,8 @@ class Rows(NamedTuple):
 
 
 class RowMask(torch.Tensor):
-    """An attention mask, [batch, seq], that knows its `rows`: whether it is all ones needs no read from the device.
+    """An attention mask, [batch, seq], that knows its `rows`: whether it is all ones needs no read
+    from the device.
 
     A copy in another type or shape knows them, too. What other operations return is a plain tensor.
     """
@@ -54,7 +62,9 @@ class RowMask(torch.Tensor):
     rows: Rows
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         mask, *others = arguments
         if function in (torch.all, torch.Tensor.all) and not others and not named:
             return torch.tensor(not mask.rows.are_padded)
@@ -73,7 +83,9 @@ def with_rows(mask: torch.Tensor, rows: Rows) -> RowMask:
 
 
 def row_mask(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> RowMask:
     """A mask of ones, for rows without padding: [batch, seq, ...]."""
     ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
@@ -81,7 +93,8 @@ def row_mask(
 
 
 class Form(NamedTuple):
-    """How the rows of packed documents are handed to a model: found by `isolation.isolate_documents`."""
+    """How the rows of packed documents are handed to a model: found by
+    `isolation.isolate_documents`."""
 
     flat: bool = False  # all in one row
     bounds: bool = False  # with the bounds of documents, for kernels of recurrent layers
@@ -92,9 +105,11 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     """A model's outputs for a batch of rows: packed documents, padded texts or neither.
 
     Args:
-        batch: `input_ids`, and what the model takes beside them: `attention_mask` only if it masks something,
-            `position_ids` only if rows hold several documents, `cu_seqlens`: see `data.cu_seqlens_of`.
-        like: the model whose `row_form` counts, if not this one's: that of `isolation.isolate_documents`.
+        batch: `input_ids`, and what the model takes beside them: `attention_mask` only if it masks
+            something, `position_ids` only if rows hold several documents, `cu_seqlens`: see
+            `data.cu_seqlens_of`.
+        like: the model whose `row_form` counts, if not this one's: that of
+            `isolation.isolate_documents`.
     """
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
@@ -119,7 +134,11 @@ def describe(model: Any) -> str:
     """The attention that a model computes, for the summary."""
     model = without_adapters(model)
     used = model.config.get_text_config()._attn_implementation
-    return f"{used}: {type(model).__name__} has no sdpa" if used == "eager" and not model._supports_sdpa else used
+    return (
+        f"{used}: {type(model).__name__} has no sdpa"
+        if used == "eager" and not model._supports_sdpa
+        else used
+    )
 
 
 def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
@@ -129,7 +148,8 @@ def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
-    """A mask function of transformers, within documents, and on positions in them: windows and chunks begin with them."""
+    """A mask function of transformers, within documents, and on positions in them: windows and
+    chunks begin with them."""
     number = number_of_document(position_ids)
 
     def allows(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -139,8 +159,11 @@ def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
     return allows
 
 
-def _mask_of_rows(make_mask: Any, *, attention_mask: torch.Tensor | None = None, **named: Any) -> Any:
-    """What transformers' `make_mask` returns, without a read from the device if it gets a `RowMask`."""
+def _mask_of_rows(
+    make_mask: Any, *, attention_mask: torch.Tensor | None = None, **named: Any
+) -> Any:
+    """What transformers' `make_mask` returns, without a read from the device if it gets a
+    `RowMask`."""
     if not isinstance(attention_mask, RowMask):
         return make_mask(attention_mask=attention_mask, **named)
     rows = attention_mask.rows
@@ -156,14 +179,18 @@ def _mask_of_rows(make_mask: Any, *, attention_mask: torch.Tensor | None = None,
 def _sdpa_mask_of_rows(
     *, attention_mask: torch.Tensor | None = None, dtype: torch.dtype = torch.float32, **named: Any
 ) -> torch.Tensor | None:
-    """SDPA's mask, [batch, 1, seq, seq], or `cu_seqlens`, 1-D, in its place. `attend` knows them by their dimension.
+    """SDPA's mask, [batch, 1, seq, seq], or `cu_seqlens`, 1-D, in its place. `attend` knows them by
+    their dimension.
 
-    For packed rows, the mask is additive: of a bool mask, each block would make its own and keep it for backward.
+    For packed rows, the mask is additive: of a bool mask, each block would make its own and keep it
+    for backward.
     """
     dtype = computed_in(torch.device(named["device"]), dtype)
     rows = attention_mask.rows if isinstance(attention_mask, RowMask) else Rows()
     if rows.cu_seqlens is not None and dtype.itemsize == 2 and _is_causal_alone(**named):
-        torch._dynamo.maybe_mark_dynamic(rows.cu_seqlens, 0)  # another number of documents must not recompile
+        torch._dynamo.maybe_mark_dynamic(
+            rows.cu_seqlens, 0
+        )  # another number of documents must not recompile
         return rows.cu_seqlens
     mask = _mask_of_rows(sdpa_mask, attention_mask=attention_mask, dtype=dtype, **named)
     if mask is None:
@@ -175,7 +202,12 @@ def _sdpa_mask_of_rows(
 
 
 def _is_causal_alone(
-    *, q_length: int, config: Any, local_size: int | None = None, use_vmap: bool = False, **named: Any
+    *,
+    q_length: int,
+    config: Any,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **named: Any,
 ) -> bool:
     """Whether a mask is only causal within documents, and the model has no attention dropout."""
     if use_vmap or "allow_is_bidirectional_skip" in named:  # the model's addition, or not causal
@@ -185,7 +217,9 @@ def _is_causal_alone(
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    return (
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    )
 
 
 def attend(
@@ -208,22 +242,28 @@ def attend(
             avoid_cudnn()
             if attention_mask.ndim == 1:
                 attention_mask = mask_of(attention_mask, rows, length)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     dtype = computed_in(query.device, value.dtype)
     states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
-    # The row length is an upper bound of the longest document: the exact one would cost a device sync and recompiles.
+    # The row length is an upper bound of the longest document: the exact one would cost a device
+    # sync and recompiles.
     result = kernel(*states, attention_mask, attention_mask, length, length, scale=scaling)
     return result.unflatten(0, (rows, length)), None
 
 
 def takes_kernel(mask: torch.Tensor | None, dropout: float = 0.0, **options: Any) -> bool:
-    """Whether a call of attention has `cu_seqlens` for a mask, and nothing that the kernel does not support.
+    """Whether a call of attention has `cu_seqlens` for a mask, and nothing that the kernel does not
+    support.
 
     Dropout, a bias, a soft cap or sinks change the result.
     """
     if mask is None or mask.ndim != 1 or dropout:
         return False
-    return all(value is None or value is False or name in HARMLESS for name, value in options.items())
+    return all(
+        value is None or value is False or name in HARMLESS for name, value in options.items()
+    )
 
 
 def mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:
@@ -245,7 +285,8 @@ def find_kernel(device: torch.device) -> Kernel | None:
 
 
 def use_kernel(kernel: Kernel | None) -> None:
-    """Let transformers' SDPA take `cu_seqlens`, too: by a kernel, or by the mask that they stand for."""
+    """Let transformers' SDPA take `cu_seqlens`, too: by a kernel, or by the mask that they stand
+    for."""
     AttentionInterface.register("sdpa", partial(attend, kernel))
 
 

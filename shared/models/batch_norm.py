@@ -9,8 +9,13 @@ from shared.process.errors import ConfigError
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether the trained part of a model has BatchNorm, whose result depends on the number of images in a batch."""
-    return any(isinstance(m, _BatchNorm) and any(p.requires_grad for p in m.parameters()) for m in model.modules())
+    """Whether the trained part of a model has BatchNorm, whose result depends on the number of
+    images in a batch.
+    """
+    return any(
+        isinstance(m, _BatchNorm) and any(p.requires_grad for p in m.parameters())
+        for m in model.modules()
+    )
 
 
 def synchronise_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
@@ -21,7 +26,8 @@ def synchronise_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if device.type == "cpu":
         raise ConfigError("--sync_batchnorm needs GPUs: drop it to rehearse on CPU")
-    if hasattr(model, "timm_model"):  # its BatchNorm layers hold activations, which PyTorch's converter drops
+    # its BatchNorm layers hold activations, which PyTorch's converter drops
+    if hasattr(model, "timm_model"):
         from timm.layers import convert_sync_batchnorm
 
         return convert_sync_batchnorm(model)
@@ -42,6 +48,8 @@ def batch_norm_advice(model: nn.Module, batch: BatchConfig, world_size: int) -> 
     if world_size > 1 and not synchronised:
         remedies.insert(0, "--sync_batchnorm on GPUs")
     return (
-        f"warning: BatchNorm takes its statistics from {seen} images at a time, not from the global batch of "
-        f"{batch.global_batch_size}; the result depends on that number. Better: {', or '.join(remedies)}"
+        f"warning: BatchNorm takes its statistics from {seen} images at a time, not from the "
+        "global batch of "
+        f"{batch.global_batch_size}; the result depends on that number. Better: "
+        f"{', or '.join(remedies)}"
     )

@@ -16,9 +16,14 @@ from shared.process.errors import ConfigError
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Run a model's modules without their compiled forwards, for an evaluation.
 
-    Its varying sizes would be compiled as variables, which are slower, and from then on training would use these, too.
+    Its varying sizes would be compiled as variables, which are slower, and from then on training
+    would use these, too.
     """
-    compiled = {module: call for module in model.modules() if (call := module._compiled_call_impl) is not None}
+    compiled = {
+        module: call
+        for module in model.modules()
+        if (call := module._compiled_call_impl) is not None
+    }
     for module in compiled:
         module._compiled_call_impl = None
     try:
@@ -38,36 +43,62 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """
     part = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
     lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    lists = [m for m in lists if len({type(b) for b in m}) == 1 or all(hasattr(b, "gradient_checkpointing") for b in m)]
+    lists = [
+        m
+        for m in lists
+        if len({type(b) for b in m}) == 1 or all(hasattr(b, "gradient_checkpointing") for b in m)
+    ]
     if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of equal blocks to checkpoint or compile")
-    return max(([*modules] for modules in lists), key=lambda found: sum(p.numel() for b in found for p in b.parameters()))
+        raise ConfigError(
+            f"{type(model).__name__} has no list of equal blocks to checkpoint or compile"
+        )
+    return max(
+        ([*modules] for modules in lists),
+        key=lambda found: sum(p.numel() for b in found for p in b.parameters()),
+    )
 
 
-HEADS = ("classifier", "cls_classifier", "distillation_classifier", "head", "dist_head", "head_dist", "score", "fc")
+HEADS = (
+    "classifier",
+    "cls_classifier",
+    "distillation_classifier",
+    "head",
+    "dist_head",
+    "head_dist",
+    "score",
+    "fc",
+)
 
 
 def heads(model: Any) -> list[nn.Module]:
-    """The modules that turn an image's features into scores. Raises ConfigError where they have none of the usual names."""
+    """The modules that turn an image's features into scores. Raises ConfigError where they have
+    none of the usual names.
+    """
     if hasattr(model, "timm_model"):
         found = model.timm_model.get_classifier()
         return list(found) if isinstance(found, tuple) else [found]
     found = [module for name, module in model.named_children() if name in HEADS]
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no head named {', '.join(HEADS[:-1])} or {HEADS[-1]}")
+        raise ConfigError(
+            f"{type(model).__name__} has no head named {', '.join(HEADS[:-1])} or {HEADS[-1]}"
+        )
     return found
 
 
 def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
-    """Recompute the activations of all (`full`) or every N-th block in the backward pass; `none` changes nothing.
+    """Recompute the activations of all (`full`) or every N-th block in the backward pass; `none`
+    changes nothing.
 
-    Numerically the same as without: non-reentrant checkpointing restores the generator states. Call it before the
-    model is prepared. For blocks of transformers' models (`GradientCheckpointingLayer`).
+    Numerically the same as without: non-reentrant checkpointing restores the generator states. Call
+    it before the model is prepared. For blocks of transformers' models
+    (`GradientCheckpointingLayer`).
     """
     if setting == "none":
         return
     if any(isinstance(m, _BatchNorm) and m.track_running_stats for m in model.modules()):
-        raise ConfigError("--gradient_checkpointing would count each batch twice in the statistics of BatchNorm")
+        raise ConfigError(
+            "--gradient_checkpointing would count each batch twice in the statistics of BatchNorm"
+        )
     if hasattr(model, "timm_model") and setting == "full":
         try:
             model.timm_model.set_grad_checkpointing(True)  # type: ignore[operator, union-attr]
@@ -90,10 +121,12 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block in place. Call it before the model is prepared.
 
-    Regional: the compile time does not grow with depth, since equal blocks share the code; and the attention mask is
-    chosen outside, so that SDPA keeps `is_causal` and the kernels for it, which compiling the whole model loses.
+    Regional: the compile time does not grow with depth, since equal blocks share the code; and the
+    attention mask is chosen outside, so that SDPA keeps `is_causal` and the kernels for it, which
+    compiling the whole model loses.
     """
-    # DDP would cut each into graphs of its buckets, to reduce one while the next is computed; between blocks it does anyway.
+    # DDP would cut each into graphs of its buckets, to reduce one while the next is computed;
+    # between blocks it does anyway.
     torch._dynamo.config.optimize_ddp = False
     for block in repeated_blocks(model):
         block.compile()

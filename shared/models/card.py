@@ -11,11 +11,19 @@ from shared.process.redaction import redact
 
 
 def model_card(
-    title: str, data: str, results: dict[str, float], settings: dict[str, Any], *, made_by: str, load: str, **front: str
+    title: str,
+    data: str,
+    results: dict[str, float],
+    settings: dict[str, Any],
+    *,
+    made_by: str,
+    load: str,
+    **front: str,
 ) -> str:
     """A model card: what it was trained on and how, with its results.
 
-    Secrets in it are masked: cards are made to be published. Names in it, which may be others', stay text in their place.
+    Secrets in it are masked: cards are made to be published. Names in it, which may be others',
+    stay text in their place.
 
     Args:
         settings: in YAML's types.
@@ -23,17 +31,29 @@ def model_card(
         load: the line of Python that loads it.
         front: metadata for the Hub.
     """
-    values = {_text(name): str(value) if isinstance(value, int) else f"{value:.4f}" for name, value in results.items()}
-    rows = "\n".join(["| metric | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())])
+    values = {
+        _text(name): str(value) if isinstance(value, int) else f"{value:.4f}"
+        for name, value in results.items()
+    }
+    rows = "\n".join(
+        [
+            "| metric | value |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in values.items()),
+        ]
+    )
     base = front.setdefault("base_model", settings.get("model_name_or_path") or "")
     if not base or os.path.isdir(base):
         del front["base_model"]  # the Hub refuses a card that names a folder there
-    one_line = {name: shown(value) for name, value in {"library_name": "transformers", **front}.items()}
+    one_line = {
+        name: shown(value) for name, value in {"library_name": "transformers", **front}.items()
+    }
     given = {name: value for name, value in settings.items() if value is not None}
     return (
         f"---\n{_yaml(one_line)}---\n\n# {_text(title)}\n\nData: {_text(data)}\n\n"
         f"Made by {_text(made_by)}\n\n"
-        f"{_fenced('python', redact(load))}\n\n## Results\n\n{rows}\n\n## Settings\n\n{_fenced('yaml', _yaml(given))}\n"
+        f"{_fenced('python', redact(load))}\n\n## Results\n\n{rows}\n\n## "
+        f"Settings\n\n{_fenced('yaml', _yaml(given))}\n"
     )
 
 

@@ -18,7 +18,8 @@ from shared.process.printing import note
 def context_of(model: Any) -> int | None:
     """Tokens that a model can see at once; None if any number."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for name, module in model.named_modules():  # RoBERTa's positions begin after that of the padding token
+    # RoBERTa's positions begin after that of the padding token
+    for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         if "position_embeddings" in name and padding is not None and len(module.weight) == context:
             return int(context - padding - 1)
@@ -26,23 +27,31 @@ def context_of(model: Any) -> int | None:
 
 
 def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
-    """Refuse sequences longer than the model's context, tokens without an embedding, and models that see later tokens.
+    """Refuse sequences longer than the model's context, tokens without an embedding, and models
+    that see later tokens.
 
     Raises:
         ConfigError: with both numbers, or what is wrong.
     """
     text = model.config.get_text_config()
     if getattr(text, "cross_attention_layers", None):
-        raise ConfigError(f"{type(model).__name__} has blocks that only images reach: text alone cannot train them")
+        raise ConfigError(
+            f"{type(model).__name__} has blocks that only images reach: text alone cannot train "
+            "them"
+        )
     # Encoders can be made decoders, by a setting that GPT-NeoX has, too, and never looks at.
     sees_all = getattr(text, "is_decoder", True) is False and "gpt_neox" not in text.model_type
     if sees_all or text.model_type in ("cpmant", "prophetnet", "xlm", "xlnet"):
         raise ConfigError(
-            f"{type(model).__name__} sees the tokens that it is to predict (its config says is_decoder: "
+            f"{type(model).__name__} sees the tokens that it is to predict (its config says "
+            "is_decoder: "
             f"{str(getattr(text, 'is_decoder', 'nothing')).lower()}): take a causal model"
         )
     if outer := outer_parts(model):
-        note(f"{type(model).__name__}: text trains its language model; {', '.join(outer)} stay as they are")
+        note(
+            f"{type(model).__name__}: text trains its language model; {', '.join(outer)} stay as "
+            "they are"
+        )
     if experts_of(text)[0]:
         if not can_balance(text):
             note(f"no loss balances the experts: there is none for {type(model).__name__}")
@@ -50,16 +59,22 @@ def require_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
             note("no loss balances the experts: output_router_logits is off in the model's config")
         else:
             coefficient = text.router_aux_loss_coef
-            note(f"aux_loss balances the experts, times the config's router_aux_loss_coef {coefficient:g}")
+            note(
+                "aux_loss balances the experts, times the config's router_aux_loss_coef "
+                f"{coefficient:g}"
+            )
     require_tokens_fit(model, tokenizer, seq_length)
 
 
 def require_tokens_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
-    """Refuse sequences longer than the model's context, and tokens without an embedding. Raises ConfigError."""
+    """Refuse sequences longer than the model's context, and tokens without an embedding. Raises
+    ConfigError.
+    """
     context = context_of(model)
     if context is not None and seq_length > context:
         raise ConfigError(
-            f"--seq_length {seq_length} is longer than the model's context of {context} tokens: give at most that"
+            f"--seq_length {seq_length} is longer than the model's context of {context} tokens: "
+            "give at most that"
         )
     embeddings = model.get_input_embeddings().num_embeddings
     if (tokens := vocabulary_size(tokenizer)) > embeddings:
@@ -70,24 +85,34 @@ def require_tokens_fit(model: Any, tokenizer: Any, seq_length: int) -> None:
 
 
 def learn_padding_token(model: Any) -> None:
-    """Let the token that pads have a gradient: it may end texts, too. Padding itself gets none, no target sees it."""
+    """Let the token that pads have a gradient: it may end texts, too. Padding itself gets none, no
+    target sees it.
+    """
     if isinstance(embedding := model.get_input_embeddings(), nn.Embedding):
         embedding.padding_idx = None
 
 
 def warn_of_untrained_tokens(model: Any, tokenizer: Any, ids: np.ndarray) -> None:
-    """Warn of special tokens among `ids` whose embeddings are frozen and all zero, or the same as another's."""
+    """Warn of special tokens among `ids` whose embeddings are frozen and all zero, or the same as
+    another's.
+    """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     weight = getattr(ends[0], "weight", None)
     if weight is None or any(p.requires_grad for p in ends[0].parameters()):
         return
-    added = torch.tensor(sorted(i for i in tokenizer.added_tokens_decoder if i < len(weight)), dtype=torch.long)
+    added = torch.tensor(
+        sorted(i for i in tokenizer.added_tokens_decoder if i < len(weight)), dtype=torch.long
+    )
     rows = shards.whole(weight)[added.to(weight.device)].detach().float().cpu()
-    _, place, count = rows[:, :64].unique(dim=0, return_inverse=True, return_counts=True)  # enough to tell rows apart, fast
+    # enough to tell rows apart, fast
+    _, place, count = rows[:, :64].unique(dim=0, return_inverse=True, return_counts=True)
     idle = added[(count[place] > 1) | (rows.abs().amax(1) < 1e-16)]
     if used := tokenizer.convert_ids_to_tokens(np.intersect1d(idle, ids).tolist()):
-        names = " ".join(name.rpartition(".")[2] for name, module in model.named_modules() if module in ends)
+        names = " ".join(
+            name.rpartition(".")[2] for name, module in model.named_modules() if module in ends
+        )
         note(
-            f"warning: the embeddings of {', '.join(used)} were never trained (all zeros, or the same as another's): "
+            f"warning: the embeddings of {', '.join(used)} were never trained (all zeros, or the "
+            "same as another's): "
             f"add --modules_to_save {names}"
         )

@@ -12,7 +12,8 @@ from shared.models.cudnn import MasksAvoidCudnn
 from shared.models.loading import outer_parts
 from shared.process.errors import ConfigError, first_line
 
-# Floating-point operations a second, by data sheets: dense, bf16 with sums in fp32 (fp16 where there is no bf16).
+# Floating-point operations a second, by data sheets: dense, bf16 with sums in fp32 (fp16 where
+# there is no bf16).
 PEAK_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -40,8 +41,13 @@ PEAK_FLOPS = {
 
 
 def known_gpu(name: str) -> str | None:
-    """The first of these that a name contains, as `torch.cuda.get_device_name` prints it or shorter."""
-    return next((key for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name) or name == key.split()[-1]), None)
+    """The first of these that a name contains, as `torch.cuda.get_device_name` prints it or
+    shorter.
+    """
+    return next(
+        (key for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name) or name == key.split()[-1]),
+        None,
+    )
 
 
 def _numel(parameter: nn.Parameter) -> int:
@@ -56,10 +62,11 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
-    """Run `inputs` forward and backward once, freeze what takes no part in it, and return the FLOPs.
+    """Run `inputs` forward and backward once, freeze what takes no part in it, and return the
+    FLOPs.
 
-    A parameter without a gradient (a mask token that only pretraining used, say) would make DDP wait for it. Call it
-    before the model is prepared, compiled or checkpointed.
+    A parameter without a gradient (a mask token that only pretraining used, say) would make DDP
+    wait for it. Call it before the model is prepared, compiled or checkpointed.
 
     Raises:
         ConfigError: the model cannot take these inputs.
@@ -71,7 +78,9 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
             logits = model(**inputs).logits
         except (ValueError, RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
-            raise ConfigError(f"{type(model).__name__} cannot take {shapes}: {first_line(error)}") from None
+            raise ConfigError(
+                f"{type(model).__name__} cannot take {shapes}: {first_line(error)}"
+            ) from None
         logits.sum().backward()
     for parameter in model.parameters():
         if parameter.grad is None:
@@ -82,21 +91,35 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
 
 
 def experts_of(config: Any) -> tuple[Any, Any]:
-    """(experts of a block, experts that a token is sent to) by a model's config. None for what it does not say."""
+    """(experts of a block, experts that a token is sent to) by a model's config. None for what it
+    does not say.
+    """
     text = config.get_text_config()
     all_names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    active_names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
+    active_names = (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "top_k_experts",
+        "moe_k",
+        "moe_topk",
+    )
     experts, active = (
-        next((n for k in names if (n := getattr(text, k, None))), None) for names in (all_names, active_names)
+        next((n for k in names if (n := getattr(text, k, None))), None)
+        for names in (all_names, active_names)
     )
     return experts, active
 
 
 def _attention_layers(model: nn.Module, outer: tuple[str, ...]) -> Iterator[nn.Module]:
-    """The outermost modules of softmax attention, by their classes' names. Linear attention and Mamba have none."""
+    """The outermost modules of softmax attention, by their classes' names. Linear attention and
+    Mamba have none.
+    """
     last = "."
     for name, module in model.named_modules():
-        is_attention = re.search(r"(?<!Linear)(?<!Delta)(?<!Lightning)(?<!RwkvSelf)(Attention|MLA)$", type(module).__name__)
+        is_attention = re.search(
+            r"(?<!Linear)(?<!Delta)(?<!Lightning)(?<!RwkvSelf)(Attention|MLA)$",
+            type(module).__name__,
+        )
         if is_attention and not name.startswith((*outer, last)):
             last = f"{name}."
             yield module
@@ -104,8 +127,10 @@ def _attention_layers(model: nn.Module, outer: tuple[str, ...]) -> Iterator[nn.M
 
 def _attention_size(attention: Any, text: Any, seq_length: float) -> float:
     """Width times tokens that a token sees, of one layer."""
-    types, index = getattr(text, "layer_types", None), getattr(attention, "layer_idx", None)
-    kind = types[index] if types and index is not None else "sliding"  # without types, a window is that of all layers
+    types = getattr(text, "layer_types", None)
+    index = getattr(attention, "layer_idx", None)
+    # without types, a window is that of all layers
+    kind = types[index] if types and index is not None else "sliding"
     window = getattr(text, "sliding_window", None) if "sliding" in kind else None
     window = getattr(text, "attention_chunk_size", None) if "chunked" in kind else window
     size = getattr(attention, "head_dim", None) or getattr(text, "head_dim", None)
@@ -116,16 +141,20 @@ def _attention_size(attention: Any, text: Any, seq_length: float) -> float:
 
 
 def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
-    """Floating-point operations of forward and backward a token, as MFU counts them (recomputation left out).
+    """Floating-point operations of forward and backward a token, as MFU counts them (recomputation
+    left out).
 
-    6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x width x length for each layer of
-    softmax attention (PaLM, arXiv 2204.02311, appendix B), or its window where that is shorter. Only what text runs through
-    counts. Embeddings are look-ups and count nothing; the head counts for each token, also where only the targets' logits
-    are computed. Of experts those count that a token is sent to; None where the config does not say how many of how many.
-    Linear attention and Mamba count by their matrices; their recurrence, a few per cent, is left out.
+    6 N for trained matrices, 4 N for frozen ones that gradients pass through, plus 12 x width x
+    length for each layer of softmax attention (PaLM, arXiv 2204.02311, appendix B), or its window
+    where that is shorter. Only what text runs through counts. Embeddings are look-ups and count
+    nothing; the head counts for each token, also where only the targets' logits are computed. Of
+    experts those count that a token is sent to; None where the config does not say how many of how
+    many. Linear attention and Mamba count by their matrices; their recurrence, a few per cent, is
+    left out.
 
     Args:
-        seq_length: tokens that see each other; of documents of several lengths the mean over their tokens.
+        seq_length: tokens that see each other; of documents of several lengths the mean over their
+            tokens.
     """
     text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     experts, active = experts_of(text)
@@ -137,12 +166,17 @@ def flops_per_token(model: nn.Module, seq_length: float) -> float | None:
     outer = tuple(f"{name}." for name in outer_parts(model))
     total = 0.0
     for name, parameter in model.named_parameters():
-        share, names = 1.0, name.split(".")
-        routed = "experts" in names or (experts and parameter.ndim == 3 and parameter.shape[0] == experts)
+        share = 1.0
+        names = name.split(".")
+        routed = "experts" in names or (
+            experts and parameter.ndim == 3 and parameter.shape[0] == experts
+        )
         if routed and not any("shared" in part for part in names):
             if not isinstance(experts, int) or not isinstance(active, int):
                 return None
             share = active / experts
         if parameter not in looked_up and not name.startswith(outer):
             total += (6 if parameter.requires_grad else 4) * share * _numel(parameter)
-    return total + 12.0 * sum(_attention_size(layer, text, seq_length) for layer in _attention_layers(model, outer))
+    return total + 12.0 * sum(
+        _attention_size(layer, text, seq_length) for layer in _attention_layers(model, outer)
+    )

@@ -1,6 +1,7 @@
 """cuDNN's attention, PyTorch's first choice on Hopper: fast without a mask, wrong with one.
 
-Its backward may give NaN then, for row lengths like 64 and 192 (github.com/pytorch/pytorch/issues/196678).
+Its backward may give NaN then, for row lengths like 64 and 192
+(github.com/pytorch/pytorch/issues/196678).
 """
 
 from typing import Any
@@ -19,7 +20,9 @@ def avoid_cudnn() -> None:
 class MasksAvoidCudnn(TorchFunctionMode):
     """In this block, attention with a mask turns it off."""
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         named = named or {}
         if function is F.scaled_dot_product_attention:
             mask = arguments[3] if len(arguments) > 3 else named.get("attn_mask")

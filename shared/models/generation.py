@@ -17,7 +17,9 @@ from shared.process.printing import indented, note, print_main
 
 
 def end_generation_at(model: Any, end: int | None) -> None:
-    """Let `generate` end at the token `end`, too: what ends a turn need not be what ends a base model's text."""
+    """Let `generate` end at the token `end`, too: what ends a turn need not be what ends a base
+    model's text.
+    """
     settings = model.generation_config
     before = settings.eos_token_id
     ends = [] if before is None else [before] if isinstance(before, int) else list(before)
@@ -26,21 +28,32 @@ def end_generation_at(model: Any, end: int | None) -> None:
     try:
         settings.validate(strict=True)
     except ValueError:  # transformers saves settings that contradict each other only as they were
-        note(f"warning: the model's generation settings cannot be changed: they do not end a text at token {end}")
+        note(
+            "warning: the model's generation settings cannot be changed: they do not end a text "
+            f"at token {end}"
+        )
         return
     settings.eos_token_id = [*ends, end] if ends else end
-    note(f"generation ends at the token {end}, too, which ends the turns (the model's settings named {before})")
+    note(
+        f"generation ends at the token {end}, too, which ends the turns (the model's settings "
+        f"named {before})"
+    )
 
 
 def first_lines(text: str, most: int = 8) -> str:
     """The first lines of a text, for a log: a model that has not learned yet repeats itself."""
     lines = text.splitlines()
-    return text if len(lines) <= most else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
+    return (
+        text
+        if len(lines) <= most
+        else "\n".join([*lines[:most], f"... and {len(lines) - most} more lines"])
+    )
 
 
 @contextlib.contextmanager
 def _through(model: nn.Module, whole: nn.Module) -> Iterator[None]:
-    """Let `generate` of `whole` compute with the prepared `model`, its wrapper, and choose by one rank's logits on all.
+    """Let `generate` of `whole` compute with the prepared `model`, its wrapper, and choose by one
+    rank's logits on all.
 
     Kernels that differ in the last bit would have ranks end at different lengths.
     """
@@ -72,19 +85,27 @@ def continuations(
     sample: bool = False,
     seed: int = 0,
 ) -> list[str]:
-    """Continue each prompt (token ids) up to the end-of-text token or the token `end`, greedily or by sampling.
+    """Continue each prompt (token ids) up to the end-of-text token or the token `end`, greedily or
+    by sampling.
 
-    A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs `generate`, with its
-    cache, on the prepared model under every strategy. Every rank calls this with the same prompts.
+    A prompt's last tokens count if not all fit into the model's context beside the new ones. Runs
+    `generate`, with its cache, on the prepared model under every strategy. Every rank calls this
+    with the same prompts.
     """
-    training, whole = model.training, without_adapters(extract_model_from_parallel(model))
+    training = model.training
+    whole = without_adapters(extract_model_from_parallel(model))
     model.eval()
     device = PartialState().device  # offloaded weights are elsewhere
     context = context_of(whole) or sys.maxsize
     ends = [token for token in (tokenizer.eos_token_id, end) if token is not None]
-    given: Any = {"max_new_tokens": min(max_new_tokens, context - 1), "do_sample": sample, "eos_token_id": ends or None}
+    given: Any = {
+        "max_new_tokens": min(max_new_tokens, context - 1),
+        "do_sample": sample,
+        "eos_token_id": ends or None,
+    }
     settings = GenerationConfig(**given, pad_token_id=0, top_k=0)
-    before, texts = whole.generation_config, []
+    before = whole.generation_config
+    texts = []
     whole.generation_config = GenerationConfig()  # which would fill in what `settings` leaves open
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with forked, torch.compiler.set_stance("force_eager"), _through(model, whole):
@@ -92,8 +113,12 @@ def continuations(
         for prompt in prompts:
             ids = torch.tensor([prompt[-max(1, context - max_new_tokens) :]], device=device)
             mask = torch.ones_like(ids)
-            found = whole.generate(ids, attention_mask=mask, generation_config=settings, synced_gpus=False)
-            texts.append(tokenizer.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True))
+            found = whole.generate(
+                ids, attention_mask=mask, generation_config=settings, synced_gpus=False
+            )
+            texts.append(
+                tokenizer.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+            )
     whole.generation_config = before
     model.train(training)
     return texts
@@ -108,7 +133,8 @@ def answers(
     max_new_tokens: int,
     end: int | None,
 ) -> list[list[str]]:
-    """Let the model answer prompts, and print its answers beside the references. Every rank calls this.
+    """Let the model answer prompts, and print its answers beside the references. Every rank calls
+    this.
 
     Args:
         prompts: (ids to give the model, ids of a reference).
@@ -118,11 +144,21 @@ def answers(
     Returns:
         Rows of a table: step, prompt, reference, answer.
     """
-    outputs = continuations(model, tokenizer, [ids for ids, _ in prompts], max_new_tokens=max_new_tokens, end=end)
+    outputs = continuations(
+        model, tokenizer, [ids for ids, _ in prompts], max_new_tokens=max_new_tokens, end=end
+    )
     rows = []
     for (ids, expected), output in zip(prompts, outputs, strict=True):
-        prompt, reference = tokenizer.decode(ids), tokenizer.decode(expected, skip_special_tokens=True).strip()
+        prompt = tokenizer.decode(ids)
+        reference = tokenizer.decode(expected, skip_special_tokens=True).strip()
         rows.append([str(step), prompt, reference, output])
-        parts = {"prompt": prompt, "reference": reference, f"model at step {step}": first_lines(output)}
-        print_main(*(line for title, text in parts.items() for line in (f"--- {title}", *indented(text))), "---")
+        parts = {
+            "prompt": prompt,
+            "reference": reference,
+            f"model at step {step}": first_lines(output),
+        }
+        print_main(
+            *(line for title, text in parts.items() for line in (f"--- {title}", *indented(text))),
+            "---",
+        )
     return rows

@@ -14,57 +14,82 @@ from accelerate import PartialState
 from torch import nn
 
 from shared.process.collectives import on_main
-from shared.process.errors import ConfigError, NotNow, first_line, is_of_the_network, is_out_of_memory
+from shared.process.errors import (
+    ConfigError,
+    NotNow,
+    first_line,
+    is_of_the_network,
+    is_out_of_memory,
+)
 from shared.process.files import NOT_REGULAR
 from shared.process.printing import note
 
 _AN_ADAPTER = (
-    "{name}: an adapter, not a model. lora_finetune goes on with it as --adapter_name_or_path beside its base as "
+    "{name}: an adapter, not a model. lora_finetune goes on with it as --adapter_name_or_path "
+    "beside its base as "
     "--model_name_or_path; elsewhere merge it first (--merge_adapter)"
 )
 
 
 def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options: Any) -> Any:
-    """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one clear line.
+    """`auto_class.from_pretrained` for what a user typed: no remote code, no pickled weights, one
+    clear line.
 
-    With `use_safetensors=True` all weights of the model are in its files: none starts at random unsaid.
+    With `use_safetensors=True` all weights of the model are in its files: none starts at random
+    unsaid.
 
     Args:
         first: the base model, where an adapter is loaded onto it.
 
     Raises:
-        ConfigError: it is not there, is damaged, needs code of its own, has no safetensors weights, or has an attention
-            that cannot be trained here.
+        ConfigError: it is not there, is damaged, needs code of its own, has no safetensors weights,
+            or has an attention that cannot be trained here.
         NotNow: the Hub does not answer.
     """
     _refuse_flex_on_cpu(options)
-    is_folder, of_weights = os.path.isdir(name), bool(options.get("use_safetensors"))
+    is_folder = os.path.isdir(name)
+    of_weights = bool(options.get("use_safetensors"))
     is_of_text = any(word in auto_class.__name__ for word in ("Tokenizer", "Processor"))
-    if first is None and not is_of_text and os.path.isfile(os.path.join(name, "adapter_config.json")):
+    if (
+        first is None
+        and not is_of_text
+        and os.path.isfile(os.path.join(name, "adapter_config.json"))
+    ):
         raise ConfigError(_AN_ADAPTER.format(name=name))
     if str(name).endswith(".gguf") or (is_folder and of_weights and _is_gguf_alone(Path(name))):
         raise ConfigError(
-            f"{name}: GGUF weights, which are made for inference: take the safetensors that they were made from, mostly "
+            f"{name}: GGUF weights, which are made for inference: take the safetensors that they "
+            "were made from, mostly "
             "the repository of the same name without -GGUF"
         )
     if os.path.isfile(name):
-        raise ConfigError(f"{name}: a file; a model is given as the folder that holds its config.json and weights")
+        raise ConfigError(
+            f"{name}: a file; a model is given as the folder that holds its config.json and weights"
+        )
     if is_folder:
-        if not os.path.exists(os.path.join(name, "config.json")) and os.path.isdir(os.path.join(name, "final")):
-            raise ConfigError(f"{name}: a run's folder; what it trained is in {os.path.join(name, 'final')}")
+        if not os.path.exists(os.path.join(name, "config.json")) and os.path.isdir(
+            os.path.join(name, "final")
+        ):
+            raise ConfigError(
+                f"{name}: a run's folder; what it trained is in {os.path.join(name, 'final')}"
+            )
         _refuse_damaged(Path(name))
         if of_weights or first is not None:
             _refuse_pickles(Path(name))
-    arguments = [str(name)] if first is None else [first, str(name)]  # PEFT's classes take the base model first
+    # PEFT's classes take the base model first
+    arguments = [str(name)] if first is None else [first, str(name)]
     if first is None:
         options["trust_remote_code"] = False
     whole = of_weights and "output_loading_info" not in options
     try:
         with _no_pickles(name):
-            loaded = auto_class.from_pretrained(*arguments, **options, **({"output_loading_info": True} if whole else {}))
+            loaded = auto_class.from_pretrained(
+                *arguments, **options, **({"output_loading_info": True} if whole else {})
+            )
     except ConfigError:
         raise
-    except Exception as error:  # these libraries raise nearly anything for a file that is not what they expect
+    # these libraries raise nearly anything for a file that is not what they expect
+    except Exception as error:
         hint = "" if is_folder else "no such folder here, and "
         if is_out_of_memory(error):
             raise
@@ -72,7 +97,10 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
             raise NotNow(f"{name}: {hint}{first_line(error)}") from error
         reason = f"{hint}{first_line(error)}"
         if "trust_remote_code" in str(error):
-            reason = "it needs code of its own, which is never run here: take an architecture that transformers has"
+            reason = (
+                "it needs code of its own, which is never run here: take an architecture that "
+                "transformers has"
+            )
         elif reason.endswith(":"):
             reason = " ".join(str(error).split())
         raise ConfigError(f"{name}: {reason}") from error
@@ -81,17 +109,25 @@ def from_hub(auto_class: Any, name: str | Path, *, first: Any = None, **options:
     if not whole:
         return loaded
     model, info = loaded
-    if getattr(model, "_hf_peft_config_loaded", False):  # from the Hub; new adapters would leave it aside
+    # from the Hub; new adapters would leave it aside
+    if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(_AN_ADAPTER.format(name=name))
     if lost := sorted(info["missing_keys"]):
-        raise ConfigError(f"{name}: {len(lost)} weights are missing in its files, such as {lost[0]}")
+        raise ConfigError(
+            f"{name}: {len(lost)} weights are missing in its files, such as {lost[0]}"
+        )
     if left := sorted(info["unexpected_keys"]):  # other heads, mostly
-        note(f"warning: {name}: {len(left)} weights in its files have no place in this model, such as {left[0]}")
+        note(
+            f"warning: {name}: {len(left)} weights in its files have no place in this model, such "
+            f"as {left[0]}"
+        )
     return model
 
 
 def attention_option(attn_implementation: str) -> dict[str, str]:
-    """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then takes what works."""
+    """The option of `from_pretrained` for --attn_implementation; none for auto: transformers then
+    takes what works.
+    """
     return {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
 
 
@@ -111,16 +147,23 @@ def from_architecture(auto_class: Any, architecture: Any, **options: Any) -> Any
     except Exception as error:  # sizes of a wrong type or of none that fit can fail anywhere
         if is_out_of_memory(error):
             raise
-        raise ConfigError(f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}") from error
+        raise ConfigError(
+            f"{type(architecture).__name__}: {first_line(error.__cause__ or error)}"
+        ) from error
 
 
 def _refuse_flex_on_cpu(options: dict[str, Any]) -> None:
-    if options.get("attn_implementation") == "flex_attention" and PartialState().device.type == "cpu":
+    if (
+        options.get("attn_implementation") == "flex_attention"
+        and PartialState().device.type == "cpu"
+    ):
         raise ConfigError("--attn_implementation flex_attention has no gradient on a CPU: use sdpa")
 
 
 def _refuse_damaged(folder: Path) -> None:
-    """Raise a ConfigError that names the damaged file of a model's folder: its loader's own error may not."""
+    """Raise a ConfigError that names the damaged file of a model's folder: its loader's own error
+    may not.
+    """
     from safetensors import safe_open
 
     for file in folder.iterdir():
@@ -137,7 +180,9 @@ def _refuse_damaged(folder: Path) -> None:
                 with safe_open(file, framework="pt"):
                     pass
         except Exception as error:  # safetensors' own type is not public
-            raise ConfigError(f"{file}: damaged, not valid {file.suffix[1:]} ({first_line(error)})") from None
+            raise ConfigError(
+                f"{file}: damaged, not valid {file.suffix[1:]} ({first_line(error)})"
+            ) from None
 
 
 def _is_gguf_alone(folder: Path) -> bool:
@@ -145,22 +190,34 @@ def _is_gguf_alone(folder: Path) -> bool:
 
 
 def _refuse_pickles(folder: Path) -> None:
-    pickles = sorted(path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    pickles = sorted(
+        path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
+    )
     if pickles and not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: take safetensors weights, which "
+            f"{pickles[0]}: a pickle, which can run code when it is read, so it is not: take "
+            "safetensors weights, which "
             "save_pretrained of transformers and PEFT writes"
         )
 
 
 def _refuse_weights_elsewhere(config: Any, name: str | Path) -> None:
-    """Refuse what a config asks timm to read when a model is made, even one with random weights: files and URLs."""
+    """Refuse what a config asks timm to read when a model is made, even one with random weights:
+    files and URLs.
+    """
     given = getattr(config, "model_args", None) or {}
-    named = [key for key in given if key.startswith("pretrained") or key in ("checkpoint_path", "cache_dir")]
+    named = [
+        key
+        for key in given
+        if key.startswith("pretrained") or key in ("checkpoint_path", "cache_dir")
+    ]
     if ":" in str(getattr(config, "architecture", "")):  # hf-hub:, local-dir:
         named.append("architecture")
     if named:
-        raise ConfigError(f"{name}: its config.json names weights from elsewhere ({', '.join(named)}), which are not read")
+        raise ConfigError(
+            f"{name}: its config.json names weights from elsewhere ({', '.join(named)}), which are "
+            "not read"
+        )
 
 
 @contextlib.contextmanager
@@ -169,7 +226,10 @@ def _no_pickles(name: str | Path) -> Iterator[None]:
     torch_load = torch.load
 
     def refuse(file: Any, *_: Any, **__: Any) -> None:
-        raise ConfigError(f"{name}: {file} is a pickle, which can run code when it is read: take safetensors weights")
+        raise ConfigError(
+            f"{name}: {file} is a pickle, which can run code when it is read: take safetensors "
+            "weights"
+        )
 
     torch.load = refuse  # type: ignore[assignment]
     try:
@@ -184,14 +244,17 @@ def override(config: Any, changes: str | None) -> None:
     Raises:
         ConfigError: not of that form, or an attribute that the config does not have.
     """
-    for change in re.split(r",(?![^\[]*\])(?![^{]*\})", changes or ""):  # but not in a list or object
+    # but not in a list or object
+    for change in re.split(r",(?![^\[]*\])(?![^{]*\})", changes or ""):
         if not change:
             continue
         key, equals, value = change.partition("=")
         part = config if hasattr(config, key) else config.get_text_config()
         if not equals or not hasattr(part, key):
             known = sorted(k for k in vars(config) if not k.startswith("_"))
-            raise ConfigError(f"--config_overrides {change}: expected key=value with a key of {', '.join(known)}")
+            raise ConfigError(
+                f"--config_overrides {change}: expected key=value with a key of {', '.join(known)}"
+            )
         try:
             parsed = json.loads(value)
         except ValueError:
@@ -199,12 +262,14 @@ def override(config: Any, changes: str | None) -> None:
         try:
             setattr(part, key, parsed)
         except Exception as error:  # configs check the type themselves, with an error of their own
-            raise ConfigError(f"--config_overrides {change}: {first_line(error.__cause__ or error)}") from error
+            raise ConfigError(
+                f"--config_overrides {change}: {first_line(error.__cause__ or error)}"
+            ) from error
 
 
 def identity_of_frozen(name: str, model: nn.Module) -> str:
-    """What frozen weights are known by: a Hub model's commit, or a digest of parts of a folder's files. Empty if none are
-    frozen. Every rank calls this.
+    """What frozen weights are known by: a Hub model's commit, or a digest of parts of a folder's
+    files. Empty if none are frozen. Every rank calls this.
 
     Args:
         name: where the model was loaded from; empty for random weights, which the seed makes again.
@@ -214,9 +279,11 @@ def identity_of_frozen(name: str, model: nn.Module) -> str:
     return identity_of_weights(name, model)
 
 
-def identity_of_weights(name: str, model: nn.Module | None = None, files: str = "*.safetensors") -> str:
-    """What the weights at `name` are known by: a Hub model's commit, or a digest of parts of a folder's files. Every rank
-    calls this.
+def identity_of_weights(
+    name: str, model: nn.Module | None = None, files: str = "*.safetensors"
+) -> str:
+    """What the weights at `name` are known by: a Hub model's commit, or a digest of parts of a
+    folder's files. Every rank calls this.
 
     Args:
         model: was loaded from there. None: take the one file in the Hub's cache.

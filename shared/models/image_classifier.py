@@ -28,20 +28,26 @@ from shared.process.errors import ConfigError, first_line
 
 
 def channels_last(model: nn.Module, accelerator: Accelerator) -> bool:
-    """Whether images and filters should be in NHWC order: convolutions in 16 bits on a GPU run several times faster so.
+    """Whether images and filters should be in NHWC order: convolutions in 16 bits on a GPU run
+    several times faster so.
 
-    Not under FSDP, which shards contiguous weights alone, nor for the one convolution that cuts an image into patches.
+    Not under FSDP, which shards contiguous weights alone, nor for the one convolution that cuts an
+    image into patches.
     """
     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
-    in_16_bits = accelerator.device.type == "cuda" and accelerator.mixed_precision in ("bf16", "fp16")
+    in_16_bits = accelerator.device.type == "cuda" and accelerator.mixed_precision in (
+        "bf16",
+        "fp16",
+    )
     return in_16_bits and convolutions > 1 and accelerator.distributed_type != DistributedType.FSDP
 
 
 def of_classifier(config: Any) -> Any:
     """The config of a classifier for the config of any vision model.
 
-    A vision tower, such as CLIPVisionModel, has its class of classifiers through the config of the whole model. A model that
-    transformers has no such class of gets one here, if it has pooled features.
+    A vision tower, such as CLIPVisionModel, has its class of classifiers through the config of the
+    whole model. A model that transformers has no such class of gets one here, if it has pooled
+    features.
     """
     if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         return config
@@ -60,21 +66,26 @@ def of_classifier(config: Any) -> Any:
 
 
 def from_scratch(config: Any, classes: tuple[str, ...], *, image_size: int, **options: Any) -> Any:
-    """A classifier of these classes with random weights, which takes images of `image_size` pixels."""
+    """A classifier of these classes with random weights, which takes images of `image_size`
+    pixels.
+    """
     name_classes(config, classes)
-    model = from_architecture(AutoModelForImageClassification, config, dtype=torch.float32, **options)
+    model = from_architecture(
+        AutoModelForImageClassification, config, dtype=torch.float32, **options
+    )
     return at_resolution(model, image_size)
 
 
 def load_pretrained(
     name: str, classes: tuple[str, ...], *, image_size: int, **options: Any
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """A classifier of these classes with the weights of `name`, and the order in which it scores them.
+    """A classifier of these classes with the weights of `name`, and the order in which it scores
+    them.
 
     It takes images of `image_size` pixels: see `at_resolution`.
 
-    If its labels are these classes, it keeps its head and its order. Otherwise it gets a new head, also if it has as many
-    labels with other names: the old head means other things.
+    If its labels are these classes, it keeps its head and its order. Otherwise it gets a new head,
+    also if it has as many labels with other names: the old head means other things.
 
     Raises:
         ConfigError: it cannot be loaded, or weights of its backbone are missing.
@@ -89,7 +100,12 @@ def load_pretrained(
     if config is own:
         any_head = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = from_hub(
-            AutoModelForImageClassification, name, config=config, use_safetensors=True, **any_head, **options
+            AutoModelForImageClassification,
+            name,
+            config=config,
+            use_safetensors=True,
+            **any_head,
+            **options,
         )
     else:
         model = from_architecture(AutoModelForImageClassification, config, **options)
@@ -102,20 +118,37 @@ def load_pretrained(
     return at_resolution(model, image_size), classes
 
 
-def _to_patches(model: Any, args: tuple[()], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Before the forward of a NaFlex model: its pixel_values [rows, 3, height, width] become [rows, patches, pixels]."""
-    images, size = options["pixel_values"], model.config.vision_config.patch_size
+def _to_patches(
+    model: Any, args: tuple[()], options: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Before the forward of a NaFlex model: its pixel_values [rows, 3, height, width] become [rows,
+    patches, pixels].
+    """
+    images = options["pixel_values"]
+    size = model.config.vision_config.patch_size
     rows, _, height, width = images.shape
-    patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-    shapes = torch.tensor([[height // size, width // size]]).expand(rows, 2)  # on the CPU, where the model reads them
+    patches = (
+        images.unflatten(3, (-1, size))
+        .unflatten(2, (-1, size))
+        .permute(0, 2, 4, 3, 5, 1)
+        .flatten(3)
+        .flatten(1, 2)
+    )
+    # on the CPU, where the model reads them
+    shapes = torch.tensor([[height // size, width // size]]).expand(rows, 2)
     return args, options | {"pixel_values": patches, "spatial_shapes": shapes}
 
 
 def freeze_backbone(model: nn.Module) -> None:
-    """Leave only the head to be trained: linear probing. Raises ConfigError if it has no parameters."""
+    """Leave only the head to be trained: linear probing. Raises ConfigError if it has no
+    parameters.
+    """
     trained = [p for module in heads(model) for p in module.parameters()]
     if not trained:
-        raise ConfigError(f"{type(model).__name__} has no head that could be trained alone: drop --freeze_backbone")
+        raise ConfigError(
+            f"{type(model).__name__} has no head that could be trained alone: drop "
+            "--freeze_backbone"
+        )
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -131,7 +164,8 @@ def training_mode(model: nn.Module) -> None:
 
 
 def export_onnx(folder: Path, image_size: int) -> str:
-    """Write `folder/model.onnx` for the model saved in `folder`: pixel_values [batch, 3, size, size] -> logits.
+    """Write `folder/model.onnx` for the model saved in `folder`: pixel_values [batch, 3, size,
+    size] -> logits.
 
     Any batch size works. Call on one rank.
 
@@ -157,5 +191,8 @@ def export_onnx(folder: Path, image_size: int) -> str:
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
         problem = re.sub(r"\x1b\[[0-9;]*m", "", first_line(error))
-        return f"warning: model.onnx could not be written ({problem}); everything else in final/ is complete"
+        return (
+            f"warning: model.onnx could not be written ({problem}); everything else in final/ "
+            "is complete"
+        )
     return f"model.onnx takes any number of images of {image_size} x {image_size} pixels"

@@ -1,7 +1,7 @@
 """How a checkpoint is loaded: by which class, and which of its parts text passes through.
 
-A multimodal checkpoint is loaded whole, by the class that its `architectures` names: adapters and weights then fit the
-checkpoint as others load it. Its towers of images and sound are frozen.
+A multimodal checkpoint is loaded whole, by the class that its `architectures` names: adapters and
+weights then fit the checkpoint as others load it. Its towers of images and sound are frozen.
 """
 
 import contextlib
@@ -26,26 +26,43 @@ from shared.parallel.shards import in_shards
 from shared.process.errors import ConfigError
 from shared.process.printing import note
 
-# What a processor and a tokenizer's save_pretrained leave in a folder, beside the tokenizer's own files.
-OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+# What a processor and a tokenizer's save_pretrained leave in a folder, beside the tokenizer's own
+# files.
+OF_PROCESSORS = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 
 def class_of(config: Any, text_only: bool = False) -> Any:
-    """The class that loads a checkpoint with this config: the one that `architectures` names, if it writes text.
+    """The class that loads a checkpoint with this config: the one that `architectures` names, if it
+    writes text.
 
     Args:
         text_only: the language model alone, where transformers has a class for it.
     """
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    if text_only or config.is_encoder_decoder or not (isinstance(named, type) and issubclass(named, GenerationMixin)):
+    if (
+        text_only
+        or config.is_encoder_decoder
+        or not (isinstance(named, type) and issubclass(named, GenerationMixin))
+    ):
         return AutoModelForCausalLM
     return named
 
 
 def load_causal_lm(
-    name: str, *, attn_implementation: str, text_only: bool = False, whole: bool = False, **options: Any
+    name: str,
+    *,
+    attn_implementation: str,
+    text_only: bool = False,
+    whole: bool = False,
+    **options: Any,
 ) -> Any:
-    """The language model at `name` with its weights, the parts that text does not pass through frozen.
+    """The language model at `name` with its weights, the parts that text does not pass through
+    frozen.
 
     Args:
         attn_implementation: auto: SDPA if the model has it, else eager attention.
@@ -70,11 +87,15 @@ def without_adapters(model: Any) -> Any:
 
 
 def _inside(model: Any) -> set[Any]:
-    return {model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()} - {None}
+    return {model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()} - {
+        None
+    }
 
 
 def outer_parts(model: Any) -> list[str]:
-    """The names of the modules that text does not pass through, such as a multimodal model's vision tower."""
+    """The names of the modules that text does not pass through, such as a multimodal model's vision
+    tower.
+    """
     if model.config.get_text_config() is model.config:
         return []
     inside = _inside(model)
@@ -89,8 +110,12 @@ def outer_parts(model: Any) -> list[str]:
 
 
 def parts_that_choose(model: nn.Module) -> list[str]:
-    """The names of modules that choose the tokens that sparse attention sees: their choice has no gradient."""
-    return [name for name, module in model.named_modules() if type(module).__name__.endswith("Indexer")]
+    """The names of modules that choose the tokens that sparse attention sees: their choice has no
+    gradient.
+    """
+    return [
+        name for name, module in model.named_modules() if type(module).__name__.endswith("Indexer")
+    ]
 
 
 def freeze_outer_parts(model: Any) -> None:
@@ -111,12 +136,18 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """
     for pattern in patterns:
         try:
-            found = [parameter for name, parameter in model.named_parameters() if re.search(pattern, name)]
+            found = [
+                parameter
+                for name, parameter in model.named_parameters()
+                if re.search(pattern, name)
+            ]
         except re.error as error:
             raise ConfigError(f"--freeze {pattern}: no regular expression: {error}") from None
         if not found:
             some = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
-            raise ConfigError(f"--freeze {pattern}: found in the name of no weight; they are {some}, ...")
+            raise ConfigError(
+                f"--freeze {pattern}: found in the name of no weight; they are {some}, ..."
+            )
         for parameter in found:
             parameter.requires_grad_(False)
 
@@ -124,11 +155,21 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 def dtype_of(name: str) -> torch.dtype:
     """The precision of a checkpoint's weights, as its config says; else fp32."""
     config = from_hub(AutoConfig, name)
-    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return (
+        getattr(config, "dtype", None)
+        or getattr(config.get_text_config(), "dtype", None)
+        or torch.float32
+    )
 
 
 def save_causal_lm(
-    folder: Path, model: Any, weights: dict[str, torch.Tensor], tokenizer: Any, *, dtype: torch.dtype, base: str | None
+    folder: Path,
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    tokenizer: Any,
+    *,
+    dtype: torch.dtype,
+    base: str | None,
 ) -> None:
     """Write a model as `from_pretrained` loads it, with its tokenizer. Call it on the main rank.
 
@@ -146,15 +187,19 @@ def save_causal_lm(
 
 
 def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
-    """Add to a saved model what its class did not load from the checkpoint `name`. Call it on one rank.
+    """Add to a saved model what its class did not load from the checkpoint `name`. Call it on one
+    rank.
 
-    These are the files of its processor, and weights that transformers ignores, such as layers that predict several tokens
-    (multi-token prediction), which others serve from the same checkpoint.
+    These are the files of its processor, and weights that transformers ignores, such as layers that
+    predict several tokens (multi-token prediction), which others serve from the same checkpoint.
     """
     for file in OF_PROCESSORS:
         if found := _file_of(name, file):
             shutil.copyfile(found, folder / file)
-    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored = [
+        re.compile(pattern)
+        for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
     if not ignored:
         return
     index = folder / "model.safetensors.index.json"
@@ -165,24 +210,37 @@ def save_what_text_does_not_reach(name: str, model: Any, folder: Path) -> None:
     left: dict[str, Any] = {}
     for path in _weight_files(name):
         with safe_open(path, "pt") as file:
-            keys = [key for key in file.keys() if key not in places and any(p.search(key) for p in ignored)]  # noqa: SIM118
+            names = [*file.keys()]
+            keys = [k for k in names if k not in places and any(p.search(k) for p in ignored)]
             left |= {key: file.get_tensor(key) for key in keys}
     if left:
         file_name = "model-not-loaded.safetensors"
         save_file(left, folder / file_name, metadata={"format": "pt"})
         weight_map = places | dict.fromkeys(left, file_name)
         total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-        note(f"{len(left)} weights that {type(model).__name__} does not use are copied from {name}, such as {min(left)}")
+        index.write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        )
+        note(
+            f"{len(left)} weights that {type(model).__name__} does not use are copied from {name}, "
+            f"such as {min(left)}"
+        )
 
 
 def _file_of(name: str, file: str) -> str | None:
     """The path of a checkpoint's file, from a folder or the Hub's cache; None if it has none."""
-    missing = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo", "connection_errors")}
+    missing = {
+        f"_raise_exceptions_for_{what}": False
+        for what in ("missing_entries", "gated_repo", "connection_errors")
+    }
     return cached_file(name, file, **missing)
 
 
 def _weight_files(name: str) -> list[str]:
     index = _file_of(name, "model.safetensors.index.json")
-    names = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {"model.safetensors"}
+    names = (
+        set(json.loads(Path(index).read_text())["weight_map"].values())
+        if index
+        else {"model.safetensors"}
+    )
     return [found for file in sorted(names) if (found := _file_of(name, file))]

@@ -1,7 +1,9 @@
-"""The loss of a language model, computed in chunks of tokens: all logits at once would dominate peak memory.
+"""The loss of a language model, computed in chunks of tokens: all logits at once would dominate
+peak memory.
 
-If a batch has `targets`, logits are computed only for them, not for prompts and padding. `fuse_head` gives a model a
-`FusedHead`. There, `causal_lm_loss` and `log_probabilities` leave the labels for the model's head, which computes the loss.
+If a batch has `targets`, logits are computed only for them, not for prompts and padding.
+`fuse_head` gives a model a `FusedHead`. There, `causal_lm_loss` and `log_probabilities` leave the
+labels for the model's head, which computes the loss.
 """
 
 import contextlib
@@ -26,25 +28,29 @@ from shared.parallel.gradients import end_step
 from shared.process.errors import first_line, is_out_of_memory
 
 MAX_LOGITS = 2**26  # of a chunk: 256 MB in fp32
-# Of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the head's size
+# Of a chunk if the head is trained, even above MAX_LOGITS: each chunk adds to a gradient of the
+# head's size
 MIN_TOKENS = 1024
-NOT_BALANCED = ("doge", "llama4_text")  # routes by pairs of keys; does not return its router's logits
+# routes by pairs of keys; does not return its router's logits
+NOT_BALANCED = ("doge", "llama4_text")
 KNOWN_LOGITS = (1e-6, 1.0, 1e30, -3.0, 40.0, -700.0, 0.0)  # see `_measure_head`
 
 
 def causal_lm_loss(
     model: nn.Module, batch: dict[str, torch.Tensor], *, log: Callable[..., None] | None = None
 ) -> torch.Tensor:
-    """Cross-entropy summed over this micro-batch's target tokens. The caller divides by the global batch's number of them.
+    """Cross-entropy summed over this micro-batch's target tokens. The caller divides by the global
+    batch's number of them.
 
-    In training, its gradient includes that of `balancing_loss` times `router_aux_loss_coef`, if the model's config asks for
-    that (`output_router_logits`). Its value does not.
+    In training, its gradient includes that of `balancing_loss` times `router_aux_loss_coef`, if the
+    model's config asks for that (`output_router_logits`). Its value does not.
 
     Args:
         model: returns logits, [batch, seq, vocab], or the loss itself after `fuse_head`.
-        batch: `input_ids`, and `labels`: [batch, seq], the next token of each position or -100. Has `position_ids` only if
-            rows hold several documents. May have `targets`: [any], the indices of the flattened labels that are not -100,
-            ascending; and `cu_seqlens`, see `data.cu_seqlens_of`.
+        batch: `input_ids`, and `labels`: [batch, seq], the next token of each position or -100. Has
+            `position_ids` only if rows hold several documents. May have `targets`: [any], the
+            indices of the flattened labels that are not -100, ascending; and `cu_seqlens`, see
+            `data.cu_seqlens_of`.
         log: called with aux_loss, the balancing loss, if there is one.
 
     Returns:
@@ -54,7 +60,9 @@ def causal_lm_loss(
     outputs = _forward_with_labels(model, batch, by_target=False)
     loss = outputs.logits
     if loss.ndim > 0:
-        loss = F.cross_entropy(loss.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
+        loss = F.cross_entropy(
+            loss.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum"
+        )
     if torch.is_grad_enabled() and getattr(outputs, "router_logits", None):
         config = extract_model_from_parallel(model).config.get_text_config()
         if can_balance(config):
@@ -65,7 +73,9 @@ def causal_lm_loss(
     return loss
 
 
-def _forward_with_labels(model: nn.Module, batch: dict[str, torch.Tensor], *, by_target: bool) -> Any:
+def _forward_with_labels(
+    model: nn.Module, batch: dict[str, torch.Tensor], *, by_target: bool
+) -> Any:
     fused: FusedHead | None = getattr(model, "fused_head", None)
     if fused is None:
         return forward_rows(model, batch)
@@ -76,7 +86,9 @@ def _forward_with_labels(model: nn.Module, batch: dict[str, torch.Tensor], *, by
         fused.asked = fused.result = None
 
 
-def log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor], groups: torch.Tensor, count: int) -> torch.Tensor:
+def log_probabilities(
+    model: nn.Module, batch: dict[str, torch.Tensor], groups: torch.Tensor, count: int
+) -> torch.Tensor:
     """Log-probabilities of a batch's target tokens, summed over groups of them.
 
     Args:
@@ -87,12 +99,17 @@ def log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor], groups: 
     Returns:
         [count], fp32; 0 for a group without targets.
     """
-    labels, targets, groups = batch["labels"].flatten(), batch.get("targets"), groups.flatten()
+    labels = batch["labels"].flatten()
+    targets = batch.get("targets")
+    groups = groups.flatten()
     found = _forward_with_labels(model, batch, by_target=True).logits
     if targets is not None:
-        labels, groups = labels[targets], groups[targets]
+        labels = labels[targets]
+        groups = groups[targets]
     if found.ndim > 1:  # logits
-        found = found.flatten(0, 1) if targets is None else found.flatten(0, 1).index_select(0, targets)
+        found = (
+            found.flatten(0, 1) if targets is None else found.flatten(0, 1).index_select(0, targets)
+        )
         found = _log_probabilities(found, labels, lambda logits: logits, MIN_TOKENS)
     return found.new_zeros(count).index_add(0, groups, found)
 
@@ -100,16 +117,23 @@ def log_probabilities(model: nn.Module, batch: dict[str, torch.Tensor], groups: 
 def can_balance(config: Any) -> bool:
     """Whether `balancing_loss` works for a model with this config."""
     text = config.get_text_config()
-    has_settings = hasattr(text, "output_router_logits") and getattr(text, "router_aux_loss_coef", None) is not None
+    has_settings = (
+        hasattr(text, "output_router_logits")
+        and getattr(text, "router_aux_loss_coef", None) is not None
+    )
     return has_settings and all(experts_of(text)) and text.model_type not in NOT_BALANCED
 
 
-def balancing_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4-6): experts x sum of share x probability.
+def balancing_loss(
+    router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int
+) -> torch.Tensor:
+    """The auxiliary loss of Switch Transformer (arXiv 2101.03961, equations 4-6): experts x sum of
+    share x probability.
 
-    It is computed for each row and layer, so it does not depend on how the global batch is divided into micro-batches. It is
-    the mean over layers, summed over rows; a row counts as often as it has targets. If all experts are used equally, it is
-    `top_k` for each target. transformers pools the rows of a micro-batch, and all layers.
+    It is computed for each row and layer, so it does not depend on how the global batch is divided
+    into micro-batches. It is the mean over layers, summed over rows; a row counts as often as it
+    has targets. If all experts are used equally, it is `top_k` for each target. transformers pools
+    the rows of a micro-batch, and all layers.
 
     Args:
         router_logits: of each layer, [batch * seq, experts].
@@ -126,16 +150,18 @@ def balancing_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor
     for logits in router_logits:
         probabilities = logits.float().reshape(*labels.shape, -1).softmax(-1)
         sent = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
-        share, probability = (sent * weights).sum(1), (probabilities * weights).sum(1)  # [batch, experts]
+        share = (sent * weights).sum(1)
+        probability = (probabilities * weights).sum(1)  # [batch, experts]
         by_row = by_row + logits.shape[-1] * (share * probability).sum(1)
     return (by_row * is_target.sum(1)).sum() / len(router_logits)
 
 
 class _InOnePass(torch.autograd.Function):
-    """log softmax(logits)[label] of each token, chunk by chunk. The backward pass recomputes nothing: the forward pass has
-    turned each chunk's logits into their gradient.
+    """log softmax(logits)[label] of each token, chunk by chunk. The backward pass recomputes
+    nothing: the forward pass has turned each chunk's logits into their gradient.
 
-    With trained weights it is for the sum alone: their gradient is added up over tokens that count the same.
+    With trained weights it is for the sum alone: their gradient is added up over tokens that count
+    the same.
     """
 
     @staticmethod
@@ -149,39 +175,52 @@ class _InOnePass(torch.autograd.Function):
         compiled: bool,
         *trained: torch.Tensor,
     ) -> torch.Tensor:
-        """states: [tokens, width]; labels: [tokens]. `logits_of` makes logits, [size, vocab], of a chunk's states and of
-        `sources`: casts of the `trained` weights. Gradients by the sources are added up in fp32."""
+        """states: [tokens, width]; labels: [tokens]. `logits_of` makes logits, [size, vocab], of a
+        chunk's states and of `sources`: casts of the `trained` weights. Gradients by the sources
+        are added up in fp32.
+        """
         to_states = ctx.needs_input_grad[0]
         states_grad = torch.empty_like(states) if to_states else None
         sums: list[torch.Tensor] = []
         result = torch.empty(len(labels), device=states.device)
-        for start in range(0, max(1, len(states)), size):  # once even without tokens: DDP waits for each gradient
-            chunk, label = slice(start, start + size), labels[start : start + size]
-            target, left_out = label.clamp(min=0)[:, None], label[:, None] == IGNORED
-            part = states[chunk].masked_fill(left_out, 0.0).requires_grad_(to_states)  # cheaper than masking the logits
+        # once even without tokens: DDP waits for each gradient
+        for start in range(0, max(1, len(states)), size):
+            chunk = slice(start, start + size)
+            label = labels[start : start + size]
+            target = label.clamp(min=0)[:, None]
+            left_out = label[:, None] == IGNORED
+            # cheaper than masking the logits
+            part = states[chunk].masked_fill(left_out, 0.0).requires_grad_(to_states)
             with torch.enable_grad():
                 logits = logits_of(part)
             edge: Any = get_gradient_edge(logits)  # what needs no logits lets them go
             logits = logits.detach()
             if compiled and len(label) > 1:
                 for argument in (logits, target, left_out):
-                    torch._dynamo.maybe_mark_dynamic(argument, 0)  # another number of tokens must not recompile
+                    # another number of tokens must not recompile
+                    torch._dynamo.maybe_mark_dynamic(argument, 0)
                 result[chunk], gradient = _compiled()(logits, target, left_out)
                 del logits
             else:
-                dtype, gradient = logits.dtype, F.log_softmax(logits, -1, dtype=torch.float32)
+                dtype = logits.dtype
+                gradient = F.log_softmax(logits, -1, dtype=torch.float32)
                 del logits
                 result[chunk] = gradient.gather(-1, target).masked_fill_(left_out, 0.0).squeeze(-1)
-                gradient.exp_().scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
+                gradient.exp_().scatter_add_(
+                    -1, target, torch.full_like(target, -1, dtype=torch.float32)
+                )
                 gradient = gradient.to(dtype)
-            if any(source.ndim == 1 for source in sources):  # a bias, whose gradient does not vanish with the states
+            # a bias, whose gradient does not vanish with the states
+            if any(source.ndim == 1 for source in sources):
                 gradient.masked_fill_(left_out, 0.0)
             wanted = [part, *sources] if to_states else sources
             products = list(torch.autograd.grad([edge], wanted, gradient))
             del gradient
             if states_grad is not None:
                 states_grad[chunk] = products.pop(0).masked_fill_(left_out, 0.0)
-            sums = [a.add_(b) for a, b in zip(sums, products, strict=False)] or [product.float() for product in products]
+            sums = [a.add_(b) for a, b in zip(sums, products, strict=False)] or [
+                product.float() for product in products
+            ]
         ctx.save_for_backward(states_grad, *sums)
         return result
 
@@ -190,18 +229,35 @@ class _InOnePass(torch.autograd.Function):
         states_grad, *sums = ctx.saved_tensors
         if states_grad is not None:
             states_grad.mul_(-gradient[:, None])
-        return states_grad, None, None, None, None, None, *(product.mul_(-gradient[:1].sum()) for product in sums)
+        return (
+            states_grad,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(product.mul_(-gradient[:1].sum()) for product in sums),
+        )
 
 
 def _log_probabilities(
-    states: torch.Tensor, labels: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], size: int
+    states: torch.Tensor,
+    labels: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    size: int,
 ) -> torch.Tensor:
-    """The same, of tokens that count differently; the backward pass computes each chunk's logits again."""
+    """The same, of tokens that count differently; the backward pass computes each chunk's logits
+    again.
+    """
 
     def chunk(part: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         left_out = label == IGNORED
-        log_probs = F.log_softmax(logits_of(part.masked_fill(left_out[:, None], 0.0)), -1, dtype=torch.float32)
-        return log_probs.gather(-1, label.clamp(min=0)[:, None]).squeeze(-1).masked_fill(left_out, 0.0)
+        log_probs = F.log_softmax(
+            logits_of(part.masked_fill(left_out[:, None], 0.0)), -1, dtype=torch.float32
+        )
+        return (
+            log_probs.gather(-1, label.clamp(min=0)[:, None]).squeeze(-1).masked_fill(left_out, 0.0)
+        )
 
     parts = zip(states.split(size), labels.split(size), strict=True)
     return torch.cat([checkpoint(chunk, part, label, use_reentrant=False) for part, label in parts])
@@ -210,8 +266,8 @@ def _log_probabilities(
 def _loss_and_gradient(
     logits: torch.Tensor, place: torch.Tensor, left_out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a chunk's targets, [tokens], and the gradient of the chunk's loss by the logits. Compiled, it
-    stores no other tensor of the logits' size.
+    """Log-probabilities of a chunk's targets, [tokens], and the gradient of the chunk's loss by the
+    logits. Compiled, it stores no other tensor of the logits' size.
 
     Args:
         logits: [tokens, vocab].
@@ -230,7 +286,8 @@ def _compiled() -> Any:
 
 
 class FusedHead:
-    """Lets a model's head compute the loss, or log-probabilities, while they are `asked` for: `model.fused_head`.
+    """Lets a model's head compute the loss, or log-probabilities, while they are `asked` for:
+    `model.fused_head`.
 
     Args:
         model: not wrapped.
@@ -239,44 +296,61 @@ class FusedHead:
     """
 
     def __init__(self, model: Any, function: Any, compiled: bool = False) -> None:
-        self.function, self.compiled = function, compiled
+        self.function = function
+        self.compiled = compiled
         # Labels, targets, and whether each target's log-probability is asked for
         self.asked: tuple[torch.Tensor, torch.Tensor | None, bool] | None = None
         self.result: torch.Tensor | None = None
         head = model.get_output_embeddings()
         # PEFT's `modules_to_save`: the wrapper chooses one of them.
-        heads = [head.original_module, *head.modules_to_save.values()] if hasattr(head, "modules_to_save") else [head]
+        heads = (
+            [head.original_module, *head.modules_to_save.values()]
+            if hasattr(head, "modules_to_save")
+            else [head]
+        )
         for one in heads:
-            one.forward = partial(self.forward, one)  # a hook could not keep it from computing all logits
+            # a hook could not keep it from computing all logits
+            one.forward = partial(self.forward, one)
         model.register_forward_hook(self._give_result, prepend=True)  # before FSDP's own
 
     def _give_result(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        if self.result is not None:  # not what the model makes of it; but hooks of FSDP and DeepSpeed are in its gradient
+        # not what the model makes of it; but hooks of FSDP and DeepSpeed are in its gradient
+        if self.result is not None:
             outputs.logits = self.result + 0 * outputs.logits
 
     def forward(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         """The head's logits, or the loss or log-probabilities while they are asked for."""
         if self.asked is None:
             return type(head).forward(head, hidden)
-        (labels, targets, by_target), states = self.asked, hidden.flatten(0, -2)
+        (labels, targets, by_target) = self.asked
+        states = hidden.flatten(0, -2)
         if targets is not None:
-            labels, states = labels[targets], states.index_select(0, targets)
+            labels = labels[targets]
+            states = states.index_select(0, targets)
         device = hidden.device.type
         mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if mixed else hidden.dtype
-        is_matrix = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward  # no adapter, not quantised
+        # no adapter, not quantised
+        is_matrix = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         learning = torch.is_grad_enabled() and (states.requires_grad or bool(trained))
-        # In fp16, the gradient of the logits needs the loss scale, which comes with the backward pass. And ZeRO-3 has an
-        # adapter's weights only while the adapter runs.
-        again = learning and (dtype == torch.float16 or (bool(trained) and (by_target or not is_matrix)))
+        # In fp16, the gradient of the logits needs the loss scale, which comes with the backward
+        # pass. And ZeRO-3 has an adapter's weights only while the adapter runs.
+        again = learning and (
+            dtype == torch.float16 or (bool(trained) and (by_target or not is_matrix))
+        )
         size = max(MAX_LOGITS // head.out_features, MIN_TOKENS if trained else 1)
-        size = max(1, size // (1 + (again or not is_matrix) + (self.function is not None)))  # of more copies of the logits
-        size *= 2 if self.compiled and dtype.itemsize == 2 and is_matrix and not again else 1  # no fp32 copy
+        # of more copies of the logits
+        size = max(1, size // (1 + (again or not is_matrix) + (self.function is not None)))
+        # no fp32 copy
+        size *= 2 if self.compiled and dtype.itemsize == 2 and is_matrix and not again else 1
         size -= size % 128 if size > 128 else 0  # a multiple of the tile size
         casts: list[torch.Tensor] = []
-        if is_matrix and not (again and trained):  # cast once for all chunks, whose products are added up in fp32
-            casts = [p.detach().to(dtype).requires_grad_(p.requires_grad) for p in head.parameters()]
+        # cast once for all chunks, whose products are added up in fp32
+        if is_matrix and not (again and trained):
+            casts = [
+                p.detach().to(dtype).requires_grad_(p.requires_grad) for p in head.parameters()
+            ]
 
         def logits_of(part: torch.Tensor) -> torch.Tensor:
             with torch.autocast(device, enabled=mixed, cache_enabled=False):
@@ -287,7 +361,9 @@ class FusedHead:
             states = states.to(dtype)
             if learning and not again:
                 sources = [cast for cast in casts if cast.requires_grad]
-                log_probs = _InOnePass.apply(states, labels, logits_of, sources, size, self.compiled, *trained)
+                log_probs = _InOnePass.apply(
+                    states, labels, logits_of, sources, size, self.compiled, *trained
+                )
             else:
                 log_probs = _log_probabilities(states, labels, logits_of, size)
         self.result = log_probs if by_target else -log_probs.sum()
@@ -296,9 +372,11 @@ class FusedHead:
 
 @torch.enable_grad()
 def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) -> Any:
-    """What a model computes of its head's logits x: cap * tanh(factor * x / cap), or None if it leaves them as they are.
+    """What a model computes of its head's logits x: cap * tanh(factor * x / cap), or None if it
+    leaves them as they are.
 
-    The head is made to return known numbers in fp64. The model's logits show factor, cap, and a cast to fp32.
+    The head is made to return known numbers in fp64. The model's logits show factor, cap, and a
+    cast to fp32.
 
     Raises:
         ValueError: the model computes something else, or a trained weight takes part.
@@ -306,33 +384,44 @@ def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) 
     known: list[torch.Tensor] = []
 
     def give_known(module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
-        row = torch.tensor((KNOWN_LOGITS * logits.shape[-1])[: logits.shape[-1]], dtype=torch.float64)
+        row = torch.tensor(
+            (KNOWN_LOGITS * logits.shape[-1])[: logits.shape[-1]], dtype=torch.float64
+        )
         known.append(row.to(logits.device).repeat(*logits.shape[:-1], 1))
         return known[0]
 
-    # Without a backward pass after it, DDP would reduce the first micro-batch's gradients by themselves.
-    no_sync = model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+    # Without a backward pass after it, DDP would reduce the first micro-batch's gradients by
+    # themselves.
+    no_sync = (
+        model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+    )
     with whole.get_output_embeddings().register_forward_hook(give_known), no_sync:
         logits = forward_rows(model, batch).logits
     small, one, large = logits.flatten()[:3].tolist()
-    is_capped, is_fp32 = abs(large) < 1e20, logits.dtype == torch.float32
+    is_capped = abs(large) < 1e20
+    is_fp32 = logits.dtype == torch.float32
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = x.float() if is_fp32 else x
         return torch.tanh(x * (small / KNOWN_LOGITS[0] / large)) * large if is_capped else x * one
 
-    same = logits.shape == known[0].shape and torch.allclose(logits.float(), function(known[0]).float(), rtol=1e-5)
+    same = logits.shape == known[0].shape and torch.allclose(
+        logits.float(), function(known[0]).float(), rtol=1e-5
+    )
     if logits.requires_grad or not same:
         raise ValueError(f"{type(whole).__name__} changes what its head returns")
     return function if is_capped or one != 1 else None
 
 
 @torch.no_grad()
-def fuse_head(accelerator: Accelerator, model: Any, vocab_size: int, *, compiled: bool = False) -> str:
-    """Let the model's head compute the loss, if the result is the same. Returns a line for the summary.
+def fuse_head(
+    accelerator: Accelerator, model: Any, vocab_size: int, *, compiled: bool = False
+) -> str:
+    """Let the model's head compute the loss, if the result is the same. Returns a line for the
+    summary.
 
-    Both losses are compared on a few tokens. Each chunk's logits are computed twice with fp16, by adapters of the head, and
-    for log-probabilities by a trained head.
+    Both losses are compared on a few tokens. Each chunk's logits are computed twice with fp16, by
+    adapters of the head, and for log-probabilities by a trained head.
     Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:
@@ -340,13 +429,16 @@ def fuse_head(accelerator: Accelerator, model: Any, vocab_size: int, *, compiled
     """
     whole = without_adapters(accelerator.unwrap_model(model))
     generator = torch.Generator().manual_seed(0)
-    tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(accelerator.device)
+    tokens, labels = torch.randint(0, vocab_size, (2, 1, 16), generator=generator).to(
+        accelerator.device
+    )
     labels[0, 3] = IGNORED
     training = model.training
     model.eval()
     trial = {"input_ids": tokens, "labels": labels}
     summary = "fused with the head, in chunks of tokens" + (", compiled" if compiled else "")
-    # Compiled blocks must not see these few tokens: they would specialise on the size of their first input.
+    # Compiled blocks must not see these few tokens: they would specialise on the size of their
+    # first input.
     with torch.compiler.set_stance("force_eager"):
         plain = causal_lm_loss(model, trial)
         try:
@@ -355,10 +447,12 @@ def fuse_head(accelerator: Accelerator, model: Any, vocab_size: int, *, compiled
             loss = causal_lm_loss(model, trial)
             if loss.dtype != torch.float32 or not torch.allclose(plain.float(), loss, rtol=1e-3):
                 raise ValueError(f"{type(whole).__name__} changes what its head returns")
-        except Exception as error:  # a model may raise anything if it gets a loss in place of logits
+        # a model may raise anything if it gets a loss in place of logits
+        except Exception as error:
             if is_out_of_memory(error):
                 raise
-            summary, model.fused_head = f"not fused: {first_line(error)}", None
+            summary = f"not fused: {first_line(error)}"
+            model.fused_head = None
         finally:
             end_step(model)
             model.train(training)

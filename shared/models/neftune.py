@@ -11,7 +11,9 @@ from shared.data.order import IGNORED, Batch
 
 
 def document_lengths(batch: Batch) -> torch.Tensor:
-    """[rows, positions]: how many tokens the document of each position has. What follows a row's last target is padding."""
+    """[rows, positions]: how many tokens the document of each position has. What follows a row's
+    last target is padding.
+    """
     labels = batch["labels"]
     places = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
     positions = batch.get("position_ids", places)
@@ -24,9 +26,11 @@ def document_lengths(batch: Batch) -> torch.Tensor:
 
 @contextlib.contextmanager
 def noisy_embeddings(model: Any, batch: Batch, alpha: float) -> Iterator[None]:
-    """In this block, add uniform noise of at most alpha / sqrt(tokens x width) to the embeddings of each document.
+    """In this block, add uniform noise of at most alpha / sqrt(tokens x width) to the embeddings of
+    each document.
 
-    Rows may hold several documents. transformers' Trainer takes the length of the padded row instead.
+    Rows may hold several documents. transformers' Trainer takes the length of the padded row
+    instead.
 
     Args:
         model: not wrapped.

@@ -1,4 +1,6 @@
-"""Flags of language models and their adapters. Stays clear of torch, so that --help and a mistyped flag answer at once."""
+"""Flags of language models and their adapters. Stays clear of torch, so that --help and a mistyped
+flag answer at once.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -30,9 +32,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model_preset not in PRESETS:
-            raise ConfigError(f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}")
+            raise ConfigError(
+                f"--model_preset {self.model_preset}: expected one of {', '.join(PRESETS)}"
+            )
         if self.config_name and self.model_name_or_path:
-            raise ConfigError("--config_name and --model_name_or_path both name the model: drop one of them")
+            raise ConfigError(
+                "--config_name and --model_name_or_path both name the model: drop one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ class AdapterConfig:
     lora_alpha: int = 32
     # Dropout on the adapters' inputs.
     lora_dropout: float = 0.0
-    # Names (or ends of names) of the layers that get adapters; all-linear: every linear layer that text passes through but
-    # the head and the routers of experts.
+    # Names (or ends of names) of the layers that get adapters; all-linear: every linear layer that
+    # text passes through but the head and the routers of experts.
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     # all-linear includes the experts, also fused ones. Off: they stay as they are.
     lora_experts: bool = True
@@ -58,30 +64,44 @@ class AdapterConfig:
     use_rslora: bool = False
     # Learn magnitude and direction apart.
     use_dora: bool = False
-    # Initial adapters; pissa: the base weights' principal components (saved as an ordinary adapter of rank 2r).
+    # Initial adapters; pissa: the base weights' principal components (saved as an ordinary adapter
+    # of rank 2r).
     init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
-    # Adapter to continue from, whose own rank, alpha, dropout and targets stay; the flags of new ones are refused.
+    # Adapter to continue from, whose own rank, alpha, dropout and targets stay; the flags of new
+    # ones are refused.
     adapter_name_or_path: str | None = None
     # Also write merged/, the base (dequantised, if it was quantised) with the adapter added in.
     merge_adapter: bool = False
-    # Load a multimodal checkpoint as its language model alone. The adapter then fits only that class.
+    # Load a multimodal checkpoint as its language model alone. The adapter then fits only that
+    # class.
     text_only: bool = False
     # Quantise the frozen base to 4 bits (nf4, double quantisation): QLoRA.
     load_in_4bit: bool = False
-    # Quantise the frozen base to 8 bits; 4 are faster, since every layer here makes the host wait for the GPU.
+    # Quantise the frozen base to 8 bits; 4 are faster, since every layer here makes the host wait
+    # for the GPU.
     load_in_8bit: bool = False
 
     def __post_init__(self) -> None:
         if self.load_in_4bit and self.load_in_8bit:
-            raise ConfigError("--load_in_4bit and --load_in_8bit both quantise the base: drop one of them")
-        if self.init_lora_weights == "pissa" and (self.load_in_4bit or self.load_in_8bit or self.use_dora):
-            raise ConfigError("--init_lora_weights pissa changes the base weights: not with a quantised base, nor DoRA")
+            raise ConfigError(
+                "--load_in_4bit and --load_in_8bit both quantise the base: drop one of them"
+            )
+        if self.init_lora_weights == "pissa" and (
+            self.load_in_4bit or self.load_in_8bit or self.use_dora
+        ):
+            raise ConfigError(
+                "--init_lora_weights pissa changes the base weights: not with a quantised base, "
+                "nor DoRA"
+            )
         if not 0 <= self.lora_dropout < 1 or not self.lora_alpha > 0:
-            raise ConfigError("--lora_dropout must be at least 0 and below 1, and --lora_alpha positive")
+            raise ConfigError(
+                "--lora_dropout must be at least 0 and below 1, and --lora_alpha positive"
+            )
         configs.require(self, "at least 1", "lora_r")
 
     def refuse_changes_to_a_given_adapter(self, defaults: "AdapterConfig") -> None:
-        """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new adapters have.
+        """For a template's `__post_init__`: with adapter_name_or_path, refuse flags that only new
+        adapters have.
 
         Args:
             defaults: the template's own.
@@ -89,11 +109,19 @@ class AdapterConfig:
         Raises:
             ConfigError: names the flags.
         """
-        of_new_ones = "lora_r lora_alpha lora_dropout lora_target_modules lora_experts modules_to_save use_rslora use_dora"
+        of_new_ones = (
+            "lora_r lora_alpha lora_dropout lora_target_modules lora_experts "
+            "modules_to_save use_rslora use_dora"
+        )
         of_new_ones += " init_lora_weights"
-        given = [f"--{name}" for name in of_new_ones.split() if getattr(self, name) != getattr(defaults, name)]
+        given = [
+            f"--{name}"
+            for name in of_new_ones.split()
+            if getattr(self, name) != getattr(defaults, name)
+        ]
         if given and self.adapter_name_or_path:
             raise ConfigError(
-                f"--adapter_name_or_path continues from that adapter as it was made: drop {', '.join(given)} (from the "
+                "--adapter_name_or_path continues from that adapter as it was made: drop "
+                f"{', '.join(given)} (from the "
                 "command line, or from the --config file)"
             )

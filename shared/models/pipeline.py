@@ -1,5 +1,6 @@
-"""Pipeline parallelism: a model's blocks spread over ranks, micro-batches passing through them (PipeDream-Flush's 1F1B,
-arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own schedules."""
+"""Pipeline parallelism: a model's blocks spread over ranks, micro-batches passing through them
+(PipeDream-Flush's 1F1B, arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own
+schedules."""
 
 import copy
 from contextlib import nullcontext
@@ -29,7 +30,8 @@ class _Through(nn.Module):
 
 
 class _Stage(nn.Module):
-    """Consecutive blocks of a causal language model; the first stage has its embeddings, the last one its head.
+    """Consecutive blocks of a causal language model; the first stage has its embeddings, the last
+    one its head.
 
     The model's own forward runs, with `_Through` in place of the blocks of other ranks.
     """
@@ -41,7 +43,9 @@ class _Stage(nn.Module):
         self.is_first = number == 0
         decoder = copy.copy(model.get_decoder())  # type: ignore[operator]
         decoder._modules = dict(decoder._modules)
-        decoder.layers = nn.ModuleList(block if i in blocks else _Through() for i, block in enumerate(decoder.layers))
+        decoder.layers = nn.ModuleList(
+            block if i in blocks else _Through() for i, block in enumerate(decoder.layers)
+        )
         if not self.is_first:
             decoder.embed_tokens = _Through()
         if not is_last:
@@ -51,26 +55,37 @@ class _Stage(nn.Module):
         self.head = model.get_output_embeddings() if is_last else None  # type: ignore[operator]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or logits."""
+        """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or
+        logits."""
         with self.autocast():
-            inputs = {"input_ids" if self.is_first else "inputs_embeds": x, "attention_mask": row_mask(x)}
+            inputs = {
+                "input_ids" if self.is_first else "inputs_embeds": x,
+                "attention_mask": row_mask(x),
+            }
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             return hidden if self.head is None else self.head(hidden)
 
 
 @torch.no_grad()
 def require_same(model: Any, cuts: list[int]) -> None:
-    """Try the stages between `cuts` in a row: their logits must be those of the whole model, here on one short row.
+    """Try the stages between `cuts` in a row: their logits must be those of the whole model, here
+    on one short row.
 
-    Each stage runs the decoder's own forward, which may do something to its input or output, or hand on more than one
-    tensor from block to block. Logits are enlarged, so that soft caps show.
+    Each stage runs the decoder's own forward, which may do something to its input or output, or
+    hand on more than one tensor from block to block. Logits are enlarged, so that soft caps show.
 
     Raises:
         ConfigError: this model cannot be cut.
     """
-    name, training, attention = type(model).__name__, model.training, model.config._attn_implementation
+    name, training, attention = (
+        type(model).__name__,
+        model.training,
+        model.config._attn_implementation,
+    )
     x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
-    enlarge = model.get_output_embeddings().register_forward_hook(lambda head, args, logits: 100 * logits)
+    enlarge = model.get_output_embeddings().register_forward_hook(
+        lambda head, args, logits: 100 * logits
+    )
     is_flash = str(attention).startswith("flash")  # for a GPU alone, and the model is not there yet
     if is_flash:
         model.set_attn_implementation("sdpa")
@@ -91,14 +106,19 @@ def require_same(model: Any, cuts: list[int]) -> None:
             model.set_attn_implementation(attention)
         model.train(training)
     if why:
-        raise ConfigError(f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with templates/pretrain.py")
+        raise ConfigError(
+            f"{name} cannot be cut into pipeline stages ({why}): use fsdp2.yaml with "
+            "templates/pretrain.py"
+        )
 
 
 class Pipeline:
-    """This rank's stages of `model`, and the schedule that passes micro-batches through all of them. Every rank makes one.
+    """This rank's stages of `model`, and the schedule that passes micro-batches through all of
+    them. Every rank makes one.
 
-    Ranks next to each other hold the stages of one model; groups of them read different data. Modules of other ranks are
-    taken out of `model`. The names of the others do not change, so checkpoints are those of any other strategy.
+    Ranks next to each other hold the stages of one model; groups of them read different data.
+    Modules of other ranks are taken out of `model`. The names of the others do not change, so
+    checkpoints are those of any other strategy.
 
     Args:
         model: a causal language model of transformers, whole, on every rank.
@@ -111,35 +131,66 @@ class Pipeline:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: Any, *, ranks: int, stages_per_rank: int, micro_batches: int
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        *,
+        ranks: int,
+        stages_per_rank: int,
+        micro_batches: int,
     ) -> None:
         kind, sizes = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
-        plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (sizes is None or sizes.total_size == 1)
+        plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (
+            sizes is None or sizes.total_size == 1
+        )
         if not plain:
-            raise ConfigError("a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: it spreads the model itself")
+            raise ConfigError(
+                "a pipeline is launched with ddp.yaml or multi_node_ddp.yaml: it spreads the model "
+                "itself"
+            )
         if accelerator.mixed_precision in ("fp16", "fp8"):
-            raise ConfigError(f"a pipeline does not work with {accelerator.mixed_precision}: use bf16")
-        decoder, text, name = model.get_decoder(), model.config.get_text_config(), type(model).__name__
-        parts_of_llama, found = {"embed_tokens", "layers", "norm"}, {child for child, _ in decoder.named_children()}
-        if not parts_of_llama <= found <= parts_of_llama | {"rotary_emb"} or text is not model.config:
-            raise ConfigError(f"{name} is not built like Llama, which a pipeline needs: use fsdp2.yaml")
+            raise ConfigError(
+                f"a pipeline does not work with {accelerator.mixed_precision}: use bf16"
+            )
+        decoder, text, name = (
+            model.get_decoder(),
+            model.config.get_text_config(),
+            type(model).__name__,
+        )
+        parts_of_llama, found = (
+            {"embed_tokens", "layers", "norm"},
+            {child for child, _ in decoder.named_children()},
+        )
+        if (
+            not parts_of_llama <= found <= parts_of_llama | {"rotary_emb"}
+            or text is not model.config
+        ):
+            raise ConfigError(
+                f"{name} is not built like Llama, which a pipeline needs: use fsdp2.yaml"
+            )
         if can_balance(text) and text.output_router_logits:
             raise ConfigError(
-                "a pipeline leaves out the loss that balances experts: use fsdp2.yaml with templates/pretrain.py, or "
-                "--config_overrides output_router_logits=false"
+                "a pipeline leaves out the loss that balances experts: use fsdp2.yaml with "
+                "templates/pretrain.py, or --config_overrides output_router_logits=false"
             )
         if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-            raise ConfigError("the first and the last stage cannot share embeddings: the model has tie_word_embeddings")
+            raise ConfigError(
+                "the first and the last stage cannot share embeddings: the model has "
+                "tie_word_embeddings"
+            )
         stages, blocks = ranks * stages_per_rank, len(decoder.layers)
         if blocks < stages:
             raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
         if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
             raise ConfigError(
-                f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a --global_batch_size "
-                f"so that there are at least {ranks}" + (f", and a multiple of {ranks}" if stages_per_rank > 1 else "")
+                f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a "
+                f"--global_batch_size so that there are at least {ranks}"
+                + (f", and a multiple of {ranks}" if stages_per_rank > 1 else "")
             )
         mesh = init_device_mesh(
-            accelerator.device.type, (accelerator.num_processes // ranks, ranks), mesh_dim_names=("data", "pipeline")
+            accelerator.device.type,
+            (accelerator.num_processes // ranks, ranks),
+            mesh_dim_names=("data", "pipeline"),
         )
         self.data_group, self.group = mesh["data"].get_group(), mesh["pipeline"].get_group()
         self.readers = accelerator.num_processes // ranks
@@ -149,13 +200,17 @@ class Pipeline:
         require_same(model, cuts)
         mine = [rank + ranks * i for i in range(stages_per_rank)]
         self.has_first, self.has_last = 0 in mine, stages - 1 in mine
-        self.parts = [_Stage(model, cuts, number, accelerator.autocast).to(self.device) for number in mine]
+        self.parts = [
+            _Stage(model, cuts, number, accelerator.autocast).to(self.device) for number in mine
+        ]
         self.stages: list[Any] = [
             PipelineStage(part, number, stages, self.device, group=self.group)
             for part, number in zip(self.parts, mine, strict=True)
         ]
         owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
-        decoder.layers = nn.ModuleList(block if i in owned else _Through() for i, block in enumerate(decoder.layers))
+        decoder.layers = nn.ModuleList(
+            block if i in owned else _Through() for i, block in enumerate(decoder.layers)
+        )
         if not self.has_first:
             model.set_input_embeddings(_Through())
         if not self.has_last:
@@ -164,26 +219,41 @@ class Pipeline:
         schedule: Any = partial(Schedule1F1B, self.stages[0])
         if stages_per_rank > 1:
             schedule = partial(ScheduleInterleaved1F1B, self.stages)
-        self.schedule = schedule(n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False)
+        self.schedule = schedule(
+            n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
+        )
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Summed over the targets of a micro-batch, and scaled."""
         flat = logits.flatten(0, 1).float()
-        return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum") * self.scale
+        return (
+            F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+            * self.scale
+        )
 
     def _pass(self, run: Any, batches: list[Batch]) -> torch.Tensor:
-        filling = {"input_ids": batches[0]["input_ids"], "labels": torch.full_like(batches[0]["labels"], IGNORED)}
-        batches = batches + [filling] * (self.micro_batches - len(batches))  # which counts for nothing
+        filling = {
+            "input_ids": batches[0]["input_ids"],
+            "labels": torch.full_like(batches[0]["labels"], IGNORED),
+        }
+        batches = batches + [filling] * (
+            self.micro_batches - len(batches)
+        )  # which counts for nothing
         inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.has_first else ()
         target = torch.cat([batch["labels"] for batch in batches]) if self.has_last else None
         losses: list[torch.Tensor] = []
         run(*inputs, target=target, losses=losses)
-        total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
+        total = (
+            torch.stack([loss.detach() for loss in losses]).sum()
+            if losses
+            else torch.zeros((), device=self.device)
+        )
         dist.all_reduce(total, group=self.group)
         return total / self.scale
 
     def train(self, batches: list[Batch], scale: float) -> torch.Tensor:
-        """Forward and backward of all micro-batches; gradients are those of `scale` times the summed loss, mean over data.
+        """Forward and backward of all micro-batches; gradients are those of `scale` times the
+        summed loss, mean over data.
 
         Every rank calls this with the micro-batches that its group reads.
 
@@ -193,7 +263,9 @@ class Pipeline:
         self.scale = scale
         loss = self._pass(self.schedule.step, batches)
         if self.readers > 1:
-            for gradient in [p.grad for part in self.parts for p in part.parameters() if p.grad is not None]:
+            for gradient in [
+                p.grad for part in self.parts for p in part.parameters() if p.grad is not None
+            ]:
                 dist.all_reduce(gradient, group=self.data_group)
                 gradient /= self.readers
         return loss

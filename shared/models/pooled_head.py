@@ -1,6 +1,8 @@
-"""Image classifiers for vision models that transformers has none of: a linear layer on their pooled features.
+"""Image classifiers for vision models that transformers has none of: a linear layer on their pooled
+features.
 
-A saved model has a copy of this file beside its weights, so this file imports nothing from the project.
+A saved model has a copy of this file beside its weights, so this file imports nothing from the
+project.
 """
 
 from typing import Any
@@ -14,7 +16,9 @@ SUFFIX = "ForImageClassification"
 
 
 class PooledHead:
-    """Goes before a model's class: `class DINOv3ViTForImageClassification(PooledHead, DINOv3ViTModel)`."""
+    """Goes before a model's class: `class DINOv3ViTForImageClassification(PooledHead,
+    DINOv3ViTModel)`.
+    """
 
     _auto_class = "AutoModelForImageClassification"  # save_pretrained copies this file
 
@@ -34,7 +38,9 @@ class PooledHead:
 
 
 def __getattr__(name: str) -> Any:
-    """DINOv3ViTForImageClassification of transformers' DINOv3ViTModel, and so on: transformers asks for it by its name."""
+    """DINOv3ViTForImageClassification of transformers' DINOv3ViTModel, and so on: transformers asks
+    for it by its name.
+    """
     if not name.endswith(SUFFIX):
         raise AttributeError(name)
     base = getattr(transformers, name.removesuffix(SUFFIX) + "Model")

@@ -46,21 +46,28 @@ def build_causal_lm(
     if config.model_name_or_path:
         if config.config_overrides:
             raise ConfigError("--config_overrides cannot change a model whose weights are loaded")
-        model = load_causal_lm(config.model_name_or_path, attn_implementation=attn_implementation, dtype=torch.float32)
+        model = load_causal_lm(
+            config.model_name_or_path, attn_implementation=attn_implementation, dtype=torch.float32
+        )
     else:
-        architecture = preset(config.model_preset, seq_length=seq_length, tie_word_embeddings=tie_word_embeddings)
+        architecture = preset(
+            config.model_preset, seq_length=seq_length, tie_word_embeddings=tie_word_embeddings
+        )
         if config.config_name:
             architecture = from_hub(AutoConfig, config.config_name)
         text = architecture.get_text_config()  # of a multimodal model: its own part of the config
         text.vocab_size = vocabulary_size(tokenizer)
-        text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        text.bos_token_id = tokenizer.bos_token_id
+        text.eos_token_id = tokenizer.eos_token_id
         text.pad_token_id = None  # transformers would begin with zeros as this token's embedding
         if can_balance(text):  # before the overrides, which may turn it off
             text.output_router_logits = True
         override(architecture, config.config_overrides)
         options = attention_option(attn_implementation)
         with in_shards():
-            model = from_architecture(class_of(architecture), architecture, dtype=torch.float32, **options)
+            model = from_architecture(
+                class_of(architecture), architecture, dtype=torch.float32, **options
+            )
         freeze_outer_parts(model)
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     require_fit(model, tokenizer, seq_length)

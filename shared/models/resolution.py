@@ -12,7 +12,8 @@ from shared.process.printing import note
 
 
 def at_resolution(model: Any, size: int) -> Any:
-    """`model`, or one of its weights whose position embeddings are resampled, if it takes images of its own size only.
+    """`model`, or one of its weights whose position embeddings are resampled, if it takes images of
+    its own size only.
 
     Bicubic, as for ViT, arXiv 2010.11929, section 3.2. Every rank calls this, with the whole model.
 
@@ -28,7 +29,9 @@ def at_resolution(model: Any, size: int) -> Any:
             model.eval()(pixel_values=torch.zeros(1, 3, size, size))
         return model.train(training)
     except (AssertionError, RuntimeError, ValueError) as error:
-        problem = ConfigError(f"--image_size {size}: {type(model).__name__} does not take it ({first_line(error)})")
+        problem = ConfigError(
+            f"--image_size {size}: {type(model).__name__} does not take it ({first_line(error)})"
+        )
     if hasattr(model, "timm_model"):
         if not hasattr(model.timm_model, "set_input_size"):
             raise problem
@@ -45,18 +48,22 @@ def _resampled(model: Any, size: int, problem: ConfigError) -> Any:
     if not isinstance(getattr(config, "image_size", None), int):
         raise problem
     config.image_size = size
-    made, weights = type(model)(config), model.state_dict()
+    made = type(model)(config)
+    weights = model.state_dict()
     for name, wanted in made.state_dict().items():
         if weights[name].shape != wanted.shape:
             if "position_embedding" not in name or wanted.ndim != 3:
                 raise problem
-            weights[name] = resample(weights[name], wanted.shape[1], (size // config.patch_size) ** 2)
+            weights[name] = resample(
+                weights[name], wanted.shape[1], (size // config.patch_size) ** 2
+            )
     made.load_state_dict(weights)
     return made
 
 
 def resample(embeddings: torch.Tensor, length: int, patches: int) -> torch.Tensor:
-    """Position embeddings of another number of patches; those of other tokens, which come first, stay.
+    """Position embeddings of another number of patches; those of other tokens, which come first,
+    stay.
 
     Args:
         embeddings: [1, tokens, width], of a square of patches.
@@ -67,7 +74,8 @@ def resample(embeddings: torch.Tensor, length: int, patches: int) -> torch.Tenso
     """
     others = embeddings[:, : length - patches]
     square = embeddings[:, length - patches :]
-    before, after = math.isqrt(square.shape[1]), math.isqrt(patches)
+    before = math.isqrt(square.shape[1])
+    after = math.isqrt(patches)
     picture = square.reshape(1, before, before, -1).permute(0, 3, 1, 2)
     picture = F.interpolate(picture, size=(after, after), mode="bicubic", antialias=True)
     return torch.cat([others, picture.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)

@@ -32,15 +32,17 @@ class Targets:
 def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
     """The modules and parameters that get adapters.
 
-    all-linear: every linear layer that text passes through but the head and routers, and the fused weights of experts.
-    Layers that PEFT cannot adapt are left out.
+    all-linear: every linear layer that text passes through but the head and routers, and the fused
+    weights of experts. Layers that PEFT cannot adapt are left out.
 
     Raises:
         ConfigError: the flags name what the model does not have.
     """
     modules = {name: module for name, module in base.named_modules() if name}
     parameters = dict(base.named_parameters())
-    inside = {name: module for name, module in modules.items() if not _is_in(name, outer_parts(base))}
+    inside = {
+        name: module for name, module in modules.items() if not _is_in(name, outer_parts(base))
+    }
     _require_names("modules_to_save", adapter.modules_to_save, [*modules])
     if adapter.lora_target_modules != ("all-linear",):
         _require_names("lora_target_modules", adapter.lora_target_modules, [*modules, *parameters])
@@ -48,9 +50,14 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
         return Targets(_matches(inside, adapter.lora_target_modules), rest, [])
     whole = _matches(modules, adapter.modules_to_save)  # trained whole, so without adapters
     inside = {name: module for name, module in inside.items() if not _is_in(name, whole)}
-    linear = {name: _why_not(name, module, base, adapter) for name, module in inside.items() if _is_linear(module, base)}
+    linear = {
+        name: _why_not(name, module, base, adapter)
+        for name, module in inside.items()
+        if _is_linear(module, base)
+    }
     chosen = [name for name, reason in linear.items() if not reason]
-    # PEFT takes some names for fused experts'. By their parameters these layers can be named all the same.
+    # PEFT takes some names for fused experts'. By their parameters these layers can be named all
+    # the same.
     as_module = _names_that_peft_keeps(base, chosen)
     fused = _fused_experts(inside, experts_of(base.config)[0])
     by_parameter = [*(f"{name}.weight" for name in chosen if name not in as_module), *fused]
@@ -60,13 +67,22 @@ def find_targets(base: Any, adapter: AdapterConfig) -> Targets:
             reasons[name] = "PEFT would not load them"
     if fused and (adapter.load_in_4bit or adapter.load_in_8bit):
         size = sum(parameters[name].numel() for name in fused)
-        note(f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes quantises linear layers only")
+        note(
+            f"the fused experts, {size:,} parameters, stay in 16 bits: bitsandbytes quantises "
+            "linear layers only"
+        )
     targets = [name for name in by_parameter if not reasons[name]]
-    left_out = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values() if reason}
+    left_out = {
+        reason: [name for name in reasons if reasons[name] == reason]
+        for reason in reasons.values()
+        if reason
+    }
     return Targets(
         target_modules=[name for name in as_module if not reasons[name]],
         target_parameters=_shortest(targets, [name for name in parameters if name not in targets]),
-        left_out=[f"{', '.join(_shortest(names, []))} ({reason})" for reason, names in left_out.items()],
+        left_out=[
+            f"{', '.join(_shortest(names, []))} ({reason})" for reason, names in left_out.items()
+        ],
     )
 
 
@@ -97,7 +113,9 @@ def _why_not(name: str, module: Any, base: Any, adapter: AdapterConfig) -> str:
 
 
 def _why_not_by_parameter(name: str, fused: list[str], adapter: AdapterConfig) -> str:
-    """Why a weight that PEFT would have to adapt as a parameter carries no adapter; "" if it does."""
+    """Why a weight that PEFT would have to adapt as a parameter carries no adapter; "" if it
+    does.
+    """
     if name in fused and not adapter.lora_experts:
         return "--no_lora_experts"
     if adapter.lora_dropout or adapter.use_dora or adapter.init_lora_weights == "pissa":
@@ -108,9 +126,11 @@ def _why_not_by_parameter(name: str, fused: list[str], adapter: AdapterConfig) -
 
 
 def not_to_quantise(name: str, text_only: bool) -> list[str] | None:
-    """The modules of the checkpoint `name` that stay in 16 bits; None: as the library chooses, all but the head.
+    """The modules of the checkpoint `name` that stay in 16 bits; None: as the library chooses, all
+    but the head.
 
-    These are parts that text does not pass through, which are saved as they were, and layers whose weight is read as it is.
+    These are parts that text does not pass through, which are saved as they were, and layers whose
+    weight is read as it is.
     """
     config = from_hub(AutoConfig, name)
     with torch.device("meta"):
@@ -127,15 +147,26 @@ def not_to_quantise(name: str, text_only: bool) -> list[str] | None:
 
 
 def describe(model: nn.Module) -> str:
-    """The trained parts of a model with adapters and their numbers of parameters, for the summary."""
+    """The trained parts of a model with adapters and their numbers of parameters, for the
+    summary.
+    """
     counts: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             names = name.split(".")
-            place = next((i for i, part in enumerate(names) if part.startswith("lora_") or part == "modules_to_save"), -1)
+            place = next(
+                (
+                    i
+                    for i, part in enumerate(names)
+                    if part.startswith("lora_") or part == "modules_to_save"
+                ),
+                -1,
+            )
             holder: Any = model.get_submodule(".".join(names[:place]))
             part = next(n for n in reversed(names[:place]) if n != "base_layer")
-            counts[f"{part}.{p}" if (p := getattr(holder, "parameter_name", "")) else part] += parameter.numel()
+            counts[f"{part}.{p}" if (p := getattr(holder, "parameter_name", "")) else part] += (
+                parameter.numel()
+            )
     return ", ".join(f"{name} {number:,}" for name, number in counts.items())
 
 
@@ -151,7 +182,9 @@ def _is_in(name: str, parts: list[str]) -> bool:
 
 
 def _shortest(names: list[str], others: list[str]) -> list[str]:
-    """Ends of `names`, of two parts or more, that none of the others has: they fit other classes of the model, too."""
+    """Ends of `names`, of two parts or more, that none of the others has: they fit other classes of
+    the model, too.
+    """
     ends = set()
     for name in names:
         words = name.split(".")
@@ -164,11 +197,15 @@ def _is_router(name: str, module: Any, experts: int | None) -> bool:
     """Whether a linear layer scores experts, or is the gate of a shared one."""
     parts = name.split(".")
     is_named = any("router" in part or part.endswith("gate") for part in parts)
-    return experts is not None and is_named and getattr(module, "out_features", None) in (1, experts)
+    return (
+        experts is not None and is_named and getattr(module, "out_features", None) in (1, experts)
+    )
 
 
 def _fused_experts(modules: dict[str, Any], experts: int | None) -> list[str]:
-    """Names of parameters with the weights of all experts, [experts, ...]; some models count idle ones, too."""
+    """Names of parameters with the weights of all experts, [experts, ...]; some models count idle
+    ones, too.
+    """
     return [
         f"{name}.{parameter_name}"
         for name, module in modules.items()
@@ -179,7 +216,9 @@ def _fused_experts(modules: dict[str, Any], experts: int | None) -> list[str]:
 
 
 def _is_one_product(module: Any) -> bool:
-    """Whether a linear layer of a class of the model's own, as routers are, still maps [..., in] to [..., out]."""
+    """Whether a linear layer of a class of the model's own, as routers are, still maps [..., in] to
+    [..., out].
+    """
     if not type(module).__module__.startswith("transformers.models."):
         return True
     try:
@@ -190,7 +229,9 @@ def _is_one_product(module: Any) -> bool:
 
 
 def _reads_weight(parent: Any, child: str, also_dtype: bool = False) -> bool:
-    """Whether a module's code uses a layer's weight itself, as kernels of whole Mamba blocks do: no adapter would count."""
+    """Whether a module's code uses a layer's weight itself, as kernels of whole Mamba blocks do: no
+    adapter would count.
+    """
     try:
         source = inspect.getsource(type(parent))
     except (OSError, TypeError):
@@ -200,19 +241,27 @@ def _reads_weight(parent: Any, child: str, also_dtype: bool = False) -> bool:
 
 
 def _is_lost_by_peft(base: Any, name: str) -> bool:
-    """Whether PEFT would look for an adapter's weights under another name: it renames keys as those of old checkpoints."""
+    """Whether PEFT would look for an adapter's weights under another name: it renames keys as those
+    of old checkpoints.
+    """
     from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers,
+    )
 
     key = f"base_model.model.{name}.lora_A.weight"
     try:
-        return key not in convert_peft_adapter_state_dict_for_transformers(base, LoraConfig(), {key: torch.zeros(1, 1)})
+        return key not in convert_peft_adapter_state_dict_for_transformers(
+            base, LoraConfig(), {key: torch.zeros(1, 1)}
+        )
     except Exception:  # as for weights that it would join: they keep their names
         return False
 
 
 def _names_that_peft_keeps(base: Any, names: list[str]) -> list[str]:
-    """PEFT turns names of experts before transformers 5, such as gate_proj, into those of fused weights."""
+    """PEFT turns names of experts before transformers 5, such as gate_proj, into those of fused
+    weights.
+    """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

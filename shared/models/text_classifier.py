@@ -13,13 +13,18 @@ from shared.models.hub import from_hub
 def text_heads(model: Any) -> dict[str, nn.Module]:
     """The modules of a classifier of texts that are not in its backbone, by name."""
     backbone = model.base_model
-    return {name: module for name, module in model.named_children() if module is not backbone and [*module.parameters()]}
+    return {
+        name: module
+        for name, module in model.named_children()
+        if module is not backbone and [*module.parameters()]
+    }
 
 
 def load_text_classifier(
     name: str, classes: tuple[str, ...], problem_type: str, pad_token_id: int, **options: Any
 ) -> tuple[Any, tuple[str, ...]]:
-    """A classifier of these classes with the weights of `name`, fp32, and the order in which it scores them.
+    """A classifier of these classes with the weights of `name`, fp32, and the order in which it
+    scores them.
 
     Decoders take the scores of a text's last token, which they find by the id of the padding token.
 
@@ -37,7 +42,11 @@ def load_text_classifier(
     if problem_type != "multi_label_classification":
         config.__dict__.pop("thresholds", None)
     config.get_text_config().pad_token_id = pad_token_id
-    any_head = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": torch.float32}
+    any_head = {
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+        "dtype": torch.float32,
+    }
     load = AutoModelForSequenceClassification
     model, info = from_hub(load, name, config=config, use_safetensors=True, **any_head, **options)
     settle_head(name, model, info, [*text_heads(model).values()], keeps_head, may_be_new="pooler")

@@ -1,4 +1,6 @@
-"""Sets of a model's weights, under any strategy: gathered whole, averaged, kept aside, swapped in."""
+"""Sets of a model's weights, under any strategy: gathered whole, averaged, kept aside, swapped
+in.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,9 +28,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gather_weights(
-    accelerator: Accelerator, model: nn.Module, *, trainable_only: bool = False, dtype: torch.dtype | None = None
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    trainable_only: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank calls this."""
+    """Full weights on the CPU of the main rank, from any strategy; empty on the others. Every rank
+    calls this.
+    """
     model = accelerator.unwrap_model(model)
     reshard(model)
     weights = {}
@@ -41,17 +49,19 @@ def gather_weights(
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if accelerator.is_main_process:
             cast = dtype is not None and full.is_floating_point()
-            copy = full.detach().to("cpu", dtype if cast else None, copy=True)  # training may go on meanwhile
+            # training may go on meanwhile
+            copy = full.detach().to("cpu", dtype if cast else None, copy=True)
             weights[name] = copy.contiguous()
     return weights
 
 
 @torch.no_grad()
 def average_buffers(accelerator: Accelerator, groups: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """Make buffers of floating-point numbers the same on all ranks, their mean. Every rank calls this.
+    """Make buffers of floating-point numbers the same on all ranks, their mean. Every rank calls
+    this.
 
-    These are BatchNorm's running statistics: each rank's are of the images that it saw. Updates are linear in the
-    statistics, so averaging now and then amounts to averaging after each step.
+    These are BatchNorm's running statistics: each rank's are of the images that it saw. Updates are
+    linear in the statistics, so averaging now and then amounts to averaging after each step.
     """
     buffers = [b for group in groups for b in group.values() if b.is_floating_point()]
     if accelerator.num_processes == 1 or not buffers:
@@ -64,16 +74,20 @@ def average_buffers(accelerator: Accelerator, groups: Iterable[Mapping[str, torc
 class WeightCopy:
     """A second set of a model's trainable weights and buffers, sharded as the model's own are.
 
-    Made after `sharding.prepare`, as a copy of the present ones. `Checkpointer` saves it. For the moving average of the
-    weights (`--ema_decay`).
+    Made after `sharding.prepare`, as a copy of the present ones. `Checkpointer` saves it. For the
+    moving average of the weights (`--ema_decay`).
     """
 
     @torch.no_grad()
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.model = accelerator.unwrap_model(model)
         if zero.is_used(accelerator):
-            raise ConfigError("--ema_decay does not work with DeepSpeed: use ddp.yaml or fsdp2.yaml")
-        live: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+            raise ConfigError(
+                "--ema_decay does not work with DeepSpeed: use ddp.yaml or fsdp2.yaml"
+            )
+        live: dict[str, torch.Tensor] = {
+            n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad
+        }
         buffers = persistent_buffers(self.model)
         self.live = live | buffers
         self.tensors = {name: value.clone() for name, value in self.live.items()}
@@ -87,8 +101,12 @@ class WeightCopy:
 
     @torch.no_grad()
     def average_in(self, decay: float) -> None:
-        """Move to the model's present weights: copy = decay * copy + (1 - decay) * present. Integers are taken over."""
-        pairs = [(local_part(self.tensors[name]), local_part(value)) for name, value in self.live.items()]
+        """Move to the model's present weights: copy = decay * copy + (1 - decay) * present.
+        Integers are taken over.
+        """
+        pairs = [
+            (local_part(self.tensors[name]), local_part(value)) for name, value in self.live.items()
+        ]
         floats = [pair for pair in pairs if pair[0].is_floating_point()]
         torch._foreach_lerp_([c for c, _ in floats], [v for _, v in floats], 1 - decay)
         for copy, value in pairs:
@@ -107,7 +125,8 @@ class WeightCopy:
     @torch.no_grad()
     def swap(self) -> None:
         for name, value in self.live.items():
-            mine, theirs = local_part(self.tensors[name]), local_part(value)
+            mine = local_part(self.tensors[name])
+            theirs = local_part(value)
             kept = theirs.clone()
             theirs.copy_(mine)
             mine.copy_(kept)
@@ -115,9 +134,11 @@ class WeightCopy:
 
 
 @contextlib.contextmanager
-def evaluation_weights(accelerator: Accelerator, model: nn.Module, other: WeightCopy | None) -> Iterator[None]:
-    """Give the model its `other` weights, if there are any, and the mean of all ranks' BatchNorm statistics. Every rank
-    calls this; afterwards all is as before."""
+def evaluation_weights(
+    accelerator: Accelerator, model: nn.Module, other: WeightCopy | None
+) -> Iterator[None]:
+    """Give the model its `other` weights, if there are any, and the mean of all ranks' BatchNorm
+    statistics. Every rank calls this; afterwards all is as before."""
     with other.swapped_in() if other else contextlib.nullcontext():
         buffers = persistent_buffers(model)
         own = {name: buffer.clone() for name, buffer in buffers.items()}

@@ -14,7 +14,9 @@ from shared.process import ranks
 
 
 def keeps_gradients(accelerator: Accelerator) -> bool:
-    """Whether to zero gradients in place. DDP's are views of its buckets; new gradients would need that memory again."""
+    """Whether to zero gradients in place. DDP's are views of its buckets; new gradients would need
+    that memory again.
+    """
     ddp = accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     sizes = accelerator.parallelism_config
     return ddp and not (sizes is not None and sizes.tp_enabled)
@@ -32,7 +34,11 @@ def end_step(model: nn.Module) -> None:
             state._state_ctx.post_backward_final_callback_queued = False
             state._state_ctx.iter_forward_root = None
             state._modules_to_run_forward.clear()
-            for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+            for group in (
+                state._fsdp_param_groups
+                if hasattr(state, "_fsdp_param_groups")
+                else [state._fsdp_param_group]
+            ):
                 if group is not None:
                     group._training_state = TrainingState.IDLE
                     group._post_forward_indices.clear()
@@ -52,11 +58,15 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor], group: Any = None) -> torch.Tensor:
-    """L2 norm of all gradients as one vector, however they are sharded: scalar, the same on all ranks.
+def gradient_norm(
+    accelerator: Accelerator, gradients: list[torch.Tensor], group: Any = None
+) -> torch.Tensor:
+    """L2 norm of all gradients as one vector, however they are sharded: scalar, the same on all
+    ranks.
 
-    Each rank sums the squares of its shards, divided by the number of ranks that hold the same shard. So one all-reduce
-    counts each value once. If every rank holds whole gradients, no all-reduce is needed. Every rank calls this.
+    Each rank sums the squares of its shards, divided by the number of ranks that hold the same
+    shard. So one all-reduce counts each value once. If every rank holds whole gradients, no
+    all-reduce is needed. Every rank calls this.
 
     Args:
         group: the process group that shares the model; None: all ranks.
@@ -66,14 +76,19 @@ def gradient_norm(accelerator: Accelerator, gradients: list[torch.Tensor], group
     for gradient in gradients:
         copies = count // ranks.pipeline_ranks()
         if isinstance(gradient, DTensor):
-            for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+            for size, placement in zip(
+                gradient.device_mesh.shape, gradient.placements, strict=True
+            ):
                 assert not isinstance(placement, Partial)
                 copies //= 1 if isinstance(placement, Replicate) else size
             gradient = gradient.to_local()
         pieces.setdefault(copies, []).append(gradient)
     if set(pieces) <= {count}:
         return nn.utils.get_total_norm(next(iter(pieces.values()), [])).to(accelerator.device)
-    norms = {copies: nn.utils.get_total_norm(tensors).to(accelerator.device) for copies, tensors in pieces.items()}
+    norms = {
+        copies: nn.utils.get_total_norm(tensors).to(accelerator.device)
+        for copies, tensors in pieces.items()
+    }
     squares = torch.stack([norm.square() / copies for copies, norm in norms.items()]).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()

@@ -1,4 +1,6 @@
-"""How a model is spread over processes: who reads which data, tensor parallelism, one gradient norm for all."""
+"""How a model is spread over processes: who reads which data, tensor parallelism, one gradient norm
+for all.
+"""
 
 import contextlib
 from collections import Counter
@@ -8,7 +10,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -17,13 +22,20 @@ from shared.data.loader import Share
 from shared.parallel import zero
 from shared.parallel.gradients import reshard
 from shared.parallel.shards import make_whole, put_pieces, take_pieces
-from shared.parallel.tensor import _give_parameters, _one_mesh_a_group, tensor_parallel, tensor_parallel_mesh
+from shared.parallel.tensor import (
+    _give_parameters,
+    _one_mesh_a_group,
+    tensor_parallel,
+    tensor_parallel_mesh,
+)
 from shared.process import ranks
 from shared.process.errors import ConfigError
 
 
 def data_rank(accelerator: Accelerator) -> int:
-    """This process's place among those that read different data: ranks that share a model's pieces read the same."""
+    """This process's place among those that read different data: ranks that share a model's pieces
+    read the same.
+    """
     return accelerator.process_index // (accelerator.num_processes // ranks.data_parallel_size())
 
 
@@ -33,22 +45,38 @@ def share(accelerator: Accelerator) -> Share:
 
 
 def total(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
-    """The sum of `value` over the data that all processes read, each piece counted once. Every rank calls this."""
-    return accelerator.reduce(value, "sum") / (accelerator.num_processes // ranks.data_parallel_size())
+    """The sum of `value` over the data that all processes read, each piece counted once. Every rank
+    calls this.
+    """
+    return accelerator.reduce(value, "sum") / (
+        accelerator.num_processes // ranks.data_parallel_size()
+    )
 
 
 def _refuse_what_has_no_replicas(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise a ConfigError where the launch config's processes are not replicas that can differ for a while."""
+    """Raise a ConfigError where the launch config's processes are not replicas that can differ for
+    a while.
+    """
     sizes = accelerator.parallelism_config
     tensor_parallel = sizes is not None and sizes.tp_enabled
     if zero.is_used(accelerator) or tensor_parallel or accelerator.scaler is not None:
         raise ConfigError("--sync_every works in bf16 or fp32 with ddp.yaml and hsdp.yaml")
     if any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
-        raise ConfigError("--sync_every would lose what moves little of bf16 weights: drop --weights_dtype bf16")
+        raise ConfigError(
+            "--sync_every would lose what moves little of bf16 weights: drop --weights_dtype bf16"
+        )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ConfigError("--sync_every: replicas do not wait for each other in each step, as --sync_batchnorm asks for")
-    if accelerator.distributed_type == DistributedType.FSDP and not (sizes is not None and sizes.dp_replicate_enabled):
-        raise ConfigError("--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, whose groups are replicas")
+        raise ConfigError(
+            "--sync_every: replicas do not wait for each other in each step, as --sync_batchnorm "
+            "asks for"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and not (
+        sizes is not None and sizes.dp_replicate_enabled
+    ):
+        raise ConfigError(
+            "--sync_every: all ranks of fsdp2.yaml share one model: use hsdp.yaml, whose groups "
+            "are replicas"
+        )
 
 
 def prepare(
@@ -60,7 +88,8 @@ def prepare(
     comm_hook: str = "none",
     replicas: bool = False,
 ) -> tuple[Any, list[Any]]:
-    """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every rank calls this.
+    """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Every
+    rank calls this.
 
     Args:
         model: whole, on every rank, the same weights; or made in `shards.in_shards`.
@@ -70,11 +99,12 @@ def prepare(
         comm_hook: none, bf16 or fp16: the type in which DDP reduces gradients.
 
     Returns:
-        The model; the optimizers without Accelerate's wrappers, which `steps.update` has no use for.
+        The model; the optimizers without Accelerate's wrappers, which `steps.update` has no use
+        for.
 
     Raises:
-        ConfigError: the model or the optimizers cannot be spread that way, or the launch config has an answer of its own
-            to a question that the template's config answers.
+        ConfigError: the model or the optimizers cannot be spread that way, or the launch config has
+            an answer of its own to a question that the template's config answers.
     """
     if replicas:
         _refuse_what_has_no_replicas(accelerator, model)
@@ -94,10 +124,12 @@ def prepare(
         tensor_parallel(model, mesh)
         make_whole(model)  # what is not cut: embeddings, norms
         _give_parameters(optimizers, groups_of, model)
-    sharded, layout = accelerator.distributed_type == DistributedType.FSDP, accelerator.parallelism_config
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    layout = accelerator.parallelism_config
     if (mesh is not None or replicas) and not sharded:
-        # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has no sharded weights.
-        # It leaves models with DTensors where they are: the embeddings and norms, which are whole, are still on the CPU.
+        # Accelerate would hand the model to transformers' tensor parallelism, or to DDP, which has
+        # no sharded weights. It leaves models with DTensors where they are: the embeddings and
+        # norms, which are whole, are still on the CPU.
         prepared = [accelerator.prepare_model(model.to(accelerator.device), evaluation_mode=True)]
         prepared += [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
     else:
@@ -112,15 +144,22 @@ def prepare(
             layout.dp_replicate_size = 1  # each group's FSDP knows its own ranks alone
         plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-            # Models name blocks of models that they could be made of, too, which Accelerate would look for in vain.
+            # Models name blocks of models that they could be made of, too, which Accelerate would
+            # look for in vain.
             named = set(getattr(model, "_no_split_modules", None) or ())
-            plugin.transformer_cls_names_to_wrap = sorted(named & {type(module).__name__ for module in model.modules()})
+            plugin.transformer_cls_names_to_wrap = sorted(
+                named & {type(module).__name__ for module in model.modules()}
+            )
         with _kept_in_bf16(model) if sharded else contextlib.nullcontext():
             prepared = accelerator.prepare(model, *optimizers)
         if pieces:  # Accelerate tells parameters apart by their addresses, which these did not have
-            on_host = isinstance(plugin.cpu_offload, CPUOffloadPolicy) or accelerator.device.type == "cpu"
+            on_host = (
+                isinstance(plugin.cpu_offload, CPUOffloadPolicy) or accelerator.device.type == "cpu"
+            )
             put_pieces(prepared[0], pieces, torch.device("cpu") if on_host else accelerator.device)
-            _give_parameters([wrapper.optimizer for wrapper in prepared[1:]], groups_of, prepared[0])
+            _give_parameters(
+                [wrapper.optimizer for wrapper in prepared[1:]], groups_of, prepared[0]
+            )
         if mesh is not None:
             layout.tp_size = mesh.size()
         if replicas:
@@ -130,7 +169,9 @@ def prepare(
     if comm_hook != "none":
         if not isinstance(model, DistributedDataParallel):
             raise ConfigError("--ddp_comm_hook needs the processes of ddp.yaml")
-        model.register_comm_hook(None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook])
+        model.register_comm_hook(
+            None, {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[comm_hook]
+        )
     if mesh is not None:
         for optimizer in optimizers:
             _one_mesh_a_group(optimizer)
@@ -139,8 +180,14 @@ def prepare(
 
 @contextlib.contextmanager
 def _kept_in_bf16(model: nn.Module) -> Iterator[None]:
-    """Let trained bf16 weights stay so: under mixed precision, Accelerate makes trained weights of FSDP fp32."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    """Let trained bf16 weights stay so: under mixed precision, Accelerate makes trained weights of
+    FSDP fp32.
+    """
+    names = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dtype == torch.bfloat16
+    ]
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     yield
@@ -149,18 +196,29 @@ def _kept_in_bf16(model: nn.Module) -> Iterator[None]:
 
 
 def _own_what_is_left(model: nn.Module) -> None:
-    """Give the modules that `modules_to_save` replaced weights of their own: FSDP cannot cut a tied one in two places."""
-    places = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    """Give the modules that `modules_to_save` replaced weights of their own: FSDP cannot cut a tied
+    one in two places.
+    """
+    places = Counter(
+        parameter for module in model.modules() for parameter in module._parameters.values()
+    )
     for module in list(model.modules()):
-        if hasattr(module, "modules_to_save") and isinstance(old := getattr(module, "original_module", None), nn.Module):
+        if hasattr(module, "modules_to_save") and isinstance(
+            old := getattr(module, "original_module", None), nn.Module
+        ):
             for part in old.modules():
                 for name, parameter in part._parameters.items():
                     if parameter is not None and places[parameter] > 1:
-                        part._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                        part._parameters[name] = nn.Parameter(
+                            parameter.detach().clone(), requires_grad=False
+                        )
 
 
-def sharding_shares(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> dict[str, float]:
-    """The share of all weights, and of the optimizer's state, that this process keeps between steps.
+def sharding_shares(
+    accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]
+) -> dict[str, float]:
+    """The share of all weights, and of the optimizer's state, that this process keeps between
+    steps.
 
     Empty for a pipeline, whose ranks do not know the whole.
     """
@@ -171,7 +229,8 @@ def sharding_shares(accelerator: Accelerator, model: nn.Module, optimizers: Iter
         mine = everything = 0
         for p in parameters:
             local = p.to_local() if isinstance(p, DTensor) else getattr(p, "ds_tensor", p)
-            mine, everything = mine + local.numel(), everything + getattr(p, "ds_numel", p.numel())
+            mine = mine + local.numel()
+            everything = everything + getattr(p, "ds_numel", p.numel())
         return mine / everything
 
     reshard(model)  # a forward has left weights of the root gathered
@@ -182,8 +241,13 @@ def sharding_shares(accelerator: Accelerator, model: nn.Module, optimizers: Iter
     return shares | {"optimizer state": pieces(trained)}
 
 
-def sharding_summary(accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]) -> str | None:
+def sharding_summary(
+    accelerator: Accelerator, model: nn.Module, optimizers: Iterable[Any]
+) -> str | None:
     """`held` in words, for the summary; None where one process has everything."""
     if accelerator.num_processes == 1:
         return None
-    return ", ".join(f"{share:.0%} of the {name}" for name, share in sharding_shares(accelerator, model, optimizers).items())
+    return ", ".join(
+        f"{share:.0%} of the {name}"
+        for name, share in sharding_shares(accelerator, model, optimizers).items()
+    )

@@ -1,8 +1,10 @@
-"""Models that are built or read in shards: with FSDP2, HSDP and tensor parallelism no rank holds a model whole.
+"""Models that are built or read in shards: with FSDP2, HSDP and tensor parallelism no rank holds a
+model whole.
 
-Inside of `in_shards` each matrix is cut by rows over the ranks that share one model: a DTensor in host memory, which
-`sharding.prepare` hands on to FSDP2 or to tensor parallelism. Random numbers are drawn for a whole matrix, of which a rank
-keeps its rows, so they are those of one process. transformers reads the rows alone out of safetensors.
+Inside of `in_shards` each matrix is cut by rows over the ranks that share one model: a DTensor in
+host memory, which `sharding.prepare` hands on to FSDP2 or to tensor parallelism. Random numbers are
+drawn for a whole matrix, of which a rank keeps its rows, so they are those of one process.
+transformers reads the rows alone out of safetensors.
 """
 
 import contextlib
@@ -25,7 +27,8 @@ from shared.process.ranks import env_flag
 
 @cache
 def _rows_of(copies: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (copies, shards), mesh_dim_names=("copies", "fsdp"))["fsdp"]  # a name that PEFT knows
+    # a name that PEFT knows
+    return init_device_mesh("cpu", (copies, shards), mesh_dim_names=("copies", "fsdp"))["fsdp"]
 
 
 def _mesh() -> DeviceMesh | None:
@@ -34,7 +37,9 @@ def _mesh() -> DeviceMesh | None:
         return None
     state = AcceleratorState()
     sizes = getattr(state, "parallelism_config", None)
-    if state.distributed_type != DistributedType.FSDP and not (sizes is not None and sizes.tp_enabled):
+    if state.distributed_type != DistributedType.FSDP and not (
+        sizes is not None and sizes.tp_enabled
+    ):
         return None
     copies = sizes.dp_replicate_size if sizes is not None else 1
     return _rows_of(copies, state.num_processes // copies)
@@ -54,8 +59,11 @@ def _piece(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _freed_at_once() -> Iterator[None]:
-    """Let glibc return what is freed to the system. It would keep blocks of a model's size, up to 32 MiB each."""
-    mmap_threshold, trim_threshold = -3, -1  # of malloc.h
+    """Let glibc return what is freed to the system. It would keep blocks of a model's size, up to
+    32 MiB each.
+    """
+    mmap_threshold = -3
+    trim_threshold = -1  # of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
     mallopt(mmap_threshold, 2**20)
     try:
@@ -70,8 +78,12 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def _draw(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
-    """Let one of `transformers.initialization`'s functions fill a tensor that is cut with what it gives to a whole one."""
+def _draw(
+    function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **named: Any
+) -> torch.Tensor:
+    """Let one of `transformers.initialization`'s functions fill a tensor that is cut with what it
+    gives to a whole one.
+    """
     if not isinstance(tensor, DTensor):
         return function(tensor, *args, **named)
     if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
@@ -82,26 +94,42 @@ def _draw(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **name
 
 
 def _read(
-    spawn: Callable[..., Any], pool: Any, tensor: Any, *args: Any, sharding_op: Any = None, tensor_idx: int | None = None
+    spawn: Callable[..., Any],
+    pool: Any,
+    tensor: Any,
+    *args: Any,
+    sharding_op: Any = None,
+    tensor_idx: int | None = None,
 ) -> Any:
-    """transformers' `spawn_materialize`. What a weight is made of by a conversion is read whole, when its turn comes."""
+    """transformers' `spawn_materialize`. What a weight is made of by a conversion is read whole,
+    when its turn comes.
+    """
     if tensor_idx is not None:
         pool = sharding_op = None
     return spawn(pool, tensor, *args, sharding_op=sharding_op, tensor_idx=tensor_idx)
 
 
-def _put(put: Callable[..., Any], model: nn.Module, name: str, value: torch.Tensor, *args: Any) -> None:
+def _put(
+    put: Callable[..., Any], model: nn.Module, name: str, value: torch.Tensor, *args: Any
+) -> None:
     """transformers' `set_param_for_module`, which cuts what was read whole."""
     module, _, key = name.rpartition(".")
     before = getattr(model.get_submodule(module), key, None)
-    if isinstance(before, DTensor):  # a copy: what safetensors gives is a view of the file, which cannot be copied later
-        value = _piece(value, before.device_mesh) if value.shape == before.shape else value.detach().clone()
+    # a copy: what safetensors gives is a view of the file, which cannot be copied later
+    if isinstance(before, DTensor):
+        value = (
+            _piece(value, before.device_mesh)
+            if value.shape == before.shape
+            else value.detach().clone()
+        )
     put(model, name, value, *args)
 
 
 @contextlib.contextmanager
 def in_shards() -> Iterator[None]:
-    """Cut the matrices of the models of transformers that are made in this block. Every rank makes the same ones."""
+    """Cut the matrices of the models of transformers that are made in this block. Every rank makes
+    the same ones.
+    """
     from transformers import core_model_loading, initialization
 
     mesh = _mesh()
@@ -112,9 +140,16 @@ def in_shards() -> Iterator[None]:
     def cut(parent: nn.Module, name: str, module: nn.Module | None) -> None:
         zeros = getattr(module, "padding_idx", None) is not None  # one of its rows begins as zeros
         for key, p in [] if module is None else module._parameters.items():
-            if p is not None and p.ndim > 1 and not isinstance(p, DTensor) and (p.is_meta or not zeros):
+            if (
+                p is not None
+                and p.ndim > 1
+                and not isinstance(p, DTensor)
+                and (p.is_meta or not zeros)
+            ):
                 shape: Any = {"shape": p.shape, "stride": p.stride()}
-                piece = DTensor.from_local(_piece(p, mesh), mesh, [Shard(0)], run_check=False, **shape)
+                piece = DTensor.from_local(
+                    _piece(p, mesh), mesh, [Shard(0)], run_check=False, **shape
+                )
                 module._parameters[key] = nn.Parameter(piece, requires_grad=p.requires_grad)  # type: ignore[union-attr]
 
     functions: dict[str, Any] = dict(initialization.TORCH_INIT_FUNCTIONS)
@@ -130,7 +165,9 @@ def in_shards() -> Iterator[None]:
             (core_model_loading, "set_param_for_module", _put),
         )
         for place, name, ours in changed:
-            patches.enter_context(mock.patch.object(place, name, partial(ours, getattr(place, name))))
+            patches.enter_context(
+                mock.patch.object(place, name, partial(ours, getattr(place, name)))
+            )
         yield
 
 
@@ -147,7 +184,9 @@ def _exchange(model: nn.Module, new: Callable[[nn.Parameter], torch.Tensor]) -> 
 
 def trained_in_fp32(model: nn.Module) -> None:
     """Make the parameters that are trained fp32."""
-    _exchange(model, lambda p: p.detach().float() if p.requires_grad and p.dtype != torch.float32 else p)
+    _exchange(
+        model, lambda p: p.detach().float() if p.requires_grad and p.dtype != torch.float32 else p
+    )
 
 
 def _is_cut(p: torch.Tensor) -> TypeGuard[DTensor]:
@@ -168,17 +207,23 @@ def take_pieces(model: nn.Module) -> dict[str, torch.Tensor]:
     mesh = _mesh()
     if mesh is None or not any(map(_is_cut, model.parameters())):
         return {}
-    pieces = {n: p.to_local().detach() if _is_cut(p) else _piece(p, mesh) for n, p in model.named_parameters()}
+    pieces = {
+        n: p.to_local().detach() if _is_cut(p) else _piece(p, mesh)
+        for n, p in model.named_parameters()
+    }
     _exchange(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     return pieces
 
 
 def put_pieces(model: nn.Module, pieces: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Give a model that FSDP2 has sharded on the meta device the weights that `take_pieces` has taken."""
+    """Give a model that FSDP2 has sharded on the meta device the weights that `take_pieces` has
+    taken.
+    """
     names = {p: name for name, p in model.named_parameters()}
 
     def piece(p: Any) -> torch.Tensor:
-        made: Any = torch.empty_like(p, device=device)  # from_local would move what is offloaded to the GPU
+        # from_local would move what is offloaded to the GPU
+        made: Any = torch.empty_like(p, device=device)
         made.to_local().copy_(pieces.pop(names[p]))
         return made
 

@@ -1,7 +1,8 @@
 """DeepSpeed's ZeRO: its settings, and its weights and moments as plain tensors.
 
-DeepSpeed keeps fp32 weights and optimizer state in flat pieces of its own. Read out by parameter name, they give a ZeRO run
-the same checkpoints as any other: no pickles, and they resume under FSDP or in one process.
+DeepSpeed keeps fp32 weights and optimizer state in flat pieces of its own. Read out by parameter
+name, they give a ZeRO run the same checkpoints as any other: no pickles, and they resume under FSDP
+or in one process.
 """
 
 from collections.abc import Callable
@@ -21,20 +22,32 @@ def is_used(accelerator: Accelerator) -> bool:
 
 
 def make_whole_models() -> None:
-    """Have transformers make whole models, the same on every rank, for DeepSpeed to cut: its random draws would differ."""
+    """Have transformers make whole models, the same on every rank, for DeepSpeed to cut: its random
+    draws would differ.
+    """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
 
 
 def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: float) -> None:
-    """Give DeepSpeed the template's answers before `accelerator.prepare`, which `parallel.prepare` calls.
+    """Give DeepSpeed the template's answers before `accelerator.prepare`, which `parallel.prepare`
+    calls.
 
     Raises:
-        ConfigError: the launch config has other answers, or DeepSpeed cannot work with these optimizers.
+        ConfigError: the launch config has other answers, or DeepSpeed cannot work with these
+            optimizers.
     """
-    if any(p.dtype == torch.bfloat16 for o in optimizers for group in o.param_groups for p in group["params"]):
-        raise ConfigError("DeepSpeed keeps fp32 weights beside bf16 ones: drop --weights_dtype bf16, or use fsdp2.yaml")
+    if any(
+        p.dtype == torch.bfloat16
+        for o in optimizers
+        for group in o.param_groups
+        for p in group["params"]
+    ):
+        raise ConfigError(
+            "DeepSpeed keeps fp32 weights beside bf16 ones: drop --weights_dtype bf16, or use "
+            "fsdp2.yaml"
+        )
     if [type(optimizer) for optimizer in optimizers] != [torch.optim.AdamW]:
         raise ConfigError("under DeepSpeed only --optim adamw works: choose it, or fsdp2.yaml")
     if accelerator.mixed_precision == "fp16":
@@ -51,13 +64,20 @@ def configure(accelerator: Accelerator, optimizers: list[Any], max_grad_norm: fl
     for key, (value, ours) in answers.items():
         theirs = settings.get(key, "auto")
         if theirs not in ("auto", None) and float(theirs) != value:
-            raise ConfigError(f"{key} is {theirs} in the DeepSpeed config, but {ours}: remove it from the DeepSpeed config")
+            raise ConfigError(
+                f"{key} is {theirs} in the DeepSpeed config, but {ours}: remove it from the "
+                "DeepSpeed config"
+            )
         settings[key] = value
     for section, flag in (("optimizer", "--optim"), ("scheduler", "--lr_scheduler_type")):
         if section in settings:
-            raise ConfigError(f"the DeepSpeed config has {section!r}, which {flag} decides: remove it there")
-    settings["train_micro_batch_size_per_gpu"] = 1  # counts for DeepSpeed's own throughput log alone
-    settings["zero_force_ds_cpu_optimizer"] = False  # PyTorch's AdamW runs on offloaded state, and needs no compiler
+            raise ConfigError(
+                f"the DeepSpeed config has {section!r}, which {flag} decides: remove it there"
+            )
+    # counts for DeepSpeed's own throughput log alone
+    settings["train_micro_batch_size_per_gpu"] = 1
+    # PyTorch's AdamW runs on offloaded state, and needs no compiler
+    settings["zero_force_ds_cpu_optimizer"] = False
 
 
 def full_weight(parameter: nn.Parameter) -> torch.Tensor:
@@ -74,14 +94,20 @@ def full_weight(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _link_moments(zero: Any) -> None:
-    """Let parameters find their moments: ZeRO-2 does so after its first step, but of the first parameter group alone."""
+    """Let parameters find their moments: ZeRO-2 does so after its first step, but of the first
+    parameter group alone.
+    """
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def state(accelerator: Accelerator, trainable: dict[str, nn.Parameter], step: int) -> dict[str, torch.Tensor]:
-    """Weights and AdamW's state by name, whole, in the main rank's memory; empty on the others. Every rank calls this."""
+def state(
+    accelerator: Accelerator, trainable: dict[str, nn.Parameter], step: int
+) -> dict[str, torch.Tensor]:
+    """Weights and AdamW's state by name, whole, in the main rank's memory; empty on the others.
+    Every rank calls this.
+    """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     _link_moments(accelerator.deepspeed_engine_wrapped.engine.optimizer)
@@ -112,15 +138,21 @@ def load(
 
     zero = accelerator.deepspeed_engine_wrapped.engine.optimizer
     stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-    for piece in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
+    for piece in (
+        zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
+    ):
         zero.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in MOMENTS}
-        zero.optimizer.state[piece]["step"] = torch.tensor(float(step), device=piece.device)  # for the fused kernel
+        # for the fused kernel
+        zero.optimizer.state[piece]["step"] = torch.tensor(float(step), device=piece.device)
     _link_moments(zero)
     for name, parameter in trainable.items():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         weight = torch.empty(shape, device=accelerator.device)
         moments = {key: torch.empty(shape, device=accelerator.device) for key in MOMENTS}
-        read({f"model.{name}": weight} | {f"optimizer.{name}.{key}": value for key, value in moments.items()})
+        read(
+            {f"model.{name}": weight}
+            | {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+        )
         safe_set_full_fp32_param(parameter, weight)
         for key, value in moments.items():
             safe_set_full_optimizer_state(parameter, value, key)

@@ -14,10 +14,12 @@ T = TypeVar("T")
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Call `function` on the main rank alone and give every rank its result, or its `CleanExit`. Every rank calls this.
+    """Call `function` on the main rank alone and give every rank its result, or its `CleanExit`.
+    Every rank calls this.
 
-    For what must be decided once: a look at the file system, say, which ranks could see differently. Not for minutes
-    of work, in which the waiting ranks' collective would time out (see `prepared.build_once`).
+    For what must be decided once: a look at the file system, say, which ranks could see
+    differently. Not for minutes of work, in which the waiting ranks' collective would time out (see
+    `prepared.build_once`).
     """
     outcome: list[Any] = [None]
     if ranks.is_main_rank():
@@ -32,7 +34,8 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def wait_for_main() -> None:
-    """Return when the main rank has come here, too, however long that takes. Every rank calls this, once.
+    """Return when the main rank has come here, too, however long that takes. Every rank calls this,
+    once.
 
     A collective would time out while the main rank writes a model to a slow disk.
 
@@ -41,11 +44,14 @@ def wait_for_main() -> None:
     """
     if not dist.is_initialized():
         return
-    store, here = dist.distributed_c10d._get_default_store(), "the main rank is done"
+    store = dist.distributed_c10d._get_default_store()
+    here = "the main rank is done"
     if ranks.is_main_rank():
         store.set(here, "")
     try:
         while not store.check([here]):
             time.sleep(0.2)
     except RuntimeError:
-        raise CleanExit("rank 0 has ended while this one waited for it: see its own output") from None
+        raise CleanExit(
+            "rank 0 has ended while this one waited for it: see its own output"
+        ) from None

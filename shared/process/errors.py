@@ -9,20 +9,23 @@ from shared.process.redaction import redact
 def shown(text: str) -> str:
     """`text` from outside (a name, a record, a label) as one line.
 
-    Characters that move the cursor, begin a line or turn the direction of what follows are written out as escapes.
+    Characters that move the cursor, begin a line or turn the direction of what follows are written
+    out as escapes.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 # Not \udc80 and further: bytes of a file's name.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udbff]")
+_CONTROL = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udbff]"
+)
 
 
 class CleanExit(Exception):
     """An end that a user can act on: one line on the console, no traceback, and a stated exit code.
 
-    A line, whatever of the input it quotes: secrets are masked, control characters are written out, and a very long middle
-    is left out. Where more lines are needed, each is an argument.
+    A line, whatever of the input it quotes: secrets are masked, control characters are written out,
+    and a very long middle is left out. Where more lines are needed, each is an argument.
     """
 
     exit_code = 1
@@ -30,7 +33,9 @@ class CleanExit(Exception):
 
     def __init__(self, *lines: str) -> None:
         texts = [shown(redact(line)) for line in lines]
-        super().__init__("\n".join(t if len(t) <= 2000 else f"{t[:1200]} ... {t[-700:]}" for t in texts))
+        super().__init__(
+            "\n".join(t if len(t) <= 2000 else f"{t[:1200]} ... {t[-700:]}" for t in texts)
+        )
 
 
 class ConfigError(CleanExit):
@@ -40,21 +45,30 @@ class ConfigError(CleanExit):
 
 
 class NotNow(CleanExit):
-    """Nobody's input is wrong: a server, a machine or another run stands in the way, and the same command may work later."""
+    """Nobody's input is wrong: a server, a machine or another run stands in the way, and the same
+    command may work later.
+    """
 
 
 def is_of_the_network(error: BaseException | None) -> bool:
-    """Whether an error, or one that it follows from, is a connection's or a server's, and not the user's.
+    """Whether an error, or one that it follows from, is a connection's or a server's, and not the
+    user's.
 
     By names, since the libraries that raise these types need not be there.
     """
     names: set[str] = set()
     codes: list[Any] = []
     while error is not None:
-        names |= {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
-        codes += [getattr(getattr(error, "response", None), "status_code", 0), getattr(error, "status", 0)]
+        names |= {
+            f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__
+        }
+        codes += [
+            getattr(getattr(error, "response", None), "status_code", 0),
+            getattr(error, "status", 0),
+        ]
         error = error.__cause__ or error.__context__
-    if "huggingface_hub.OfflineModeIsEnabled" in names:  # which `datasets` turns into a ConnectionError
+    # which `datasets` turns into a ConnectionError
+    if "huggingface_hub.OfflineModeIsEnabled" in names:
         return False
     known = [code for code in codes if isinstance(code, int)]
     return bool(names & _OF_THE_NETWORK) or any(code in (408, 429) or code >= 500 for code in known)
@@ -69,17 +83,26 @@ _OF_THE_NETWORK = {
         "httpx2.TransportError",
     ),
     *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError"),
-    *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "urllib3.HTTPError"),
+    *(
+        "requests.ConnectionError",
+        "requests.Timeout",
+        "requests.ChunkedEncodingError",
+        "urllib3.HTTPError",
+    ),
 }
 
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line; its type if it says nothing."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device's memory does not suffice: cuBLAS, cuDNN and NCCL say so in plain RuntimeErrors."""
+    """Whether the device's memory does not suffice: cuBLAS, cuDNN and NCCL say so in plain
+    RuntimeErrors.
+    """
     import torch  # not by those who only parse a command line
 
     words = r"(CUBLAS|CUDNN)_STATUS_\w*ALLOC\w*_FAILED|(CUDA error|Cuda failure).*out of memory"

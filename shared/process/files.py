@@ -17,7 +17,14 @@ from shared.process import faults
 from shared.process.errors import ConfigError
 
 # The answers of file systems (Samba, sshfs, drvfs of WSL) that do not sync folders, only files.
-_FILES_ONLY = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES}
+_FILES_ONLY = {
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EACCES,
+}
 
 
 def _fsync(path: Path) -> None:
@@ -39,10 +46,11 @@ def _fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary sibling that becomes `folder`, replacing it, when the block ends without an error.
+    """Yield a temporary sibling that becomes `folder`, replacing it, when the block ends without an
+    error.
 
-    All files are on disk before the rename, and the rename before the return, where the file system can sync folders.
-    Call on one rank.
+    All files are on disk before the rename, and the rename before the return, where the file system
+    can sync folders. Call on one rank.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
     new_folder(temporary)
@@ -52,7 +60,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def new_folder(path: Path) -> None:
-    """Make an empty folder in place of what is there, of which a link's target stays as it is. Call on one rank."""
+    """Make an empty folder in place of what is there, of which a link's target stays as it is. Call
+    on one rank.
+    """
     discard(path)
     path.mkdir(parents=True)
 
@@ -60,15 +70,21 @@ def new_folder(path: Path) -> None:
 def discard(path: Path) -> None:
     """Remove a file, a link or a folder, as far as that can be done."""
     with contextlib.suppress(OSError):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink()
+        shutil.rmtree(
+            path, ignore_errors=True
+        ) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def commit(temporary: Path, folder: Path) -> None:
-    """Give a folder that is completely written its name, so that it is there whole or not at all. Call on one rank."""
-    os.umask(umask := os.umask(0o077))  # the only way to read it; files made meanwhile are not open to all
+    """Give a folder that is completely written its name, so that it is there whole or not at all.
+    Call on one rank.
+    """
+    # the only way to read it; files made meanwhile are not open to all
+    os.umask(umask := os.umask(0o077))
     for path in temporary.rglob("*"):
         if path.is_file():
-            with contextlib.suppress(OSError):  # where a mount decides on owners and permissions, nobody may change them
+            # where a mount decides on owners and permissions, nobody may change them
+            with contextlib.suppress(OSError):
                 path.chmod(0o666 & ~umask)  # safetensors writes for the owner alone
         _fsync(path)
     _fsync(temporary)
@@ -93,11 +109,14 @@ def remove(folder: Path) -> None:
     discard(gone)
 
 
-NOT_REGULAR = "not a regular file, but a pipe, a socket or a device, which could be waited for without end"
+NOT_REGULAR = (
+    "not a regular file, but a pipe, a socket or a device, which could be waited for without end"
+)
 
 
 def inside(folder: Path, name: str) -> Path:
-    """`folder / name`, where a file of the folder, which others may have written, names another one.
+    """`folder / name`, where a file of the folder, which others may have written, names another
+    one.
 
     Raises:
         ConfigError: it leads out of the folder, by `..`, as an absolute path, or by a link.
@@ -109,7 +128,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def open_regular(path: Path, mode: str = "w") -> IO[Any]:
-    """`open` for a file to be written by a name that others can guess: no link is followed, no pipe waited for.
+    """`open` for a file to be written by a name that others can guess: no link is followed, no pipe
+    waited for.
 
     Raises:
         OSError: it is a link, a pipe or a device.
@@ -126,14 +146,21 @@ def open_regular(path: Path, mode: str = "w") -> IO[Any]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Checksum and size of a file. XXH3 finds damage as surely as SHA-256, and ten times as fast; neither stops a forger."""
+    """Checksum and size of a file. XXH3 finds damage as surely as SHA-256, and ten times as fast;
+    neither stops a forger.
+    """
     with path.open("rb") as file:
         made: Any = xxhash.xxh3_128
-        return {"xxh3_128": hashlib.file_digest(file, made).hexdigest(), "size": path.stat().st_size}
+        return {
+            "xxh3_128": hashlib.file_digest(file, made).hexdigest(),
+            "size": path.stat().st_size,
+        }
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; a half-written line, which a kill can leave, is passed over."""
+    """The objects of a file of JSON lines; a half-written line, which a kill can leave, is passed
+    over.
+    """
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):

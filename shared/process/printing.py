@@ -10,15 +10,22 @@ from shared.process.redaction import masked, redact
 
 
 def quieten_imports() -> None:
-    """Keep from the console what imports of libraries print and a user cannot act on. Call before them."""
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # how torchao registers its types
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # a package that is not needed
-    alarm = "Setting accelerator to CPU"  # where DeepSpeed is installed; the summary says what a run is on
+    """Keep from the console what imports of libraries print and a user cannot act on. Call before
+    them.
+    """
+    # how torchao registers its types
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    # a package that is not needed
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # where DeepSpeed is installed; the summary says what a run is on
+    alarm = "Setting accelerator to CPU"
     logging.getLogger("DeepSpeed").addFilter(lambda record: alarm not in record.getMessage())
 
 
 def label(name: str) -> str:
-    """A name from outside as logs, progress bars and reports show it. It depends on the name alone."""
+    """A name from outside as logs, progress bars and reports show it. It depends on the name
+    alone.
+    """
     return shown(masked(name))
 
 
@@ -28,7 +35,9 @@ def indented(text: str) -> list[str]:
 
 
 def print_main(*lines: str) -> None:
-    """Print on the main rank, above a progress bar if there is one. Each argument is one line, whatever it quotes."""
+    """Print on the main rank, above a progress bar if there is one. Each argument is one line,
+    whatever it quotes.
+    """
     if ranks.is_main_rank():
         from tqdm import tqdm
 
@@ -46,7 +55,9 @@ def keep_notes() -> None:
 
 
 def note(*lines: str) -> None:
-    """Print on the main rank what is to be known of a run: after its summary, if that is to come."""
+    """Print on the main rank what is to be known of a run: after its summary, if that is to
+    come.
+    """
     if _kept is None:
         print_main(*lines)
     else:
@@ -56,13 +67,16 @@ def note(*lines: str) -> None:
 def release_notes() -> None:
     """Print the notes that were kept, and each further one at once."""
     global _kept
-    lines, _kept = _kept, None
+    lines = _kept
+    _kept = None
     if lines:
         print_main(*lines)
 
 
 def summary(title: str, rows: dict[str, Any]) -> None:
-    """Print the settings in force, aligned, on the main rank; then the notes. Rows that are None are left out."""
+    """Print the settings in force, aligned, on the main rank; then the notes. Rows that are None
+    are left out.
+    """
     rows = {k: v for k, v in rows.items() if v is not None}
     width = max(map(len, rows))
     print_main(title, *(f"  {name:<{width}}  {value}" for name, value in rows.items()))

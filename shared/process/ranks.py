@@ -9,7 +9,9 @@ from shared.process.errors import ConfigError
 
 
 def rank() -> int:
-    """This process's number in the launch, known from the environment before any process group exists."""
+    """This process's number in the launch, known from the environment before any process group
+    exists.
+    """
     return int(os.environ.get("RANK") or "0")
 
 
@@ -24,7 +26,9 @@ def world_size() -> int:
 
 
 def cores() -> int:
-    """Processors that this process may use: its own, or fewer where its container has a quota, as of `docker run --cpus`."""
+    """Processors that this process may use: its own, or fewer where its container has a quota, as
+    of `docker run --cpus`.
+    """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return int(min(own, max(1, _quota())))
 
@@ -33,15 +37,20 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def _quota() -> float:
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2 of cgroups, and version 1
+    # version 2 of cgroups, and version 1
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError):  # there is no such file; it says "max"
-            quota, period = (int(word) for name in names for word in (CGROUP / name).read_text().split())
+            quota, period = (
+                int(word) for name in names for word in (CGROUP / name).read_text().split()
+            )
             return quota / period if quota > 0 else math.inf
     return math.inf
 
 
 def env_flag(name: str) -> bool:
-    """Whether an environment variable, of Accelerate's launcher for one, says yes, in the words that Accelerate knows."""
+    """Whether an environment variable, of Accelerate's launcher for one, says yes, in the words
+    that Accelerate knows.
+    """
     return os.environ.get(name, "").lower() in ("y", "yes", "t", "true", "on", "1")
 
 
@@ -49,7 +58,9 @@ _pipeline_ranks = 1
 
 
 def set_pipeline_ranks(ranks: int) -> None:
-    """Say that each model's stages are on so many neighbouring ranks. A template of pipelines calls this at its start."""
+    """Say that each model's stages are on so many neighbouring ranks. A template of pipelines calls
+    this at its start.
+    """
     global _pipeline_ranks
     _pipeline_ranks = ranks
 
@@ -60,7 +71,8 @@ def pipeline_ranks() -> int:
 
 
 def data_parallel_size() -> int:
-    """Processes of this launch that read different data: all, over those that share one model's pieces.
+    """Processes of this launch that read different data: all, over those that share one model's
+    pieces.
 
     Raises:
         ConfigError: the launch config's sizes do not divide the number of processes.
@@ -68,20 +80,35 @@ def data_parallel_size() -> int:
     if not env_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         if world_size() % _pipeline_ranks:
             raise ConfigError(
-                f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} ranks: "
+                f"{world_size()} processes cannot be split into pipelines of {_pipeline_ranks} "
+                "ranks: "
                 f"`accelerate launch --num_processes {_pipeline_ranks}`, or a multiple of that"
             )
         return world_size() // _pipeline_ranks
-    sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLELISM}
+    sizes = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in PARALLELISM
+    }
     if world_size() != math.prod(sizes.values()):
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise ConfigError(f"{world_size()} processes were launched, but the launch config's sizes are {product}")
+        raise ConfigError(
+            f"{world_size()} processes were launched, but the launch config's sizes are {product}"
+        )
     if env_flag("ACCELERATE_USE_FSDP") and sizes["dp_shard_size"] == 1:
-        raise ConfigError("dp_shard_size is 1 in the launch config, so FSDP has nothing to cut: use ddp.yaml")
+        raise ConfigError(
+            "dp_shard_size is 1 in the launch config, so FSDP has nothing to cut: use ddp.yaml"
+        )
     if sizes["cp_size"] * sizes["sp_size"] > 1:
-        raise ConfigError("cp_size and sp_size are to be 1 in the launch config: no template cuts sequences over processes")
-    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not env_flag("ACCELERATE_USE_FSDP"):
-        raise ConfigError("dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or fsdp2_tensor_parallel.yaml")
+        raise ConfigError(
+            "cp_size and sp_size are to be 1 in the launch config: no template cuts sequences over "
+            "processes"
+        )
+    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] > 1 and not env_flag(
+        "ACCELERATE_USE_FSDP"
+    ):
+        raise ConfigError(
+            "dp_replicate_size and dp_shard_size need FSDP: use hsdp.yaml or "
+            "fsdp2_tensor_parallel.yaml"
+        )
     return sizes["dp_replicate_size"] * sizes["dp_shard_size"]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from shared.process.errors import CleanExit
 from shared.process.ranks import is_main_rank
 
-# Each stops the run after a checkpoint. Ctrl-C sends SIGINT. A closed terminal sends SIGHUP; under nohup, it is ignored.
+# Each stops the run after a checkpoint. Ctrl-C sends SIGINT. A closed terminal sends SIGHUP; under
+# nohup, it is ignored.
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     STOP_SIGNALS.remove(signal.SIGHUP)
@@ -30,7 +31,8 @@ def clean_exit() -> Iterator[None]:
         if end.exit_code == 143 and not end.alone and not is_main_rank():
             time.sleep(1)  # the main rank prints first: the launcher ends all ranks when one ends
         elif not is_main_rank():
-            # Most errors occur on all ranks. The main rank prints them; the launcher then ends this rank during the sleep.
+            # Most errors occur on all ranks. The main rank prints them; the launcher then ends this
+            # rank during the sleep.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
             print(f"error on rank {os.environ['RANK']}: {end}", file=sys.stderr, flush=True)
@@ -40,7 +42,8 @@ def clean_exit() -> Iterator[None]:
             traceback.print_exc()
         sys.exit(end.exit_code)
     except BrokenPipeError:  # what read the output has ended, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing at exit finds no closed pipe
+        # so that flushing at exit finds no closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except KeyboardInterrupt:  # only in commands that do not train
         print("interrupted", file=sys.stderr)
@@ -48,17 +51,24 @@ def clean_exit() -> Iterator[None]:
 
 
 def note_exit_code(code: int, *, sure: bool = True) -> None:
-    """Record the exit code for `python -m shared run`, if it is used. The first code of a launch is kept, as the cause."""
+    """Record the exit code for `python -m shared run`, if it is used. The first code of a launch is
+    kept, as the cause.
+    """
     folder = os.environ.get("TEMPLATES_RUN")
     if folder:
-        with contextlib.suppress(OSError), open(Path(folder, "code"), "x", encoding="utf-8") as noted:
+        with (
+            contextlib.suppress(OSError),
+            open(Path(folder, "code"), "x", encoding="utf-8") as noted,
+        ):
             noted.write(f"{code}{'' if sure else '?'}")
 
 
 def stop_on_signals_before_training() -> None:
-    """Let a stop signal end this process at once, with exit code 143, until training sets its own handlers.
+    """Let a stop signal end this process at once, with exit code 143, until training sets its own
+    handlers.
 
-    Also record for `python -m shared run`, if that is used, that this process trains, and later whether it fails.
+    Also record for `python -m shared run`, if that is used, that this process trains, and later
+    whether it fails.
     """
     end_with_the_launcher()
     for number in STOP_SIGNALS:
@@ -78,7 +88,9 @@ def stop_on_signals_before_training() -> None:
 
 @contextlib.contextmanager
 def stop_signals_wait() -> Iterator[None]:
-    """Block stop signals in this process, and in processes that it starts meanwhile: they have no handlers yet."""
+    """Block stop signals in this process, and in processes that it starts meanwhile: they have no
+    handlers yet.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -100,7 +112,12 @@ def start_of(pid: int) -> str:
     Empty where there is no such process, or no /proc.
     """
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[19]
+        )
     return ""
 
 
@@ -108,7 +125,8 @@ _PARENT = os.getppid()
 
 
 def end_with_the_launcher() -> None:
-    """Get SIGTERM when the launcher dies, so that this process does not stay behind as an orphan. Linux only.
+    """Get SIGTERM when the launcher dies, so that this process does not stay behind as an orphan.
+    Linux only.
 
     A launcher may be killed. `accelerate launch` with one process does not pass SIGTERM on.
     """

@@ -1,4 +1,6 @@
-"""Standard output and error that may be lost: that nobody reads them is no reason to end a run of days."""
+"""Standard output and error that may be lost: that nobody reads them is no reason to end a run of
+days.
+"""
 
 import io
 import sys
@@ -13,14 +15,16 @@ class _Stream(io.FileIO):
             written = super().write(data)
         except OSError:
             written = None
-        return len(data) if written is None else written  # None: a full pipe that another process has made non-blocking
+        # None: a full pipe that another process has made non-blocking
+        return len(data) if written is None else written
 
 
 def outlive_readers() -> None:
     """From now on, what cannot be printed is lost, where printing raised `OSError` before.
 
-    Ctrl-C in `accelerate launch ... | tee train.log` ends `tee`, too, a dropped connection closes the terminal, and a log
-    may lie on a full disk: the next line would otherwise prevent the last checkpoint.
+    Ctrl-C in `accelerate launch ... | tee train.log` ends `tee`, too, a dropped connection closes
+    the terminal, and a log may lie on a full disk: the next line would otherwise prevent the last
+    checkpoint.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)

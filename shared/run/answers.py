@@ -8,8 +8,11 @@ from shared.models.generation import answers
 from shared.run.run import Run
 
 
-def log_answers(run: Run, model: nn.Module, held_out: Any, tokenizer: Any, *, expected: str = "reference") -> None:
-    """Print and log answers to --num_generations prompts, before training and at its end. Every rank calls this.
+def log_answers(
+    run: Run, model: nn.Module, held_out: Any, tokenizer: Any, *, expected: str = "reference"
+) -> None:
+    """Print and log answers to --num_generations prompts, before training and at its end. Every
+    rank calls this.
 
     Args:
         held_out: the validation samples, with `prompt` and `end`.

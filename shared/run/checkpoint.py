@@ -1,8 +1,8 @@
 """Checkpoints that are whole or do not exist, and that any strategy and world size can resume.
 
-One format for all strategies: the trainable parameters, the buffers and the optimizer's state as safetensors (see
-`tensors`). Everything else is JSON. Learning rate, order of samples and random numbers depend on the step alone, so only the
-step is saved.
+One format for all strategies: the trainable parameters, the buffers and the optimizer's state as
+safetensors (see `tensors`). Everything else is JSON. Learning rate, order of samples and random
+numbers depend on the step alone, so only the step is saved.
 """
 
 import contextlib
@@ -66,12 +66,14 @@ class Checkpointer:
         models: as `Run.prepare` returned them, by name; "model" is the one that final/ is made of.
         optimizers: of all models.
         run_dir: where `checkpoint-000120/` and its siblings go.
-        config: the template's. Its `checkpoint` group says how many stay; its values are compared on resume.
+        config: the template's. Its `checkpoint` group says how many stay; its values are compared
+            on resume.
         data: fingerprint of the samples; resuming with others is refused.
         base: fingerprint of weights that are not trained, and so not saved.
         ema: the moving average of the weights, if there is one.
         extra: more tensors of the run, by name. They are saved and loaded in place.
-        replicas: where they train apart. The checkpoint's model is then the one that they agreed on.
+        replicas: where they train apart. The checkpoint's model is then the one that they agreed
+            on.
     """
 
     def __init__(
@@ -89,9 +91,14 @@ class Checkpointer:
         replicas: Replicas | None = None,
     ) -> None:
         self.replicas = replicas
-        self.own = f"replica{replicas.index}." if replicas else ""  # begins the names of what replicas do not share
-        self.ema, self.extra = ema, dict(extra or {})
-        self.accelerator, self.run_dir, self.data, self.base = accelerator, run_dir, data, base
+        # begins the names of what replicas do not share
+        self.own = f"replica{replicas.index}." if replicas else ""
+        self.ema = ema
+        self.extra = dict(extra or {})
+        self.accelerator = accelerator
+        self.run_dir = run_dir
+        self.data = data
+        self.base = base
         self.options: CheckpointConfig = config.checkpoint
         self.settings = redact(configs.flatten(config))
         self.free = configs.free_fields(type(config))
@@ -99,25 +106,34 @@ class Checkpointer:
         self.trainable: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         for name, model in models.items():
-            prefix, whole = "" if name == "model" else f"{name}/", accelerator.unwrap_model(model)
+            prefix = "" if name == "model" else f"{name}/"
+            whole = accelerator.unwrap_model(model)
             reshard(whole)  # gathered weights are other Parameter objects
-            # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first alone.
-            self.trainable |= {prefix + n: p for n, p in whole.named_parameters() if p.requires_grad}
+            # After `fully_shard` a tied parameter has two names; `named_parameters` gives the first
+            # alone.
+            self.trainable |= {
+                prefix + n: p for n, p in whole.named_parameters() if p.requires_grad
+            }
             self.buffers |= {prefix + n: b for n, b in persistent_buffers(whole).items()}
         self.model = accelerator.unwrap_model(models["model"])
         self.run: str = on_main(partial(run_id, run_dir))
         self.latest: Path | None = None
         self.passed_over: list[Path] = []  # newer ones than the one that was resumed
         self.pending: Future[None] | None = None
-        self.group: Any = None  # its own, so that the writing thread's collectives do not mix with training's
+        # its own, so that the writing thread's collectives do not mix with training's
+        self.group: Any = None
         if self.options.async_save:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
-            # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors below 1 MiB are not
-            # pinned: two of them on one page cannot both be.
+            # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors
+            # below 1 MiB are not pinned: two of them on one page cannot both be.
             self.on_gpu = accelerator.device.type == "cuda"
-            self.stager = StateDictStager(pin_memory=self.on_gpu, share_memory=False, pin_memory_min_bytes=2**20)
+            self.stager = StateDictStager(
+                pin_memory=self.on_gpu, share_memory=False, pin_memory_min_bytes=2**20
+            )
             if dist.is_initialized():
-                self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout))
+                self.group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout)
+                )
 
     def _statistics(self) -> dict[str, torch.Tensor]:
         """Live buffers of floating-point numbers, by name in a checkpoint: BatchNorm's statistics.
@@ -128,15 +144,23 @@ class Checkpointer:
         live |= {f"ema.{name}": b for name, b in (self.ema.buffers if self.ema else {}).items()}
         return {name: b for name, b in live.items() if b.is_floating_point()}
 
-    def _live(self, step: int, saved: Container[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _live(
+        self, step: int, saved: Container[str] = ()
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers."""
         own = self.own
-        tensors: dict[str, torch.Tensor] = {f"{own}model.{name}": b for name, b in self.buffers.items()}
+        tensors: dict[str, torch.Tensor] = {
+            f"{own}model.{name}": b for name, b in self.buffers.items()
+        }
         if self.replicas:
-            tensors |= {f"model.{name}": value for name, value in self.replicas.agreed.tensors.items()}
+            tensors |= {
+                f"model.{name}": value for name, value in self.replicas.agreed.tensors.items()
+            }
             tensors |= self.replicas.state(saved)
         tensors |= {f"extra.{name}": value for name, value in self.extra.items()}
-        tensors |= {f"ema.{name}": value for name, value in (self.ema.tensors if self.ema else {}).items()}
+        tensors |= {
+            f"ema.{name}": value for name, value in (self.ema.tensors if self.ema else {}).items()
+        }
         scalars: dict[str, Any] = {}
         if zero.is_used(self.accelerator):
             return tensors | zero.state(self.accelerator, self.trainable, step), scalars
@@ -149,26 +173,31 @@ class Checkpointer:
         return tensors, scalars
 
     def _to_save(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on as many ranks."""
+        """As `_live`, with the mean of all ranks' statistics, and each rank's own for a resume on
+        as many ranks.
+        """
         tensors, scalars = self._live(step)
         own = self._statistics()
         if self.accelerator.num_processes > 1 and own and not self.replicas:
-            mean = {name: value.clone() for name, value in own.items()}  # saving changes nothing in the live model
+            # saving changes nothing in the live model
+            mean = {name: value.clone() for name, value in own.items()}
             average_buffers(self.accelerator, [mean])
             rank = self.accelerator.process_index
             tensors |= mean | {f"rank{rank}.{name}": value for name, value in own.items()}
         return tensors, scalars
 
     def save(self, state: TrainState) -> None:
-        """Write `checkpoint-<step>`, commit it, then prune all but the newest and the best. Every rank calls this.
+        """Write `checkpoint-<step>`, commit it, then prune all but the newest and the best. Every
+        rank calls this.
 
-        Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync, rename, fsync of the
-        parent, prune. Killed at any point, the checkpoints before it are what they were. With --async_save all but a
-        copy to the host's memory happens in the background: see `wait`.
+        Temporary sibling, all ranks' shards, their agreement, hashes into the manifest, fsync,
+        rename, fsync of the parent, prune. Killed at any point, the checkpoints before it are what
+        they were. With --async_save all but a copy to the host's memory happens in the background:
+        see `wait`.
 
         Raises:
-            CheckpointError: on all ranks, naming the rank that failed, here or in the save before, if that was in the
-                background; nothing saved before is lost.
+            CheckpointError: on all ranks, naming the rank that failed, here or in the save before,
+                if that was in the background; nothing saved before is lost.
         """
         failed: CheckpointError | None = None
         try:
@@ -195,8 +224,14 @@ class Checkpointer:
             content["scaler"] = self.accelerator.scaler.state_dict()
         manifest = {"run": self.run, "step": state.step}
         manifest |= {"best_step": state.best_step, "started_from": state.started_from}
-        manifest |= {"world_size": self.accelerator.num_processes, "strategy": strategy(self.accelerator)}
-        manifest |= {"held": sharding_shares(self.accelerator, self.model, self.optimizers), "versions": versions()}
+        manifest |= {
+            "world_size": self.accelerator.num_processes,
+            "strategy": strategy(self.accelerator),
+        }
+        manifest |= {
+            "held": sharding_shares(self.accelerator, self.model, self.optimizers),
+            "versions": versions(),
+        }
         manifest |= {"replicas": self.replicas.count if self.replicas else 0}
         manifest |= {"data": self.data, "base": self.base, "settings": self.settings}
         if self.options.async_save:
@@ -208,7 +243,9 @@ class Checkpointer:
             self._write(folder, tensors, content, manifest)
 
     def save_and_load(self, state: TrainState) -> int:
-        """Save, verify, read back and delete, to see whether it works. Returns bytes on disk. Every rank calls this."""
+        """Save, verify, read back and delete, to see whether it works. Returns bytes on disk. Every
+        rank calls this.
+        """
         prefix = ".tmp-gone-"  # resume ignores this prefix; the next start deletes leftovers
         self._save(state, prefix)
         self.wait()
@@ -227,10 +264,17 @@ class Checkpointer:
             CheckpointError: it failed.
         """
         if self.pending is not None:
-            pending, self.pending = self.pending, None
+            pending = self.pending
+            self.pending = None
             pending.result()
 
-    def _write(self, folder: Path, tensors: dict[str, Any], content: dict[str, Any], manifest: dict[str, Any]) -> None:
+    def _write(
+        self,
+        folder: Path,
+        tensors: dict[str, Any],
+        content: dict[str, Any],
+        manifest: dict[str, Any],
+    ) -> None:
         name = f"checkpoint-{manifest['step']:06d}"
         temporary = folder.with_name(f".tmp-{name}")
         rank = self.accelerator.process_index
@@ -240,7 +284,8 @@ class Checkpointer:
         try:
             if temporary.is_symlink():
                 raise OSError(f"{temporary} is a link")
-            temporary.mkdir(parents=True, exist_ok=True)  # where the main rank could not, or on a disk that is not shared
+            # where the main rank could not, or on a disk that is not shared
+            temporary.mkdir(parents=True, exist_ok=True)
             shard = f"rank-{rank}.safetensors"
             files[shard] = write(temporary / shard, tensors, share_out(held)[rank])
             faults.point("save.shard")
@@ -255,18 +300,28 @@ class Checkpointer:
                 if folder.exists() and not self._wrote(folder):
                     aside = folder.with_name(f"other-{name}-{secrets.token_hex(4)}")
                     folder.rename(aside)
-                    print_main(f"warning: {name} was not written by this run, and is called {aside.name} now")
+                    print_main(
+                        f"warning: {name} was not written by this run, and is called {aside.name} "
+                        "now"
+                    )
                 commit(temporary, folder)
             except OSError as error:
                 problems = [f"rank 0: {first_line(error)}"]
             else:
-                self.passed_over = [old for old in self.passed_over if old != folder]  # this one is whole
+                # this one is whole
+                self.passed_over = [old for old in self.passed_over if old != folder]
                 try:
                     self._prune(manifest["step"], manifest["best_step"])
                 except OSError as error:
-                    print_main(f"warning: {name} is saved, but an older one could not be removed ({first_line(error)})")
+                    print_main(
+                        f"warning: {name} is saved, but an older one could not be removed "
+                        f"({first_line(error)})"
+                    )
                 if folder.name == name:  # and not in a rehearsal
-                    print_main(f"saved {name}" + ", the best so far" * (manifest["best_step"] == manifest["step"]))
+                    print_main(
+                        f"saved {name}"
+                        + ", the best so far" * (manifest["best_step"] == manifest["step"])
+                    )
         problems = self._gather(problems)[0]
         if problems:
             if rank == 0:
@@ -283,11 +338,17 @@ class Checkpointer:
         return values
 
     def _prune(self, step: int, best: int) -> None:
-        """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was taken back, or damaged.
+        """Keep the newest up to `step` and that of step `best`. Later ones are of a run that was
+        taken back, or damaged.
 
-        What this run has not written, as its manifest says, stays. One that was found damaged does not count, and goes.
+        What this run has not written, as its manifest says, stays. One that was found damaged does
+        not count, and goes.
         """
-        own = [folder for folder in checkpoints(self.run_dir) if folder not in self.passed_over or _step_of(folder) <= step]
+        own = [
+            folder
+            for folder in checkpoints(self.run_dir)
+            if folder not in self.passed_over or _step_of(folder) <= step
+        ]
         own = [folder for folder in own if self._wrote(folder)]
         behind = [p for p in own if _step_of(p) <= step and p not in self.passed_over]
         kept = [*behind[-self.options.save_total_limit :], self.run_dir / f"checkpoint-{best:06d}"]
@@ -299,10 +360,12 @@ class Checkpointer:
         return run_of(folder) == self.run
 
     def resume(self, named: Path | None = None) -> TrainState:
-        """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls this.
+        """Load the newest valid checkpoint of the run, or the one named, or none. Every rank calls
+        this.
 
-        A checkpoint of another folder is where the run starts. Once the run has checkpoints of its own, the same command
-        continues from those. One of the run's own takes it back, once: the same command again continues from there.
+        A checkpoint of another folder is where the run starts. Once the run has checkpoints of its
+        own, the same command continues from those. One of the run's own takes it back, once: the
+        same command again continues from there.
 
         Args:
             named: a checkpoint's folder.
@@ -319,13 +382,16 @@ class Checkpointer:
         faults.point("resume.verified")
         try:
             content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            scalars, scaler = content.pop("scalars"), content.pop("scaler", None)
+            scalars = content.pop("scalars")
+            scaler = content.pop("scaler", None)
             state = TrainState(**content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{folder}: {STATE} cannot be read") from None
         self._load(folder, scalars, state.step)
         if begins:  # the checkpoint of another run: drop its tracker id and scores
-            state.tracker_run_id, state.started_from, state.interval = "", "", []
+            state.tracker_run_id = ""
+            state.started_from = ""
+            state.interval = []
             state.forget_scores()
             on_main(lambda: (self.run_dir / "metrics.jsonl").unlink(missing_ok=True))
         elif named is not None and folder == named.resolve():
@@ -339,10 +405,15 @@ class Checkpointer:
         return state
 
     def _verify(self, folder: Path) -> dict[str, Any]:
-        """`verify`, with the files shared among the ranks; all of them raise alike. Every rank calls this."""
-        problem, manifest = None, {}
+        """`verify`, with the files shared among the ranks; all of them raise alike. Every rank
+        calls this.
+        """
+        problem = None
+        manifest = {}
         try:
-            manifest = verify(folder, self.accelerator.process_index, self.accelerator.num_processes)
+            manifest = verify(
+                folder, self.accelerator.process_index, self.accelerator.num_processes
+            )
         except CheckpointError as error:
             problem = error
         problems = [problem for problem in gather_object([problem]) if problem is not None]
@@ -373,12 +444,14 @@ class Checkpointer:
             on_main(partial(self._require_compatible, folder, manifest))
             if named is not None and folder != named.resolve():
                 print_main(
-                    f"--resume_from_checkpoint {named} is where this run began; it continues from its own {folder.name}"
+                    f"--resume_from_checkpoint {named} is where this run began; it continues from "
+                    f"its own {folder.name}"
                 )
             return folder
         if own:
             raise CheckpointError(
-                f"{self.run_dir}: none of its {len(own)} checkpoints is whole and its own; another --output_dir starts anew"
+                f"{self.run_dir}: none of its {len(own)} checkpoints is whole and its own; another "
+                "--output_dir starts anew"
             )
         return None
 
@@ -395,9 +468,15 @@ class Checkpointer:
         return on_main(since)
 
     def _require_compatible(self, folder: Path, manifest: dict[str, Any]) -> None:
-        own = {"data": self.data, "base": self.base, "settings": self.settings, "strategy": strategy(self.accelerator)}
+        own = {
+            "data": self.data,
+            "base": self.base,
+            "settings": self.settings,
+            "strategy": strategy(self.accelerator),
+        }
         own |= {"replicas": self.replicas.count if self.replicas else 0}
-        saved, sharded_by_zero = TensorReader(folder).pieces, zero.is_used(self.accelerator)
+        saved = TensorReader(folder).pieces
+        sharded_by_zero = zero.is_used(self.accelerator)
         fits = sharded_by_zero or all(
             f"model.{name}" in saved and saved[f"model.{name}"][0][1].shape == tuple(p.shape)
             for name, p in self.trainable.items()
@@ -405,12 +484,23 @@ class Checkpointer:
         allowed = set(self.options.allow_changed)
         require_compatible(folder, manifest, own, free=self.free, allowed=allowed, fits=fits)
 
-    def _drop_unsaved(self, saved: Iterable[str], tensors: dict[str, torch.Tensor], scalars: Iterable[str]) -> None:
-        """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or of another --optim."""
+    def _drop_unsaved(
+        self, saved: Iterable[str], tensors: dict[str, torch.Tensor], scalars: Iterable[str]
+    ) -> None:
+        """Drop optimizer state that a checkpoint lacks: of parameters that never had a gradient, or
+        of another --optim.
+        """
         before = f"{self.own}optimizer."
         states = {*saved, *scalars}
-        with_state = {name.removeprefix(before).rpartition(".")[0] for name in states if name.startswith(before)}
-        with_state |= {name.removesuffix(part) for name in with_state for part in (".exp_avg", ".exp_avg_sq")}  # 8 bits
+        with_state = {
+            name.removeprefix(before).rpartition(".")[0]
+            for name in states
+            if name.startswith(before)
+        }
+        # 8 bits
+        with_state |= {
+            name.removesuffix(part) for name in with_state for part in (".exp_avg", ".exp_avg_sq")
+        }
         name_of = {p: name for name, p in self.trainable.items()}
         new = []
         for optimizer in self.optimizers:
@@ -425,16 +515,29 @@ class Checkpointer:
                         tensors.pop(key, None)
                     new += [name] * (name in with_state)
         if new:
-            print_main(f"warning: {len(new)} parameters, such as {new[0]}, begin with a new optimizer state")
+            print_main(
+                f"warning: {len(new)} parameters, such as {new[0]}, begin with a new optimizer "
+                "state"
+            )
 
     def _own_statistics(self, saved: Iterable[str]) -> dict[str, torch.Tensor]:
-        """This rank's own statistics, by name in a checkpoint of these names, if the world size is unchanged."""
-        if len({name.partition(".")[0] for name in saved if name.startswith("rank")}) != self.accelerator.num_processes:
+        """This rank's own statistics, by name in a checkpoint of these names, if the world size is
+        unchanged.
+        """
+        if (
+            len({name.partition(".")[0] for name in saved if name.startswith("rank")})
+            != self.accelerator.num_processes
+        ):
             return {}
-        return {f"rank{self.accelerator.process_index}.{name}": b for name, b in self._statistics().items()}
+        return {
+            f"rank{self.accelerator.process_index}.{name}": b
+            for name, b in self._statistics().items()
+        }
 
     def load_best(self, step: int) -> bool:
-        """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank calls this."""
+        """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank
+        calls this.
+        """
         folder = self.run_dir / f"checkpoint-{step:06d}"
         try:
             self._verify(folder)
@@ -458,14 +561,17 @@ class Checkpointer:
                     raise
                 problem = first_line(error)
             if problems := [problem for problem in self._gather(problem) if problem]:
-                raise CheckpointError(f"{folder}: does not fit this model and optimizer ({problems[0]})")
+                raise CheckpointError(
+                    f"{folder}: does not fit this model and optimizer ({problems[0]})"
+                )
 
         if zero.is_used(self.accelerator):
             zero.load(self.accelerator, self.trainable, step, read)
             read({f"model.{name}": b for name, b in self.buffers.items()})
             return
         replicas = {name.partition(".")[0] for name in saved if name.startswith("replica")}
-        if self.replicas and self.replicas.count != len(replicas):  # as --allow_changed replicas allows
+        # as --allow_changed replicas allows
+        if self.replicas and self.replicas.count != len(replicas):
             agreed = self.replicas.agreed.tensors
             read({f"model.{name}": value for name, value in agreed.items()} | self.replicas.state())
             self.replicas.begin_from_agreed()
@@ -476,9 +582,13 @@ class Checkpointer:
         tensors, _ = self._live(step, saved)
         self._drop_unsaved(saved, tensors, scalars)
         if self.ema and not any(name.startswith("ema.") for name in saved):
-            tensors = {name: value for name, value in tensors.items() if not name.startswith("ema.")}
+            tensors = {
+                name: value for name, value in tensors.items() if not name.startswith("ema.")
+            }
         if not self.replicas and (own := self._own_statistics(saved)):
-            tensors = {name: value for name, value in tensors.items() if name not in self._statistics()} | own
+            tensors = {
+                name: value for name, value in tensors.items() if name not in self._statistics()
+            } | own
         read(tensors)
         if self.ema and not any(name.startswith("ema.") for name in tensors):
             self.ema.begin()
@@ -487,7 +597,9 @@ class Checkpointer:
             for name, parameter in self.trainable.items():
                 for key in optimizer.state.get(parameter, {}):
                     if f"{self.own}optimizer.{name}.{key}" in scalars:
-                        optimizer.state[parameter][key] = scalars[f"{self.own}optimizer.{name}.{key}"]
+                        optimizer.state[parameter][key] = scalars[
+                            f"{self.own}optimizer.{name}.{key}"
+                        ]
 
 
 def _step_of(folder: Path) -> int:

@@ -32,7 +32,9 @@ class NoAnswer(CheckpointError):
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first; anything else in it is not looked at."""
-    found = [(int(m[1]), p) for p in run_dir.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
+    found = [
+        (int(m[1]), p) for p in run_dir.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()
+    ]
     return [p for _, p in sorted(found)]
 
 
@@ -44,7 +46,8 @@ def run_of(folder: Path) -> str | None:
 
 
 def settings_of(run_dir: Path, named: Path | None) -> dict[str, Any]:
-    """The settings of the checkpoint that a run goes on from; none where it begins or no manifest tells them.
+    """The settings of the checkpoint that a run goes on from; none where it begins or no manifest
+    tells them.
 
     Args:
         named: a checkpoint to begin from, where the run has none itself.
@@ -69,8 +72,13 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
         if manifest.pop("sha256") != _digest_of(manifest):
             raise ValueError
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: of format {manifest['format']!r}, and this version reads {FORMAT} only")
-        files = {name: {"xxh3_128": fact["xxh3_128"], "size": fact["size"]} for name, fact in manifest["files"].items()}
+            raise CheckpointError(
+                f"{folder}: of format {manifest['format']!r}, and this version reads {FORMAT} only"
+            )
+        files = {
+            name: {"xxh3_128": fact["xxh3_128"], "size": fact["size"]}
+            for name, fact in manifest["files"].items()
+        }
         if any(Path(name).name != name or not name.isprintable() for name in files):
             raise ValueError
         if type(manifest["step"]) is not int or not isinstance(manifest.get("settings", {}), dict):
@@ -88,16 +96,22 @@ def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
         try:
             right = path.is_file() and path.stat().st_size == expected["size"]
             if not right or digest(path) != expected:
-                raise CheckpointError(f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}")
+                raise CheckpointError(
+                    f"{folder}: {name} is {'damaged' if path.is_file() else 'missing'}"
+                )
         except OSError as error:
             raise NoAnswer(f"{folder}: {name} cannot be read ({error.strerror})") from None
     return manifest
 
 
 def write_manifest(
-    folder: Path, content: dict[str, Any], manifest: dict[str, Any], files: dict[str, dict[str, Any]]
+    folder: Path,
+    content: dict[str, Any],
+    manifest: dict[str, Any],
+    files: dict[str, dict[str, Any]],
 ) -> None:
-    """Write a checkpoint's state and, last, its manifest. Call on one rank, after all ranks have written their shards.
+    """Write a checkpoint's state and, last, its manifest. Call on one rank, after all ranks have
+    written their shards.
 
     Args:
         content: the state, JSON.
@@ -110,24 +124,36 @@ def write_manifest(
     (folder / STATE).write_text(json.dumps(content, indent=1))
     files |= {STATE: digest(folder / STATE)}
     manifest = {"format": FORMAT} | manifest | {"files": dict(sorted(files.items()))}
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1))
+    (folder / MANIFEST).write_text(
+        json.dumps(manifest | {"sha256": _digest_of(manifest)}, indent=1)
+    )
     faults.point("save.manifest")
     for name, fact in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != fact["size"]:
-            raise OSError(f"{name}, which another rank has written, is not seen here: is the folder shared?")
+            raise OSError(
+                f"{name}, which another rank has written, is not seen here: is the folder shared?"
+            )
 
 
 def _digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}  # differences that go without saying
+# differences that go without saying
+UNTOLD = {"output_dir", "resume_from_checkpoint", "allow_changed"}
 
 
 def require_compatible(
-    folder: Path, manifest: dict[str, Any], own: dict[str, Any], *, free: frozenset[str], allowed: set[str], fits: bool
+    folder: Path,
+    manifest: dict[str, Any],
+    own: dict[str, Any],
+    *,
+    free: frozenset[str],
+    allowed: set[str],
+    fits: bool,
 ) -> None:
-    """Print which settings differ from a checkpoint's, and refuse those that change what is learned.
+    """Print which settings differ from a checkpoint's, and refuse those that change what is
+    learned.
 
     Args:
         own: data, base, settings and strategy of this run, as the manifest has them.
@@ -140,41 +166,65 @@ def require_compatible(
     """
     if manifest.get("data") != own["data"] and "data" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other data: use the same, another --output_dir (with what this run trained, its "
-            "final/, as the model or adapter to go on from: docs/after_training.md), or --allow_changed data"
+            f"{folder} belongs to a run on other data: use the same, another --output_dir (with "
+            "what this run trained, its "
+            "final/, as the model or adapter to go on from: docs/after_training.md), or "
+            "--allow_changed data"
         )
     if manifest.get("base", own["base"]) != own["base"] and "base" not in allowed:
         raise ConfigError(
-            f"{folder} belongs to a run on other base weights, of which it holds none itself: use the same, another "
+            f"{folder} belongs to a run on other base weights, of which it holds none itself: use "
+            "the same, another "
             "--output_dir, or --allow_changed base"
         )
     if (before := manifest.get("replicas", 0)) != own["replicas"] and "replicas" not in allowed:
         raise ConfigError(
-            f"{folder} is of {before} replicas that train apart, and here are {own['replicas']}: launch as many, or give "
-            "--allow_changed replicas, which begins at the agreed weights and loses each replica's own and its optimizer"
+            f"{folder} is of {before} replicas that train apart, and here are {own['replicas']}: "
+            "launch as many, or give "
+            "--allow_changed replicas, which begins at the agreed weights and loses each replica's "
+            "own and its optimizer"
         )
     if unknown := sorted(allowed - set(own["settings"]) - {"data", "base", "replicas"}):
-        raise ConfigError(f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces between them")
+        raise ConfigError(
+            f"--allow_changed {' '.join(unknown)}: no setting of that name; names have spaces "
+            "between them"
+        )
     before = manifest.get("settings", {})
-    changed = {k: (before[k], v) for k, v in own["settings"].items() if k in before and not _same(before[k], v)}
+    changed = {
+        k: (before[k], v)
+        for k, v in own["settings"].items()
+        if k in before and not _same(before[k], v)
+    }
     lines = {name: f"{name} was {old!r}, now {new!r}" for name, (old, new) in changed.items()}
     if refused := sorted(set(lines) - free - allowed):
-        allow = f", or --allow_changed {' '.join(refused)}" if fits else "; its weights do not fit this model"
+        allow = (
+            f", or --allow_changed {' '.join(refused)}"
+            if fits
+            else "; its weights do not fit this model"
+        )
         raise ConfigError(
-            f"{folder} belongs to a run that learns something else ({'; '.join(lines[n] for n in refused)}): use the "
+            f"{folder} belongs to a run that learns something else "
+            f"({'; '.join(lines[n] for n in refused)}): use the "
             f"same settings, another --output_dir{allow}"
         )
     if manifest.get("strategy") != own["strategy"]:
         lines["strategy"] = f"ran on {manifest.get('strategy')}, now on {own['strategy']}"
-    old, new = manifest.get("versions", {}), versions()
-    lines |= {name: f"{name} {old[name]}, now {new[name]}" for name in old.keys() & new if old[name] != new[name]}
+    old = manifest.get("versions", {})
+    new = versions()
+    lines |= {
+        name: f"{name} {old[name]}, now {new[name]}"
+        for name in old.keys() & new
+        if old[name] != new[name]
+    }
     told = [line for name, line in lines.items() if name not in UNTOLD]
     if told:
         note(f"settings that differ from those of {folder.name}:", *(f"  {line}" for line in told))
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether settings are equal. Secrets are masked in both: those of the environment by what was in it at each start."""
+    """Whether settings are equal. Secrets are masked in both: those of the environment by what was
+    in it at each start.
+    """
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_same, one, other))
     if not isinstance(one, str) or not isinstance(other, str):
@@ -185,4 +235,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def versions() -> dict[str, str]:
     packages = ("torch", "accelerate", "transformers", "peft", "torchao")  # torchao may be missing
-    return {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)}
+    return {
+        name: importlib.metadata.version(name)
+        for name in packages
+        if importlib.util.find_spec(name)
+    }

@@ -1,4 +1,6 @@
-"""How a run ends: one line for people, an exit code that names the cause, and exit.json in the run's folder."""
+"""How a run ends: one line for people, an exit code that names the cause, and exit.json in the
+run's folder.
+"""
 
 import atexit
 import contextlib
@@ -37,7 +39,11 @@ class Stopped(CleanExit):
     exit_code = 143
 
     def __str__(self) -> str:
-        again = f"; the same command with --output_dir {shown(shlex.quote(str(_folder)))} continues" if _folder else ""
+        again = (
+            f"; the same command with --output_dir {shown(shlex.quote(str(_folder)))} continues"
+            if _folder
+            else ""
+        )
         return super().__str__() + again
 
 
@@ -46,7 +52,9 @@ class Finished(Exception):
 
 
 class _EndNow(BaseException):
-    """Raised in a signal's handler: no Exception, which a library or a `suppress` on the way could take for its own."""
+    """Raised in a signal's handler: no Exception, which a library or a `suppress` on the way could
+    take for its own.
+    """
 
 
 class NoRoom(CleanExit):
@@ -68,25 +76,37 @@ class OutOfMemory(CleanExit):
 
     def __init__(self, error: BaseException, config: Any) -> None:
         rows = config.batch.micro_batch()[0]
-        advice = [f"--per_device_train_batch_size {rows // 2}, which learns the same"] if rows > 1 else []
+        advice = (
+            [f"--per_device_train_batch_size {rows // 2}, which learns the same"]
+            if rows > 1
+            else []
+        )
         if config.speed.gradient_checkpointing != "full":
             advice.append("--gradient_checkpointing full, a third slower")
-        if not (ranks.env_flag("ACCELERATE_USE_FSDP") or ranks.env_flag("ACCELERATE_USE_DEEPSPEED")):
+        if not (
+            ranks.env_flag("ACCELERATE_USE_FSDP") or ranks.env_flag("ACCELERATE_USE_DEEPSPEED")
+        ):
             advice.append("accelerate_configs/fsdp2.yaml on several GPUs")
         if config.optim.optim != "adamw_8bit":
             advice.append("--optim adamw_8bit")
         advice.append("shorter rows, smaller images or a smaller model")
         if torch.cuda.is_available():
             print(torch.cuda.memory_summary(abbreviated=True), file=sys.stderr)
-        super().__init__(f"out of memory: {first_line(error)}", f"  next: {advice[0]}", f"  then: {'; '.join(advice[1:])}")
+        super().__init__(
+            f"out of memory: {first_line(error)}",
+            f"  next: {advice[0]}",
+            f"  then: {'; '.join(advice[1:])}",
+        )
 
 
 def run(main: Callable[[C], None], config: C) -> None:
-    """Call `main(config)` and end with one line and the exit code that names the cause. Every rank calls this.
+    """Call `main(config)` and end with one line and the exit code that names the cause. Every rank
+    calls this.
 
-    Exit codes: 0 done, 2 input or configuration, 3 checkpoint or disk, 4 loss or gradient not finite, 5 another rank does
-    not answer, 143 stopped by a signal after a checkpoint, 1 anything unforeseen (with a traceback). `accelerate launch`
-    itself turns every failure into 1; the true code is in exit.json, too, which is missing where the run was killed.
+    Exit codes: 0 done, 2 input or configuration, 3 checkpoint or disk, 4 loss or gradient not
+    finite, 5 another rank does not answer, 143 stopped by a signal after a checkpoint, 1 anything
+    unforeseen (with a traceback). `accelerate launch` itself turns every failure into 1; the true
+    code is in exit.json, too, which is missing where the run was killed.
     """
     code = 0
     try:
@@ -113,8 +133,8 @@ def run(main: Callable[[C], None], config: C) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         atexit._run_exitfuncs()  # trackers send what they have
     if ranks.world_size() > 1:
-        # Every file is written. The interpreter's own teardown can abort or hang in a thread that a process group left
-        # behind, which would hide how the run ended.
+        # Every file is written. The interpreter's own teardown can abort or hang in a thread that a
+        # process group left behind, which would hide how the run ended.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -129,20 +149,27 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(error, config)
-    no_shm = r"shared memory\(shm\)|out of\s+shared memory"  # not "out of resource: shared memory", a GPU's
+    # not "out of resource: shared memory", a GPU's
+    no_shm = r"shared memory\(shm\)|out of\s+shared memory"
     if isinstance(error, RuntimeError) and re.search(no_shm, str(error)):
         return ConfigError(
-            "/dev/shm is too small for the processes that read data: give the container more (docker run --shm-size 8g), "
+            "/dev/shm is too small for the processes that read data: give the container more "
+            "(docker run --shm-size 8g), "
             f"or --dataloader_num_workers 0 ({first_line(error)})"
         )
     number = getattr(error, "errno", None)
     no_room = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS}
-    if number in no_room or any(f"os error {n})" in str(error) for n in no_room):  # as safetensors says it
+    # as safetensors says it
+    if number in no_room or any(f"os error {n})" in str(error) for n in no_room):
         where = getattr(error, "filename", None) or _folder
-        return NoRoom(f"{where}: cannot be written ({first_line(error)}); checkpoints that were saved are good")
+        return NoRoom(
+            f"{where}: cannot be written ({first_line(error)}); checkpoints that were saved are "
+            "good"
+        )
     if is_of_a_lost_rank(error):
         return LostRank(
-            f"rank {ranks.rank()} at step {_step + 1}: {_silent_ranks()}. The same command continues from the last "
+            f"rank {ranks.rank()} at step {_step + 1}: {_silent_ranks()}. The same command "
+            "continues from the last "
             f"checkpoint ({first_line(error)[:200]})"
         )
     return None
@@ -150,13 +177,21 @@ def _as_clean_exit(error: BaseException, config: Any) -> CleanExit | None:
 
 def is_of_a_lost_rank(error: BaseException) -> bool:
     """Whether a collective has failed: gloo and NCCL raise plain RuntimeErrors."""
-    words = r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe|Timed out waiting|timed? ?out.*(collective|operation)"
-    return ranks.world_size() > 1 and isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+    words = (
+        r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe|Timed out waiting|timed? "
+        r"?out.*(collective|operation)"
+    )
+    return (
+        ranks.world_size() > 1
+        and isinstance(error, RuntimeError)
+        and bool(re.search(words, str(error)))
+    )
 
 
 def _silent_ranks() -> str:
     """Which ranks do not answer within some seconds, asked through the launcher's store."""
-    world_size, mine = ranks.world_size(), ranks.rank()
+    world_size = ranks.world_size()
+    mine = ranks.rank()
     silent = [r for r in range(world_size) if r != mine]
     with contextlib.suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
@@ -188,13 +223,22 @@ def at_step(step: int) -> None:
 
 
 def _report(error: BaseException | None) -> None:
-    """Write exit.json, whole or not at all, unless another rank has: the first cause is the true one."""
+    """Write exit.json, whole or not at all, unless another rank has: the first cause is the true
+    one.
+    """
     if _folder is None or (error is None and not ranks.is_main_rank()):
         return
     code = error.exit_code if isinstance(error, CleanExit) else int(error is not None)
     cause = "finished" if error is None else redact(first_line(error))
-    content = {"exit_code": code, "cause": cause, "step": _step, "rank": ranks.rank(), "time": time.time()}
-    path, temporary = _folder / "exit.json", _folder / f".tmp-exit-{ranks.rank()}"
+    content = {
+        "exit_code": code,
+        "cause": cause,
+        "step": _step,
+        "rank": ranks.rank(),
+        "time": time.time(),
+    }
+    path = _folder / "exit.json"
+    temporary = _folder / f".tmp-exit-{ranks.rank()}"
     with contextlib.suppress(OSError):
         with open_regular(temporary) as file:
             file.write(json.dumps(content) + "\n")

@@ -13,16 +13,25 @@ from shared.run.run import Run
 
 
 def save_whole(
-    run: Run, model: nn.Module, tokenizer: Any, *, title: str, about: str, end: int | None, dtype: torch.dtype
+    run: Run,
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    title: str,
+    about: str,
+    end: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    """Write final/: the whole model in `dtype`, the tokenizer with its chat template, a card. Every rank calls this.
+    """Write final/: the whole model in `dtype`, the tokenizer with its chat template, a card. Every
+    rank calls this.
 
     Args:
         title: of the card.
         about: a line about the data.
         end: the token that ends a turn, if there is one.
     """
-    name, whole = run.config.model_name_or_path, run.unwrap(model)
+    name = run.config.model_name_or_path
+    whole = run.unwrap(model)
     weights = gather_weights(run.accelerator, model, dtype=dtype)
     if not run.is_main:
         return

@@ -16,16 +16,24 @@ from shared.run.run import Run
 
 
 def save_adapter(
-    run: Run, model: nn.Module, tokenizer: Any, initial: dict[str, torch.Tensor], *, about: str, end: int | None
+    run: Run,
+    model: nn.Module,
+    tokenizer: Any,
+    initial: dict[str, torch.Tensor],
+    *,
+    about: str,
+    end: int | None,
 ) -> None:
-    """Write final/ (adapter, tokenizer, card) and, with --merge_adapter, merged/. Every rank calls this.
+    """Write final/ (adapter, tokenizer, card) and, with --merge_adapter, merged/. Every rank calls
+    this.
 
     Args:
         initial: see `adapters.pissa_start`.
         about: a line about the data.
         end: the token that ends a turn, if there is one.
     """
-    config, name = run.config, run.config.model_name_or_path
+    config = run.config
+    name = run.config.model_name_or_path
     weights = gather_weights(run.accelerator, model, trainable_only=True)
     if not run.is_main:
         return
@@ -36,10 +44,14 @@ def save_adapter(
         whole.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         front = {"library_name": "peft", "base_model": name}
-        card = run.card(f"LoRA adapter of {Path(name).name}", about, load=adapters.load_line(whole), **front)
+        card = run.card(
+            f"LoRA adapter of {Path(name).name}", about, load=adapters.load_line(whole), **front
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
     if config.adapter.merge_adapter:
-        merged = adapters.merge(name, config.adapter, config.speed, run.accelerator, run.dir / "final")
+        merged = adapters.merge(
+            name, config.adapter, config.speed, run.accelerator, run.dir / "final"
+        )
         merged.generation_config = whole.generation_config
         with whole_folder(run.dir / "merged") as folder:
             merged.save_pretrained(folder)
@@ -48,4 +60,7 @@ def save_adapter(
                 save_what_text_does_not_reach(name, merged, folder)
         print_main(f"base with adapter in {run.dir}/merged")
     elif (run.dir / "merged").exists():
-        print_main(f"warning: {run.dir}/merged holds an earlier adapter: to renew it, delete it and add --merge_adapter")
+        print_main(
+            f"warning: {run.dir}/merged holds an earlier adapter: to renew it, delete it and add "
+            "--merge_adapter"
+        )

@@ -25,22 +25,30 @@ from shared.run.profiling import TRACE
 # What runs write beside their checkpoints.
 FILES = ("config.yaml", "metrics.jsonl", "curves.png", "exit.json", audit.FOLDER, TRACE)
 REPORT = ("evaluation.json", "predictions.csv")
-PICTURES = ("confusion_matrix.png", "mistakes.png", "average_precision.png", "predictions.png")
+PICTURES = ("confusion_matrix.png", "mistakes.png")
 MODELS = ("final", "merged", "adapter")
-OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")  # how the lock of a run begins; a kill can leave an empty one
+# how the lock of a run begins; a kill can leave an empty one
+OWN = re.compile(r"run ([0-9a-f]{16})\n|process |$")
 
 _locks: dict[Path, IO[Any]] = {}
 
 
 def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -> Path:
-    """The run's folder, made if need be and locked for this run, the same on every rank. Every rank calls this.
+    """The run's folder, made if need be and locked for this run, the same on every rank. Every rank
+    calls this.
 
     Raises:
-        ConfigError: it cannot be written, or holds files of the user's that the run would overwrite.
+        ConfigError: it cannot be written, or holds files of the user's that the run would
+            overwrite.
         NotNow: another run is writing to it.
     """
-    folder = on_main(lambda: (output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")).resolve())
-    probe = folder / f".write-test-{secrets.token_hex(8)}"  # of this process alone: another run may start right now
+    folder = on_main(
+        lambda: (
+            output_dir or Path("outputs") / template / time.strftime("%Y%m%d-%H%M%S")
+        ).resolve()
+    )
+    # of this process alone: another run may start right now
+    probe = folder / f".write-test-{secrets.token_hex(8)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
@@ -53,7 +61,8 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
     seen = gather_object([token.exists()])
     if not all(seen):
         raise ConfigError(
-            f"--output_dir {folder}: what rank 0 writes there is not seen by rank {seen.index(False)}; checkpoints need a "
+            f"--output_dir {folder}: what rank 0 writes there is not seen by rank "
+            f"{seen.index(False)}; checkpoints need a "
             "folder that all machines share"
         )
     on_main(lambda: _tidy(folder))
@@ -62,7 +71,8 @@ def open_run(accelerator: Accelerator, output_dir: Path | None, template: str) -
 
 
 def _lock(folder: Path) -> None:
-    """Hold the folder until this process ends, however it does: the kernel lets go of the lock, so none goes stale.
+    """Hold the folder until this process ends, however it does: the kernel lets go of the lock, so
+    none goes stale.
 
     A lock of the process, not of an open file: reading processes that are forked do not inherit it.
     """
@@ -72,7 +82,9 @@ def _lock(folder: Path) -> None:
     try:
         file = open_regular(folder / ".lock", "a+")
     except OSError as error:
-        raise ConfigError(f"{folder / '.lock'}: cannot be opened ({error.strerror}): choose another --output_dir") from None
+        raise ConfigError(
+            f"{folder / '.lock'}: cannot be opened ({error.strerror}): choose another --output_dir"
+        ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -80,16 +92,23 @@ def _lock(folder: Path) -> None:
             file.seek(0)
             holder = file.read().strip().rpartition("\n")[2]
             raise NotNow(
-                f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, stop it, or choose another "
+                f"--output_dir {folder}: another run is writing to it ({holder}): wait for it, "
+                "stop it, or choose another "
                 "folder"
             ) from None
         # a file system that has no locks
-        note(f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes to it")
+        note(
+            f"warning: {folder} cannot be locked ({error.strerror}): see that no other run writes "
+            "to it"
+        )
     _locks[folder] = file
     number = run_id(folder)
     file.truncate(0)
     file.write(f"run {number}\n")
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.write(
+        f"process {os.getpid()} on {socket.gethostname()} since "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    )
     file.flush()
 
 
@@ -97,9 +116,11 @@ def run_id(folder: Path) -> str:
     """16 hex digits that the run's checkpoints name; new ones for a new folder. Call on one rank.
 
     Raises:
-        ConfigError: the folder holds what the run would overwrite, and what it is not known to have written.
+        ConfigError: the folder holds what the run would overwrite, and what it is not known to have
+            written.
     """
-    lock, found = folder / ".lock", None
+    lock = folder / ".lock"
+    found = None
     if folder in _locks:  # to open it once more, and to close it, would let go of the lock
         _locks[folder].seek(0)
         found = OWN.match(_locks[folder].read(21))
@@ -111,16 +132,22 @@ def run_id(folder: Path) -> str:
     present = [name for name in names if os.path.lexists(folder / name)]
     if present and not ids:  # with checkpoints, a run's folder was copied without hidden files
         raise ConfigError(
-            f"--output_dir {folder}: holds {present[0]}, which would be overwritten, and no checkpoint of its run: move it "
+            f"--output_dir {folder}: holds {present[0]}, which would be overwritten, and no "
+            "checkpoint of its run: move it "
             "away, or choose another folder"
         )
     return (found and found[1]) or next(iter(ids), "") or secrets.token_hex(8)
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what a killed run was in the middle of writing; a folder that it was replacing comes back."""
+    """Remove what a killed run was in the middle of writing; a folder that it was replacing comes
+    back.
+    """
     for path in list(folder.iterdir()):
-        match = re.fullmatch(r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.(write-test|tmp-exit)-\w+", path.name)
+        match = re.fullmatch(
+            r"\.(old-|tmp-|tmp-gone-)(checkpoint-\d+|final|merged)|\.(write-test|tmp-exit)-\w+",
+            path.name,
+        )
         if match is None:
             continue
         if match[1] == "old-" and not path.is_symlink() and not os.path.lexists(folder / match[2]):

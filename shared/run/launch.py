@@ -1,4 +1,6 @@
-"""The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, a settings summary."""
+"""The Accelerator made right for the launch config: checks, CPU rehearsal, seeds, a settings
+summary.
+"""
 
 import contextlib
 import dataclasses
@@ -35,21 +37,27 @@ from shared.process.signals import end_with_the_launcher
 from shared.run import exits
 
 
-def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, deterministic: bool = False) -> Accelerator:
-    """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this, first of all.
+def start(
+    seed: int, *, log_with: str | None = None, timeout: float = 1800, deterministic: bool = False
+) -> Accelerator:
+    """Make the `Accelerator` that the launch config asks for, or refuse. Every rank calls this,
+    first of all.
 
-    Accumulation, clipping and learning-rate schedules are the template's own; the launch config decides on
-    processes, strategy and precision alone. From here on `config.STOP_SIGNALS` end the run with code 143.
+    Accumulation, clipping and learning-rate schedules are the template's own; the launch config
+    decides on processes, strategy and precision alone. From here on `config.STOP_SIGNALS` end the
+    run with code 143.
 
     Args:
         seed: of all generators.
         log_with: tracker, by Accelerate's name.
-        timeout: seconds that a rank waits for the others in a collective before it ends with an error.
+        timeout: seconds that a rank waits for the others in a collective before it ends with an
+            error.
         deterministic: use kernels alone that give the same bits each time.
 
     Raises:
-        ConfigError: the launch would train something else than it seems to: processes that each believe they are
-            alone, or a second answer to a question that the template's config already answers.
+        ConfigError: the launch would train something else than it seems to: processes that each
+            believe they are alone, or a second answer to a question that the template's config
+            already answers.
         NotNow: processes for GPUs, of which none is visible, or GPUs that PyTorch cannot use.
     """
     exits.stop_at_once()
@@ -64,26 +72,31 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
     world_size = ranks.world_size()
     if world_size > 1 and not on_cpu and not _has_accelerator_device():
         raise NotNow(
-            f"{world_size} processes were launched but no GPU is visible, so each would train a model of its own. "
+            f"{world_size} processes were launched but no GPU is visible, so each would train a "
+            "model of its own. "
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
     _use_all_cores(world_size)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # which transformers hands on
-        torch.use_deterministic_algorithms(True)  # before NCCL starts, which then takes a fixed order, too
+        # before NCCL starts, which then takes a fixed order, too
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time
     wait = datetime.timedelta(seconds=timeout)
     rehearsal = on_cpu and "RANK" in os.environ and _rehearse_on_cpu(wait)
     group: dict[str, Any] = {"timeout": wait}
     on_gpus = "LOCAL_RANK" in os.environ and not on_cpu and torch.cuda.is_available()
     if on_gpus and not ranks.env_flag("ACCELERATE_USE_DEEPSPEED"):
-        group["backend"] = "cuda:nccl,cpu:gloo"  # objects go through gloo: NCCL would take memory of the GPUs for them
+        # objects go through gloo: NCCL would take memory of the GPUs for them
+        group["backend"] = "cuda:nccl,cpu:gloo"
     accelerator = Accelerator(
         log_with=log_with,
         # Trackers that write files insist on a folder; `metrics.Logger` names the run's.
         project_config=ProjectConfiguration(logging_dir="."),
-        # No copy of the gradients into buckets, and no broadcast of buffers that do not change in training.
+        # No copy of the gradients into buckets, and no broadcast of buffers that do not change in
+        # training.
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             InitProcessGroupKwargs(**group),
@@ -92,8 +105,11 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
     )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.mixed_precision_policy is not None:
-        # Sums over ranks in fp32, as DDP's are, and a loss that the model returns is not rounded to 16 bits.
-        policy = dataclasses.replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None)
+        # Sums over ranks in fp32, as DDP's are, and a loss that the model returns is not rounded to
+        # 16 bits.
+        policy = dataclasses.replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+        )
         plugin.mixed_precision_policy = policy
     if rehearsal and plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning is for copies to a GPU
@@ -103,22 +119,28 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
         raise ConfigError("the launch config asks for DeepSpeed, and Accelerate did not start it")
     if accelerator.num_processes != world_size:
         raise ConfigError(
-            f"{world_size} processes were launched but Accelerate sees {accelerator.num_processes}: "
+            f"{world_size} processes were launched but Accelerate sees "
+            f"{accelerator.num_processes}: "
             "start with `accelerate launch --config_file accelerate_configs/...`"
         )
     if accelerator.device.type == "cuda":
-        # TF32 where fp32 is asked for; but models of older versions compute angles of positions by matrix products, also in
-        # mixed precision, and TF32 cannot tell the position 2049 from 2048.
+        # TF32 where fp32 is asked for; but models of older versions compute angles of positions by
+        # matrix products, also in mixed precision, and TF32 cannot tell the position 2049 from
+        # 2048.
         if accelerator.mixed_precision == "no" and compare_versions("transformers", ">=", "5.23"):
             torch.set_float32_matmul_precision("high")
-        better = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"  # not on a T4, say
+        # not on a T4, say
+        better = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
         if accelerator.mixed_precision in {"no", "bf16"} - {better}:
             note(
                 f"warning: this GPU computes in {better} several times faster: "
                 f"add `--mixed_precision {better}` after `accelerate launch`"
             )
     if on_cpu and (world_size > 1 or rehearsal):
-        note(f"rehearsal: {strategy(accelerator)}: {world_size} CPU process{'es' * (world_size > 1)} in place of GPUs")
+        note(
+            f"rehearsal: {strategy(accelerator)}: {world_size} CPU "
+            f"process{'es' * (world_size > 1)} in place of GPUs"
+        )
     set_seed(seed)
     return accelerator
 
@@ -126,10 +148,14 @@ def start(seed: int, *, log_with: str | None = None, timeout: float = 1800, dete
 def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int) -> str:
     """How often a run evaluates and saves, for the summary."""
     parts = []
-    for what, every, flag in (("evaluated", eval_steps, "eval_steps"), ("saved", save_steps, "save_steps")):
+    for what, every, flag in (
+        ("evaluated", eval_steps, "eval_steps"),
+        ("saved", save_steps, "save_steps"),
+    ):
         often = f"every {every:,} steps and " if every < total_steps else ""
         parts.append(f"{what} {often}at the end" + f" alone (--{flag})" * (not often))
-    metric, decay = config.evaluation.metric_for_best_model, config.evaluation.ema_decay
+    metric = config.evaluation.metric_for_best_model
+    decay = config.evaluation.ema_decay
     parts += [f"the best by {metric} is saved, too"] * (metric != "none")
     parts += [f"weights are averaged (--ema_decay {decay:g})"] * bool(decay)
     return "; ".join(parts)
@@ -137,21 +163,32 @@ def cadence_line(config: Any, eval_steps: int, save_steps: int, total_steps: int
 
 def batch_line(batch: BatchConfig, accelerator: Accelerator, unit: str) -> str:
     """How a global batch is made up, for the summary."""
-    (at_once, accumulation), readers = batch.micro_batch(), ranks.data_parallel_size()
+    (at_once, accumulation) = batch.micro_batch()
+    readers = ranks.data_parallel_size()
     processes = f"{readers} process(es)"
     if accelerator.num_processes > readers:
         processes = f"{readers} group(s) of {accelerator.num_processes // readers} processes"
-    line = f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x {accumulation} accumulated"
-    share, most = at_once * accumulation, batch.per_device_train_batch_size
+    line = (
+        f"{batch.global_batch_size} {unit} = {processes} x {at_once} at once x {accumulation} "
+        "accumulated"
+    )
+    share = at_once * accumulation
+    most = batch.per_device_train_batch_size
     if at_once < min(most, share):
         better = -(-share // most) * most * readers
-        line += f" (its share of {share} does not divide by {most}; that of --global_batch_size {better} would)"
+        line += (
+            f" (its share of {share} does not divide by {most}; that of --global_batch_size "
+            f"{better} would)"
+        )
     return line
 
 
 def strategy(accelerator: Accelerator) -> str:
-    """How this run is spread, for people: `1 process on cpu, fp32`, `FSDP2 x 8 on cuda: NVIDIA H200 (9.0), bf16`."""
-    kind, count = accelerator.distributed_type, accelerator.num_processes
+    """How this run is spread, for people: `1 process on cpu, fp32`, `FSDP2 x 8 on cuda: NVIDIA H200
+    (9.0), bf16`.
+    """
+    kind = accelerator.distributed_type
+    count = accelerator.num_processes
     sizes = getattr(accelerator, "parallelism_config", None)
     if kind == DistributedType.NO:
         spread = "1 process"
@@ -161,8 +198,12 @@ def strategy(accelerator: Accelerator) -> str:
         spread = f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage} x {count}"
     elif sizes is not None and sizes.total_size > 1:
         parts = {
-            "HSDP": f"{sizes.dp_replicate_size} x {sizes.dp_shard_size}" if sizes.dp_replicate_size > 1 else "",
-            "FSDP2": str(sizes.dp_shard_size) if sizes.dp_replicate_size == 1 and sizes.dp_shard_size > 1 else "",
+            "HSDP": f"{sizes.dp_replicate_size} x {sizes.dp_shard_size}"
+            if sizes.dp_replicate_size > 1
+            else "",
+            "FSDP2": str(sizes.dp_shard_size)
+            if sizes.dp_replicate_size == 1 and sizes.dp_shard_size > 1
+            else "",
             "TP": str(sizes.tp_size) if sizes.tp_size > 1 else "",
         }
         spread = " x ".join(f"{name} {size}" for name, size in parts.items() if size)
@@ -174,15 +215,19 @@ def strategy(accelerator: Accelerator) -> str:
     repeats = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     device = accelerator.device.type
     if device == "cuda":
-        device += f": {torch.cuda.get_device_name()} ({'.'.join(map(str, torch.cuda.get_device_capability()))})"
+        device += (
+            f": {torch.cuda.get_device_name()} "
+            f"({'.'.join(map(str, torch.cuda.get_device_capability()))})"
+        )
     return f"{spread} on {device}, {precision}{repeats}"
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Derive all randomness of one optimizer step (dropout, say) from (seed, step, rank).
 
-    Nothing random is carried from step to step, so a resumed run needs no saved generator state to continue bit
-    for bit, and evaluation, sampling or a library that draws in between changes nothing. Every rank calls this.
+    Nothing random is carried from step to step, so a resumed run needs no saved generator state to
+    continue bit for bit, and evaluation, sampling or a library that draws in between changes
+    nothing. Every rank calls this.
     """
     seed_all(seed, step, rank)
 
@@ -192,57 +237,92 @@ def _has_accelerator_device() -> bool:
 
 
 def _refuse_second_answers() -> None:
-    """Raise ConfigError where the launch config answers what the template's config answers, or a way that is not offered.
+    """Raise ConfigError where the launch config answers what the template's config answers, or a
+    way that is not offered.
 
-    Wrappers that the launch config asks for would also give weights other names, in final/ and in checkpoints.
+    Wrappers that the launch config asks for would also give weights other names, in final/ and in
+    checkpoints.
     """
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation not in ("1", "auto"):
         raise ConfigError(
-            f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation follows from "
-            "--global_batch_size and --per_device_train_batch_size: remove it from the launch config"
+            f"gradient_accumulation_steps is {accumulation} in the launch config, but accumulation "
+            "follows from "
+            "--global_batch_size and --per_device_train_batch_size: remove it from the launch "
+            "config"
         )
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if dynamo.lower() not in ("", "no"):
-        raise ConfigError(f"dynamo_backend is {dynamo} in the launch config: remove it there, and give --torch_compile")
+        raise ConfigError(
+            f"dynamo_backend is {dynamo} in the launch config: remove it there, and give "
+            "--torch_compile"
+        )
     if ranks.env_flag("ACCELERATE_USE_FSDP"):
         if ranks.env_flag("FSDP_ACTIVATION_CHECKPOINTING"):
             raise ConfigError(
-                "fsdp_activation_checkpointing is set in the launch config: remove it there, and give "
+                "fsdp_activation_checkpointing is set in the launch config: remove it there, and "
+                "give "
                 "--gradient_checkpointing full"
             )
         if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise ConfigError("fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2")
+            raise ConfigError(
+                "fsdp_version is 1 in the launch config: use fsdp2.yaml, or --fsdp_version 2"
+            )
 
 
 def _refuse_fewer_processes_than_asked_for() -> None:
-    """Raise ConfigError where Accelerate starts one process although --num_processes says several: it does so in silence."""
+    """Raise ConfigError where Accelerate starts one process although --num_processes says several:
+    it does so in silence.
+    """
     with contextlib.suppress(OSError):
-        launcher = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").replace("\0", " ")
+        launcher = (
+            Path(f"/proc/{os.getppid()}/cmdline")
+            .read_text(encoding="utf-8", errors="replace")
+            .replace("\0", " ")
+        )
         asked = re.search(r" --num[_-]processes[ =](\d+)", launcher)
         if "launch" in launcher and asked and int(asked[1]) > 1 and "WORLD_SIZE" not in os.environ:
             raise ConfigError(
-                f"--num_processes {asked[1]}, but this launch config starts one process: take ddp.yaml, on a CPU with "
+                f"--num_processes {asked[1]}, but this launch config starts one process: take "
+                "ddp.yaml, on a CPU with "
                 "ACCELERATE_USE_CPU=true before the command and without --cpu"
             )
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise ConfigError where nothing is installed that compiles what --torch_compile writes. Note that a CPU takes long."""
-    if not any(map(shutil.which, (os.environ.get("CC", ""), os.environ.get("CXX", ""), "gcc", "g++", "clang"))):
-        raise ConfigError("--torch_compile needs a compiler: apt install g++, in an image --build-arg EXTRA_PACKAGES=g++")
+    """Raise ConfigError where nothing is installed that compiles what --torch_compile writes. Note
+    that a CPU takes long.
+    """
+    if not any(
+        map(
+            shutil.which,
+            (os.environ.get("CC", ""), os.environ.get("CXX", ""), "gcc", "g++", "clang"),
+        )
+    ):
+        raise ConfigError(
+            "--torch_compile needs a compiler: apt install g++, in an image --build-arg "
+            "EXTRA_PACKAGES=g++"
+        )
     if device.type == "cpu":
         note("compiling for a CPU takes minutes before the first step; --no_torch_compile does not")
 
 
 def _refuse_to_leave_gpus_idle() -> None:
-    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use: a CPU would train, a hundred times slower."""
+    """Raise NotNow where this machine has NVIDIA GPUs that PyTorch cannot use: a CPU would train, a
+    hundred times slower.
+    """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if not hidden and _nvidia_gpus() and not _has_accelerator_device():
-        built = f"for CUDA {torch.version.cuda}, which needs a newer driver" if torch.version.cuda else "without CUDA"
+        built = (
+            f"for CUDA {torch.version.cuda}, which needs a newer driver"
+            if torch.version.cuda
+            else "without CUDA"
+        )
         raise NotNow(
-            f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built {built}, or the driver "
-            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the command to train on the CPU"
+            f"this machine has a GPU, but PyTorch {torch.__version__} cannot use it: it was built "
+            f"{built}, or the driver "
+            "does not answer (see `nvidia-smi`). Put ACCELERATE_USE_CPU=true before the command to "
+            "train on the CPU"
         )
 
 
@@ -251,56 +331,80 @@ def _nvidia_gpus() -> list[Path]:
 
 
 def _use_all_cores(world_size: int) -> None:
-    """Share this machine's cores among its processes: they compute models, offloaded optimizers, decompositions of matrices.
+    """Share this machine's cores among its processes: they compute models, offloaded optimizers,
+    decompositions of matrices.
 
-    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores but one idle. The user's
-    own stands in the launcher's environment, too.
+    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 when nobody did, which leaves all cores
+    but one idle. The user's own stands in the launcher's environment, too.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None or (threads == "1" and _is_launchers_own("OMP_NUM_THREADS")):
-        torch.set_num_threads(max(1, ranks.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+        torch.set_num_threads(
+            max(1, ranks.cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        )
 
 
 def _is_launchers_own(variable: str) -> bool:
-    """Whether the launcher has set a variable that it was not started with itself. True where /proc does not tell."""
+    """Whether the launcher has set a variable that it was not started with itself. True where /proc
+    does not tell.
+    """
     launcher = Path(f"/proc/{os.getppid()}")
     with contextlib.suppress(OSError):
         launches = any(
-            word in (launcher / "cmdline").read_bytes() for word in (b"launch", b"torch.distributed", b"torchrun")
+            word in (launcher / "cmdline").read_bytes()
+            for word in (b"launch", b"torch.distributed", b"torchrun")
         )
-        return launches and f"\0{variable}=".encode() not in b"\0" + (launcher / "environ").read_bytes()
+        return (
+            launches
+            and f"\0{variable}=".encode() not in b"\0" + (launcher / "environ").read_bytes()
+        )
     return True
 
 
 def _fp8_recipe() -> AORecipeKwargs:
-    """Matrix products of the blocks in fp8 with one scale a tensor; the head, adapters and odd shapes stay in bf16."""
+    """Matrix products of the blocks in fp8 with one scale a tensor; the head, adapters and odd
+    shapes stay in bf16.
+    """
     try:
         from torchao.float8 import Float8LinearConfig
     except ImportError:
-        raise ConfigError("mixed_precision fp8 needs torchao: pip install torchao==0.18.0") from None
+        raise ConfigError(
+            "mixed_precision fp8 needs torchao: pip install torchao==0.18.0"
+        ) from None
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(f"{torch.cuda.get_device_name()} has no fp8 (H100 and later, L4, RTX 40 have): use bf16")
+        raise ConfigError(
+            f"{torch.cuda.get_device_name()} has no fp8 (H100 and later, L4, RTX 40 have): use bf16"
+        )
 
     def is_of_a_block(module: nn.Module, name: str) -> bool:
         if type(module) is not nn.Linear or not re.search(r"\.\d+\.", name) or "lora_" in name:
             return False
         return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
-    # Accelerate's default would have FSDP gather weights in fp8, as a kind of tensor that cannot be saved. Kernels ask for
-    # multiples of 16, the tokens of a micro-batch included, which rows of any length are padded to.
-    return AORecipeKwargs(config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=is_of_a_block)
+    # Accelerate's default would have FSDP gather weights in fp8, as a kind of tensor that cannot be
+    # saved. Kernels ask for multiples of 16, the tokens of a micro-batch included, which rows of
+    # any length are padded to.
+    return AORecipeKwargs(
+        config=Float8LinearConfig(pad_inner_dim=True), module_filter_func=is_of_a_block
+    )
 
 
 def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
-    """Make Accelerate honour DeepSpeed, FSDP and parallelism configs in a CPU process group, not turn them to DDP.
+    """Make Accelerate honour DeepSpeed, FSDP and parallelism configs in a CPU process group, not
+    turn them to DDP.
 
-    Accelerate looks at `fsdp_config` and `ParallelismConfig` only where the state says MULTI_GPU, and at DeepSpeed only
-    where it is not told to use the CPU. Plain DDP stays MULTI_CPU, because MULTI_GPU would hand it device ids of GPUs.
+    Accelerate looks at `fsdp_config` and `ParallelismConfig` only where the state says MULTI_GPU,
+    and at DeepSpeed only where it is not told to use the CPU. Plain DDP stays MULTI_CPU, because
+    MULTI_GPU would hand it device ids of GPUs.
 
     Returns:
         Whether this is a rehearsal of a sharded strategy.
     """
-    asked = {name for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG") if ranks.env_flag(f"ACCELERATE_USE_{name}")}
+    asked = {
+        name
+        for name in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
+        if ranks.env_flag(f"ACCELERATE_USE_{name}")
+    }
     state = PartialState(cpu=True, timeout=timeout)
     if not asked or state.distributed_type != DistributedType.MULTI_CPU:
         return False
@@ -309,9 +413,12 @@ def _rehearse_on_cpu(timeout: datetime.timedelta) -> bool:
         del os.environ["ACCELERATE_USE_CPU"]
         import deepspeed.ops
 
-        # All-reduce through shared memory: gloo does it, too, and needs no compiler and no minute to compile.
+        # All-reduce through shared memory: gloo does it, too, and needs no compiler and no minute
+        # to compile.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    state.distributed_type = DistributedType.DEEPSPEED if "DEEPSPEED" in asked else DistributedType.MULTI_GPU
+    state.distributed_type = (
+        DistributedType.DEEPSPEED if "DEEPSPEED" in asked else DistributedType.MULTI_GPU
+    )
     return True
 
 
@@ -322,8 +429,25 @@ def quieten_libraries() -> None:
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-    noisy = ("accelerate", "transformers", "peft", "datasets", "torch.distributed", "torch.utils", "matplotlib", "DeepSpeed")
+    noisy = (
+        "accelerate",
+        "transformers",
+        "peft",
+        "datasets",
+        "torch.distributed",
+        "torch.utils",
+        "matplotlib",
+        "DeepSpeed",
+    )
     for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b")
+    warnings.filterwarnings(
+        "ignore",
+        category=UserWarning,
+        module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b",
+    )
+    warnings.filterwarnings(
+        "ignore",
+        category=FutureWarning,
+        module=r"(torch|accelerate|transformers|peft|bitsandbytes)\b",
+    )

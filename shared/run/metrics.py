@@ -1,4 +1,6 @@
-"""What a run reports: W&B or any tracker, metrics.jsonl, curves.png, a progress bar, throughput and memory."""
+"""What a run reports: W&B or any tracker, metrics.jsonl, curves.png, a progress bar, throughput and
+memory.
+"""
 
 import contextlib
 import json
@@ -39,19 +41,26 @@ from shared.training.step import Step
 
 T = TypeVar("T")
 
-UNREAD = 1000  # steps whose losses may lie on the device: more would fill memory where nothing is logged for long
+# steps whose losses may lie on the device: more would fill memory where nothing is logged for long
+UNREAD = 1000
 
 
 def tracker_name(report_to: str) -> str | None:
-    """The tracker for `launch.start`, None for none. Raises ConfigError for one that is unknown or not installed."""
+    """The tracker for `launch.start`, None for none. Raises ConfigError for one that is unknown or
+    not installed.
+    """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     if report_to == "none":
         return None
     if report_to not in LOGGER_TYPE_TO_CLASS:
-        raise ConfigError(f"--report_to {report_to}: expected none or one of {', '.join(LOGGER_TYPE_TO_CLASS)}")
+        raise ConfigError(
+            f"--report_to {report_to}: expected none or one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
+        )
     if report_to not in {str(name) for name in get_available_trackers()}:
-        raise ConfigError(f"--report_to {report_to}: not installed (pip install {report_to}), or use none")
+        raise ConfigError(
+            f"--report_to {report_to}: not installed (pip install {report_to}), or use none"
+        )
     return report_to
 
 
@@ -66,8 +75,10 @@ class Logger:
         total_steps: length of the progress bar.
         settings: the flat config, stored in the tracker.
         template: names the tracker's project.
-        unit: what the throughput counts: tokens, images, or pairs, of which tokens pass through the model.
-        flops: floating-point operations of forward and backward for one token or image, for MFU; None where unknown.
+        unit: what the throughput counts: tokens, images, or pairs, of which tokens pass through the
+            model.
+        flops: floating-point operations of forward and backward for one token or image, for MFU;
+            None where unknown.
     """
 
     def __init__(
@@ -83,9 +94,15 @@ class Logger:
         unit: str = "tokens",
         flops: float | None = None,
     ) -> None:
-        self.accelerator, self.config, self.run_dir, self.state = accelerator, config, run_dir, state
+        self.accelerator = accelerator
+        self.config = config
+        self.run_dir = run_dir
+        self.state = state
         self.passed = "tokens" if unit == "pairs" else unit
-        self.unit, self.flops, self.first, self.total_steps = unit, flops, state.step, total_steps
+        self.unit = unit
+        self.flops = flops
+        self.first = state.step
+        self.total_steps = total_steps
         self.tracker = tracker_name(config.report_to)
         self.best_metric = settings.get("metric_for_best_model", "loss")
         self.main = accelerator.is_main_process
@@ -94,7 +111,9 @@ class Logger:
             _keep_whole_lines(self.file, state)
             if self.tracker:
                 self._start_tracker(template, settings)
-        self.recorder = audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
+        self.recorder = (
+            audit.Recorder(accelerator, run_dir, state.step) if config.audit_data else None
+        )
         self.profiler = Profiler(run_dir) if config.profile and self.main else None
         self.recent: deque[float] = deque(maxlen=20)  # losses, for the warning
         self.bar = tqdm(
@@ -102,7 +121,8 @@ class Logger:
             initial=state.step,
             desc=template,
             unit="step",
-            disable=not self.main or not sys.stderr.isatty(),  # a log file gets a line each logging step instead
+            # a log file gets a line each logging step instead
+            disable=not self.main or not sys.stderr.isatty(),
             dynamic_ncols=True,
         )
         self._reset()
@@ -119,14 +139,17 @@ class Logger:
     def _reset(self) -> None:
         self.targets = self.positions = 0
         self.seconds = self.waited = 0.0
-        self.sums: dict[str, float] = {}  # of this rank, by name: values per target, summed over the finite steps
+        # of this rank, by name: values per target, summed over the finite steps
+        self.sums: dict[str, float] = {}
         self.steps = 0  # that are finite
-        self.unread: list[tuple[dict[str, list[torch.Tensor]], torch.Tensor, int]] = []  # sums, finite, targets
+        # sums, finite, targets
+        self.unread: list[tuple[dict[str, list[torch.Tensor]], torch.Tensor, int]] = []
 
     def waiting(self, windows: Iterable[T]) -> Iterator[T]:
         """Pass the loader's windows on, and time how long each keeps the training waiting."""
         if self.accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.accelerator.device)  # what was tried before may have taken more
+            # what was tried before may have taken more
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         iterator = iter(windows)
         while True:
             start = time.perf_counter()
@@ -138,10 +161,20 @@ class Logger:
             yield window
 
     def bar_of(self, windows: Iterable[T], total: int) -> Iterable[T]:
-        """Pass the windows of an evaluation on, with a second bar if it takes some seconds; in a file, a line a minute."""
+        """Pass the windows of an evaluation on, with a second bar if it takes some seconds; in a
+        file, a line a minute.
+        """
         told = time.perf_counter()
         for number, window in enumerate(
-            tqdm(windows, "evaluating", total, leave=False, delay=3, disable=self.bar.disable, dynamic_ncols=True)
+            tqdm(
+                windows,
+                "evaluating",
+                total,
+                leave=False,
+                delay=3,
+                disable=self.bar.disable,
+                dynamic_ncols=True,
+            )
         ):
             if self.bar.disable and time.perf_counter() - told > 60:
                 print_main(f"evaluating: {number} of {total} batches")
@@ -160,7 +193,9 @@ class Logger:
             self.bar.last_print_t += self.mark - start
 
     def step(self, step: Step, *, due: bool) -> None:
-        """Count one optimizer step; if a line is `due`, and at the last, sum over ranks and write. Every rank calls this."""
+        """Count one optimizer step; if a line is `due`, and at the last, sum over ranks and write.
+        Every rank calls this.
+        """
         if self.recorder is not None:
             self.recorder.write(self.state.step, step.window)
         assert step.finite is not None and step.grad_norm is not None
@@ -189,7 +224,10 @@ class Logger:
         own = torch.tensor(read, device="cpu" if alone else self.accelerator.device)
         *sums, finite, positions = total(self.accelerator, own).tolist()
         steps = finite / data_parallel_size()  # replicas that train apart skip steps of their own
-        means = {name: value / steps if steps else math.nan for name, value in zip(self.sums, sums, strict=True)}
+        means = {
+            name: value / steps if steps else math.nan
+            for name, value in zip(self.sums, sums, strict=True)
+        }
         now = time.perf_counter()
         seconds = self.seconds + now - self.mark
         processed = positions / seconds
@@ -213,10 +251,13 @@ class Logger:
         self._warn_of_a_spike(loss)
         progress = f"loss {loss:.3f}, {processed:,.0f} {self.passed}/s"
         if epochs:
-            progress += ", epochs " + ", ".join(f"{name} {done:.2f}" for name, done in epochs.items())
+            progress += ", epochs " + ", ".join(
+                f"{name} {done:.2f}" for name, done in epochs.items()
+            )
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
-            done, took = self.state.step - self.first - 1, now - self.begun  # with evaluations; the first step is no measure
+            # with evaluations; the first step is no measure
+            done, took = self.state.step - self.first - 1, now - self.begun
             each = took / done if done else seconds
             left = tqdm.format_interval((self.total_steps - self.state.step) * each)
             print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
@@ -226,27 +267,35 @@ class Logger:
         self.mark = now  # what logging takes belongs to the next interval
 
     def note_interval(self) -> None:
-        """Put what the next log line is made of into the state: a resumed run logs the same. Every rank calls this."""
+        """Put what the next log line is made of into the state: a resumed run logs the same. Every
+        rank calls this.
+        """
         self._read()
         self.state.interval = [self.steps, data_parallel_size(), gather_object([self.sums])]
 
     def _read(self, norm: torch.Tensor | None = None) -> float:
-        """Fetch and sum up what the steps left on the device: not in each of them, which it would cost six small kernels.
+        """Fetch and sum up what the steps left on the device: not in each of them, which it would
+        cost six small kernels.
 
         Returns:
             `norm`, which is fetched with it: the host waits for the device once.
         """
         if not self.unread:
             return math.nan
-        left = torch.stack([v for sums, _, _ in self.unread for each in sums.values() for v in each])
+        left = torch.stack(
+            [v for sums, _, _ in self.unread for each in sums.values() for v in each]
+        )
         flags = torch.stack([finite for _, finite, _ in self.unread])
         more = left.new_zeros(1) if norm is None else norm[None]
         *read, last = torch.cat([left, flags.to(left.dtype), more.to(left.dtype)]).tolist()
-        values, good = iter(read), [flag == 1 for flag in read[len(left) :]]
+        values = iter(read)
+        good = [flag == 1 for flag in read[len(left) :]]
         for (sums, _, targets), is_finite in zip(self.unread, good, strict=True):
             for name, each in sums.items():
                 summed = sum(islice(values, len(each)))
-                self.sums[name] = self.sums.get(name, 0.0) + (summed / max(1, targets) if is_finite else 0.0)
+                self.sums[name] = self.sums.get(name, 0.0) + (
+                    summed / max(1, targets) if is_finite else 0.0
+                )
         self.steps += sum(good)
         self.unread.clear()
         return last
@@ -257,7 +306,10 @@ class Logger:
             middle = statistics.median(self.recent)
             spread = statistics.median(abs(value - middle) for value in self.recent)
             if loss > middle + max(8 * spread, 0.25 * abs(middle)):
-                print_main(f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of {middle:.4g} before")
+                print_main(
+                    f"warning: step {self.state.step}: the loss is {loss:.4g}, after a median of "
+                    f"{middle:.4g} before"
+                )
         if math.isfinite(loss):
             self.recent.append(loss)
 
@@ -266,7 +318,10 @@ class Logger:
         if not self.main:
             return
         # JSON has no NaN.
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        row = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()
+        }
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": self.state.step, **row}) + "\n")
         # As a value, not as the tracker's own step: W&B drops steps that a resumed run repeats.
@@ -276,9 +331,12 @@ class Logger:
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Log and print an evaluation's values. Every rank calls this."""
         self.log(values)
-        figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in values.items())
+        figures = ", ".join(
+            f"{name.removeprefix('eval_')} {value:.4f}" for name, value in values.items()
+        )
         print_main(f"step {self.state.step}: validation {figures}")
-        self.mark = time.perf_counter()  # working out the figures, after the pass over the data, was no training either
+        # working out the figures, after the pass over the data, was no training either
+        self.mark = time.perf_counter()
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
@@ -287,7 +345,10 @@ class Logger:
             yield
         except Exception as error:
             if self.tracker:
-                print_main(f"warning: {self.tracker} failed and is left out from here on ({first_line(error)})")
+                print_main(
+                    f"warning: {self.tracker} failed and is left out from here on "
+                    f"({first_line(error)})"
+                )
             self.tracker = None
             self.accelerator.trackers.clear()
 
@@ -299,7 +360,9 @@ class Logger:
         """Show a table of texts in W&B; other trackers have none. The main rank acts."""
         if rows and self.main and self.tracker == "wandb":
             with self._tracking():
-                self.accelerator.get_tracker("wandb").log_table(name, columns=columns, data=redact(rows), step=None)
+                self.accelerator.get_tracker("wandb").log_table(
+                    name, columns=columns, data=redact(rows), step=None
+                )
 
     def log_picture(self, name: str, file: Path) -> None:
         """Show a picture in the tracker, where it takes pictures. The main rank acts."""
@@ -313,7 +376,9 @@ class Logger:
                 self.accelerator.get_tracker("wandb").log_images({name: [picture]}, step=None)
             else:
                 array = np.asarray(picture).transpose(2, 0, 1)[None]
-                self.accelerator.get_tracker("tensorboard").log_images({name: array}, step=self.state.step)
+                self.accelerator.get_tracker("tensorboard").log_images(
+                    {name: array}, step=self.state.step
+                )
 
     def close(self) -> None:
         """Draw the curves and end the tracker's run. Every rank calls this."""
@@ -327,7 +392,9 @@ class Logger:
             self.accelerator.end_training()
 
     def draw(self, *, now: bool = False) -> None:
-        """Draw curves.png from metrics.jsonl, unless `now` at most for 2 % of the time: all wait. The main rank acts."""
+        """Draw curves.png from metrics.jsonl, unless `now` at most for 2 % of the time: all wait.
+        The main rank acts.
+        """
         start = time.perf_counter()
         if self.main and (now or start - self.drawn > 50 * self.drawing):
             draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
@@ -335,12 +402,19 @@ class Logger:
             self.drawing = self.drawn - start
 
     def _start_tracker(self, template: str, settings: dict[str, Any]) -> None:
-        project, settings = redact(self.config.project_name or template), redact(settings)
+        project = redact(self.config.project_name or template)
+        settings = redact(settings)
         if self.tracker != "wandb":
             self.accelerator.project_configuration.logging_dir = str(self.run_dir)
-            plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()}
-            purge = self.state.step + (self.state.step > 0)  # what a killed run wrote after its checkpoint is not shown
-            of_tracker = {"tensorboard": {"purge_step": purge}} if self.tracker == "tensorboard" else {}
+            plain = {
+                k: v if isinstance(v, int | float | str | bool) else str(v)
+                for k, v in settings.items()
+            }
+            # what a killed run wrote after its checkpoint is not shown
+            purge = self.state.step + (self.state.step > 0)
+            of_tracker = (
+                {"tensorboard": {"purge_step": purge}} if self.tracker == "tensorboard" else {}
+            )
             self.accelerator.init_trackers(project, plain, of_tracker)
             return
         import wandb
@@ -353,7 +427,8 @@ class Logger:
             "dir": str(self.run_dir),
             "resume": "allow",
             "mode": mode or ("online" if _wandb_login() else "offline"),
-            # Its metadata are the command line, where secrets may stand, and machine, user and repository.
+            # Its metadata are the command line, where secrets may stand, and machine, user and
+            # repository.
             "settings": wandb.Settings(
                 quiet=True,
                 silent=True,
@@ -376,7 +451,10 @@ class Logger:
                 raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
         if options["mode"] == "offline":
             kept = shlex.quote(str(self.run_dir / "wandb"))
-            print_main(f"W&B: this run is logged offline; to upload it: wandb login && wandb sync {kept}/offline-*")
+            print_main(
+                "W&B: this run is logged offline; to upload it: wandb login && wandb sync "
+                f"{kept}/offline-*"
+            )
         run = self.accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -391,7 +469,9 @@ def _wandb_login() -> bool:
 
 
 def _keep_whole_lines(file: Path, state: TrainState) -> None:
-    """Drop a half-written last line, and what a killed run logged after the checkpoint that is resumed."""
+    """Drop a half-written last line, and what a killed run logged after the checkpoint that is
+    resumed.
+    """
     if not file.exists():
         return
     kept = []
@@ -407,10 +487,14 @@ def _keep_whole_lines(file: Path, state: TrainState) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held: on the GPU if it trains there, since `Logger.waiting` began; else in memory."""
+    """Most bytes this process has held: on the GPU if it trains there, since `Logger.waiting`
+    began; else in memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def peak_flops(device: torch.device) -> float | None:

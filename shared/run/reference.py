@@ -1,4 +1,6 @@
-"""Log-probabilities of a reference model, computed once by the model that is then trained, before its first step."""
+"""Log-probabilities of a reference model, computed once by the model that is then trained, before
+its first step.
+"""
 
 import numpy as np
 import torch
@@ -19,7 +21,8 @@ from shared.text.preferences import Pairs, one_pass
 
 
 def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig) -> str:
-    """What the model before its first step is known by. New adapters change nothing yet. Every rank calls this.
+    """What the model before its first step is known by. New adapters change nothing yet. Every rank
+    calls this.
 
     Args:
         name: of the base model.
@@ -35,12 +38,19 @@ def identity_of_start(name: str, model: nn.Module, adapter: AdapterConfig) -> st
 
 @torch.no_grad()
 def add_reference(
-    accelerator: Accelerator, model: nn.Module, pairs: Pairs, start: str, *, seq_length: int, per_device: int
+    accelerator: Accelerator,
+    model: nn.Module,
+    pairs: Pairs,
+    start: str,
+    *,
+    seq_length: int,
+    per_device: int,
 ) -> str:
-    """Give pairs the log-probabilities of the model as it is now. They are kept beside the prepared data.
+    """Give pairs the log-probabilities of the model as it is now. They are kept beside the prepared
+    data.
 
-    Every rank calls this, before a checkpoint is loaded: ranks share the pairs. A run that continues finds them, or computes
-    them again.
+    Every rank calls this, before a checkpoint is loaded: ranks share the pairs. A run that
+    continues finds them, or computes them again.
 
     Args:
         model: prepared.
@@ -55,23 +65,32 @@ def add_reference(
     """
     how = [prepared.source_of("models"), accelerator.mixed_precision]
     key = prepared.fingerprint(pairs=pairs.samples.fingerprint, start=start, how=how)
-    folder, name = cache_dir() / "reference" / key, "log_probabilities.npy"
+    folder = cache_dir() / "reference" / key
+    name = "log_probabilities.npy"
     if on_main(lambda: prepared.usable(folder)):
         pairs.reference = np.load(folder / name)
         return "read"
     found = torch.zeros(len(pairs), 2, device=accelerator.device)
     loader = one_pass(pairs, pairs.lengths, seq_length, per_device, sharding.share(accelerator))
-    training, steps = model.training, loader.steps_per_epoch or 0
+    training = model.training
+    steps = loader.steps_per_epoch or 0
     model.eval()
     with uncompiled(model):
         for window in tqdm(loader.windows(0, steps), "reference", steps, leave=False, disable=None):
             for indices, batch in zip(window.indices, window.micro_batches, strict=True):
-                values = log_probabilities(model, batch, batch["answers"], batch["lengths"].numel()).view(-1, 2)
+                values = log_probabilities(
+                    model, batch, batch["answers"], batch["lengths"].numel()
+                ).view(-1, 2)
                 mine = np.flatnonzero(indices >= 0)
-                found[torch.from_numpy(indices[mine]).to(found.device)] = values[torch.from_numpy(mine).to(found.device)]
+                found[torch.from_numpy(indices[mine]).to(found.device)] = values[
+                    torch.from_numpy(mine).to(found.device)
+                ]
     model.train(training)
     pairs.reference = sharding.total(accelerator, found).cpu().numpy()
     if not np.isfinite(pairs.reference).all():
-        raise ConfigError("the model's log-probabilities of some answers are not finite before training: use bf16 or fp32")
+        raise ConfigError(
+            "the model's log-probabilities of some answers are not finite before training: use "
+            "bf16 or fp32"
+        )
     prepared.build_once(folder, lambda temporary: np.save(temporary / name, pairs.reference))
     return "computed"

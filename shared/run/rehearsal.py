@@ -28,7 +28,8 @@ from shared.training.step import backward, reduced
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Forward and backward passes of the longest batch, taken back afterwards. Every rank makes one and calls it alike.
+    """Forward and backward passes of the longest batch, taken back afterwards. Every rank makes one
+    and calls it alike.
 
     Args:
         models, optimizers: as `Run.prepare` returned them.
@@ -43,13 +44,15 @@ class Rehearsal:
     losses: Sequence[Callable[[Batch], torch.Tensor]]
 
     def find_batch_size(self, multiple: int = 1) -> int:
-        """Halve the rows of a micro-batch until memory suffices; the loader uses the number from then on.
+        """Halve the rows of a micro-batch until memory suffices; the loader uses the number from
+        then on.
 
-        They divide the loader's rows and are a multiple of `multiple`. The optimizer's state and gradients are in place
-        meanwhile. The global batch stays, so training learns the same.
+        They divide the loader's rows and are a multiple of `multiple`. The optimizer's state and
+        gradients are in place meanwhile. The global batch stays, so training learns the same.
 
         Raises:
-            OutOfMemoryError: a single row does not fit; or FSDP's ranks do not have the same free memory.
+            OutOfMemoryError: a single row does not fit; or FSDP's ranks do not have the same free
+                memory.
             ConfigError: under DeepSpeed, whose engine cannot take a step back.
         """
         self._refuse_deepspeed("--find_batch_size")
@@ -61,7 +64,10 @@ class Rehearsal:
                     raise torch.OutOfMemoryError(f"a micro-batch of {rows} does not fit")
                 smaller = max(fewer)
                 more = asked // smaller
-                print_main(f"out of memory with {rows} at once; trying {smaller} at once, accumulated {more} times as often")
+                print_main(
+                    f"out of memory with {rows} at once; trying {smaller} at once, accumulated "
+                    f"{more} times as often"
+                )
                 rows = smaller
         self.loader.per_device = rows
         return rows
@@ -69,10 +75,13 @@ class Rehearsal:
     def settle_ddp(self) -> None:
         """Let DDP lay out its buckets before the first step, once in each start.
 
-        DDP orders gradients anew after its first backward pass. From three ranks on a gradient's place decides the order
-        of its sum, so the first step after a resume would differ in the last bit.
+        DDP orders gradients anew after its first backward pass. From three ranks on a gradient's
+        place decides the order of its sum, so the first step after a resume would differ in the
+        last bit.
         """
-        if self.accelerator.num_processes < 3 or not any(isinstance(m, DistributedDataParallel) for m in self.models):
+        if self.accelerator.num_processes < 3 or not any(
+            isinstance(m, DistributedDataParallel) for m in self.models
+        ):
             return
         batch = self.loader.longest(self.loader.per_device)
         with self._taken_back():
@@ -85,7 +94,8 @@ class Rehearsal:
         """Do once what would otherwise fail after hours: the longest batch, a save and a load.
 
         Raises:
-            OutOfMemoryError: the longest batch does not fit beside gradients and the optimizer's state.
+            OutOfMemoryError: the longest batch does not fit beside gradients and the optimizer's
+                state.
             CheckpointError: a checkpoint cannot be written or read.
             ConfigError: under DeepSpeed, whose engine cannot take a step back.
         """
@@ -98,13 +108,16 @@ class Rehearsal:
             size = saver.save_and_load(state)
         saved = time.perf_counter()
         print_main(
-            f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of {size / 1e9:.2f} GB "
+            f"dress rehearsal: the longest batch, twice: {trained - start:.1f} s; a checkpoint of "
+            f"{size / 1e9:.2f} GB "
             f"saved and read back: {saved - trained:.1f} s"
         )
 
     def _refuse_deepspeed(self, flag: str) -> None:
         if zero.is_used(self.accelerator):
-            raise ConfigError(f"{flag} does not work under DeepSpeed: `python -m shared plan` predicts what fits")
+            raise ConfigError(
+                f"{flag} does not work under DeepSpeed: `python -m shared plan` predicts what fits"
+            )
 
     def _clear_gradients(self) -> None:
         for optimizer in self.optimizers:
@@ -112,7 +125,9 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _taken_back(self, optimizers: Sequence[Any] = ()) -> Iterator[None]:
-        """Fill empty optimizer states meanwhile. Take back these and BatchNorm's statistics at the end."""
+        """Fill empty optimizer states meanwhile. Take back these and BatchNorm's statistics at the
+        end.
+        """
         models = [self.accelerator.unwrap_model(model) for model in self.models]
         buffers = {b: b.clone() for model in models for b in persistent_buffers(model).values()}
         fresh = [optimizer for optimizer in optimizers if not optimizer.state]
@@ -128,7 +143,8 @@ class Rehearsal:
 
     def _fits(self, rows: int) -> bool:
         """Whether the longest micro-batch of so many rows fits, on all ranks."""
-        batch, enough = self.loader.longest(rows), True
+        batch = self.loader.longest(rows)
+        enough = True
         try:
             for _ in range(2):  # the second beside the gradients of the first
                 with reduced(self.accelerator, self.models, last=False):
@@ -146,7 +162,13 @@ class Rehearsal:
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
         fits = gather_object([enough])
-        if any(fits) and not all(fits) and any(isinstance(model, FSDPModule) for model in self.models):
+        if (
+            any(fits)
+            and not all(fits)
+            and any(isinstance(model, FSDPModule) for model in self.models)
+        ):
             # The others' gathers still wait for the rank that gave up: nothing can be tried again.
-            raise torch.OutOfMemoryError(f"{rows} rows at once fit on some ranks, but not on rank {fits.index(False)}")
+            raise torch.OutOfMemoryError(
+                f"{rows} rows at once fit on some ranks, but not on rank {fits.index(False)}"
+            )
         return all(fits)

@@ -1,14 +1,16 @@
-"""One run: everything around the training loop. Processes, folder, checkpoints, logs, evaluation, best weights.
+"""One run: everything around the training loop. Processes, folder, checkpoints, logs, evaluation,
+best weights.
 
-A template holds its own code and the optimizer step. The rest is the same for all templates and is here:
+A template holds its own code and the optimizer step. The rest is the same for all templates and is
+here:
 
-    run = Run(config, "pretrain")                              # the processes of the launch config; the run's folder
-    model, optimizers = run.prepare(model, optimizers)         # on the device, sharded
-    run.resume(train, data=fingerprint, total_steps=100)       # the newest checkpoint, if there is one
-    run.rehearse(loss)                                         # --find_batch_size, --dress_rehearsal
-    run.start(model="...")                                     # summary, logs; from here on a signal = checkpoint, exit 143
-    for step in run.steps(): ...                               # seeds, rate, logs, checkpoints around each step
-    run.load_best_weights()
+    run = Run(config, "pretrain")                              # the processes of the launch config;
+    the run's folder model, optimizers = run.prepare(model, optimizers)         # on the device,
+    sharded run.resume(train, data=fingerprint, total_steps=100)       # the newest checkpoint, if
+    there is one run.rehearse(loss)                                         # --find_batch_size,
+    --dress_rehearsal run.start(model="...")                                     # summary, logs;
+    from here on a signal = checkpoint, exit 143 for step in run.steps(): ...
+    # seeds, rate, logs, checkpoints around each step run.load_best_weights()
     run.close("done")
 
 There are no callbacks. To change the step, edit the template. To change the rest, edit this file.
@@ -31,7 +33,12 @@ from shared.data.order import Batch
 from shared.models.blocks import uncompiled
 from shared.models.card import model_card
 from shared.models.hub import identity_of_frozen
-from shared.models.weights import WeightCopy, average_buffers, evaluation_weights, persistent_buffers
+from shared.models.weights import (
+    WeightCopy,
+    average_buffers,
+    evaluation_weights,
+    persistent_buffers,
+)
 from shared.parallel import sharding, zero
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
@@ -50,15 +57,18 @@ from shared.training.sync import Replicas
 
 
 class Run:
-    """Everything that a run needs besides model, data and step. All ranks call the same methods in the same order.
+    """Everything that a run needs besides model, data and step. All ranks call the same methods in
+    the same order.
 
     Args:
-        config: the template's, with the groups data, batch, optim, speed, evaluation, checkpoint and log.
+        config: the template's, with the groups data, batch, optim, speed, evaluation, checkpoint
+            and log.
         name: template name, for the run's folder and the tracker's project.
         unit: what throughput counts: tokens, images, texts or pairs.
 
     Attributes:
-        accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank 0.
+        accelerator, device, is_main: Accelerate's object, this rank's device, whether this is rank
+            0.
         dir: the run's folder.
         state: counts and scores; `notes` is for the template: JSON, saved in checkpoints.
         total_steps: optimizer steps of the whole run.
@@ -66,18 +76,29 @@ class Run:
     """
 
     def __init__(self, config: Any, name: str, *, unit: str = "tokens") -> None:
-        self.config, self.name, self.unit = config, name, unit
-        tracker, speed = metrics.tracker_name(config.log.report_to), config.speed
+        self.config = config
+        self.name = name
+        self.unit = unit
+        tracker = metrics.tracker_name(config.log.report_to)
+        speed = config.speed
         self.accelerator = launch.start(
-            config.batch.seed, log_with=tracker, timeout=speed.ddp_timeout, deterministic=speed.deterministic
+            config.batch.seed,
+            log_with=tracker,
+            timeout=speed.ddp_timeout,
+            deterministic=speed.deterministic,
         )
-        self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
+        self.device = self.accelerator.device
+        self.is_main = self.accelerator.is_main_process
         self.dir = Path()
-        if not getattr(config.data, "preprocess_only", False):  # preprocessing makes no run folder, and compiles nothing
+        # preprocessing makes no run folder, and compiles nothing
+        if not getattr(config.data, "preprocess_only", False):
             if speed.torch_compile:
                 launch.require_compiler(self.device)
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
-        self.state, self.total_steps, self.eval_steps, self.save_steps = TrainState(), 0, 1, 1
+        self.state = TrainState()
+        self.total_steps = 0
+        self.eval_steps = 1
+        self.save_steps = 1
         self.models: dict[str, nn.Module] = {}
         self.optimizers: list[Any] = []
         self.ema: WeightCopy | None = None
@@ -91,10 +112,11 @@ class Run:
         self._step: Step | None = None  # the present step, until it is logged
         self.is_last = self._is_settled = False
 
-    # Before training -----------------------------------------------------------------------------------------------
+    # Before training ------------------------------------------------------------------------------
 
     def choose(self, reason: str, **values: Any) -> Any:
-        """Settle settings that the user left open, and return the config with them. The summary says them.
+        """Settle settings that the user left open, and return the config with them. The summary
+        says them.
 
         A run that continues keeps those of its checkpoint, also on another number of processes.
 
@@ -103,19 +125,27 @@ class Run:
             values: by flag; ignored where the flag was given, or, of a budget, any budget was.
         """
         given = configs.flatten(self.config)
-        budgets = configs.BUDGETS if any(given.get(name) is not None for name in configs.BUDGETS) else set()
+        budgets = (
+            configs.BUDGETS
+            if any(given.get(name) is not None for name in configs.BUDGETS)
+            else set()
+        )
         left_open = [name for name in values if name not in budgets and not given[name]]
         values = {name: self._before.get(name) or values[name] for name in left_open}
         if values:
             self.config = configs.replace(self.config, **values)
-            said = (f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in values.items())
+            said = (
+                f"{name} {value if isinstance(value, str) else f'{value:g}'}"
+                for name, value in values.items()
+            )
             self._chosen.append(f"{', '.join(said)} ({reason})")
         return self.config
 
     def prepare(
         self, model: Any, optimizers: list[Any], name: str = "model", *, spread: bool = True
     ) -> tuple[Any, list[Any]]:
-        """Model and optimizers as the launch config wants them: on the device, wrapped, sharded. Call once for each model.
+        """Model and optimizers as the launch config wants them: on the device, wrapped, sharded.
+        Call once for each model.
 
         Args:
             model: the whole model on every rank, with the same weights.
@@ -136,7 +166,12 @@ class Run:
         if spread:
             hook = self.config.speed.ddp_comm_hook
             model, optimizers = sharding.prepare(
-                self.accelerator, model, optimizers, max_grad_norm=options.max_grad_norm, comm_hook=hook, replicas=apart
+                self.accelerator,
+                model,
+                optimizers,
+                max_grad_norm=options.max_grad_norm,
+                comm_hook=hook,
+                replicas=apart,
             )
         self.models[name] = model
         self.optimizers += optimizers
@@ -147,9 +182,14 @@ class Run:
         return model, optimizers
 
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Save more tensors in checkpoints, and load them in place on resume. Call before `resume`; not with DeepSpeed."""
+        """Save more tensors in checkpoints, and load them in place on resume. Call before `resume`;
+        not with DeepSpeed.
+        """
         if zero.is_used(self.accelerator):
-            raise ConfigError("checkpoints of DeepSpeed hold one model and no more tensors: use ddp.yaml or fsdp2.yaml")
+            raise ConfigError(
+                "checkpoints of DeepSpeed hold one model and no more tensors: use ddp.yaml or "
+                "fsdp2.yaml"
+            )
         self._kept |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
 
     def resume(self, train: Any, *, data: str, total_steps: int, makes: str = "final") -> None:
@@ -159,20 +199,31 @@ class Run:
             train: the training data: a `Loader` or `Stream`.
             data: fingerprint of the samples; a run on other samples is not continued.
             total_steps: optimizer steps of the whole run.
-            makes: the last thing that the template writes. If it exists, a run without steps left is finished.
+            makes: the last thing that the template writes. If it exists, a run without steps left
+                is finished.
 
         Raises:
             Finished: nothing is left to do.
             ConfigError: the checkpoint's run has other settings that change what the model learns.
             CheckpointError: none of the run's checkpoints is whole.
         """
-        config, given = self.config, configs.flatten(self.config)
-        self.train, model = train, self.models["model"]
+        config = self.config
+        given = configs.flatten(self.config)
+        self.train = train
+        model = self.models["model"]
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
-        more: Any = {"data": data, "base": base, "ema": self.ema, "extra": self._kept, "replicas": self.replicas}
-        self.saver = Checkpointer(self.accelerator, self.models, self.optimizers, self.dir, config, **more)
+        more: Any = {
+            "data": data,
+            "base": base,
+            "ema": self.ema,
+            "extra": self._kept,
+            "replicas": self.replicas,
+        }
+        self.saver = Checkpointer(
+            self.accelerator, self.models, self.optimizers, self.dir, config, **more
+        )
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
         if self.state.place:
             longer = train.resume(self.state.step, self.state.place)
@@ -185,28 +236,38 @@ class Run:
         rate = optim.learning_rate(config.optim, self.state.step, total_steps)
         if self.state.next_rate is not None and not math.isclose(rate, self.state.next_rate):
             print_main(
-                f"warning: with this budget and schedule the learning rate goes from {self.state.next_rate:.3g} to "
+                "warning: with this budget and schedule the learning rate goes from "
+                f"{self.state.next_rate:.3g} to "
                 f"{rate:.3g} here (docs/after_training.md, Train longer)"
             )
-        self.state.begin_scoring(config.evaluation.metric_for_best_model, data, configs.measured_by(config))
+        self.state.begin_scoring(
+            config.evaluation.metric_for_best_model, data, configs.measured_by(config)
+        )
         if self.state.stopped_early != [total_steps, config.evaluation.early_stopping_patience]:
             self.state.stopped_early = []
         self.is_last = self.state.step >= total_steps or bool(self.state.stopped_early)
         if self.is_last and on_main((self.dir / makes).exists):
-            budget = next((name for name in ("max_tokens", "num_train_epochs") if given.get(name)), "max_steps")
+            budget = next(
+                (name for name in ("max_tokens", "num_train_epochs") if given.get(name)),
+                "max_steps",
+            )
             raise exits.Finished(
-                f"{self.dir} is finished: {self.state.step} steps. Train longer with a larger --{budget} and "
+                f"{self.dir} is finished: {self.state.step} steps. Train longer with a larger "
+                f"--{budget} and "
                 f"--allow_changed {budget}, or choose another --output_dir"
             )
 
     def rehearse(self, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1) -> None:
-        """Do what --find_batch_size and --dress_rehearsal ask for, and let DDP build its buckets. Changes no weights.
+        """Do what --find_batch_size and --dress_rehearsal ask for, and let DDP build its buckets.
+        Changes no weights.
 
         Args:
             losses: batch -> scalar; together they pass through all models.
             multiple: the rows of a micro-batch have to be a multiple of this.
         """
-        trial = Rehearsal(self.accelerator, list(self.models.values()), self.optimizers, self.train, losses)
+        trial = Rehearsal(
+            self.accelerator, list(self.models.values()), self.optimizers, self.train, losses
+        )
         if self.config.batch.find_batch_size:
             rows = trial.find_batch_size(multiple)
             self.config = configs.replace(self.config, per_device_train_batch_size=rows)
@@ -215,11 +276,13 @@ class Run:
             trial.dress_rehearsal(self.saver, self.state)
 
     def start(self, *, samples: str = "rows", flops: float | None = None, **rows: Any) -> None:
-        """Write config.yaml, print the summary, start the logs. From here on a signal stops the run with a checkpoint.
+        """Write config.yaml, print the summary, start the logs. From here on a signal stops the run
+        with a checkpoint.
 
         Args:
             samples: the unit of a batch, for the summary: rows, images, texts.
-            flops: floating-point operations of forward and backward for one token or image, for MFU.
+            flops: floating-point operations of forward and backward for one token or image, for
+                MFU.
             rows: more lines of the summary; `optimizer` replaces what the flags say.
         """
         config = configs.replace(self.config, output_dir=self.dir)
@@ -235,29 +298,44 @@ class Run:
             self.name,
             {
                 "run on": launch.strategy(self.accelerator),
-                "each process holds": sharding.sharding_summary(self.accelerator, self.models["model"], self.optimizers),
+                "each process holds": sharding.sharding_summary(
+                    self.accelerator, self.models["model"], self.optimizers
+                ),
                 **{name.replace("_", " "): value for name, value in rows.items()},
                 "batch": launch.batch_line(config.batch, self.accelerator, samples),
                 "budget": f"{self.total_steps:,} steps{epochs}",
-                "cadence": launch.cadence_line(config, self.eval_steps, self.save_steps, self.total_steps),
+                "cadence": launch.cadence_line(
+                    config, self.eval_steps, self.save_steps, self.total_steps
+                ),
                 "optimizer": rows.get("optimizer", config.optim.describe()),
                 **({"by default": "; ".join(self._chosen)} if self._chosen else {}),
                 "output": self.dir,
             },
         )
         self.logger = metrics.Logger(
-            *(self.accelerator, config.log, self.dir, self.state, self.total_steps, configs.flatten(self.config)),
+            *(
+                self.accelerator,
+                config.log,
+                self.dir,
+                self.state,
+                self.total_steps,
+                configs.flatten(self.config),
+            ),
             template=self.name,
             unit=self.unit,
             flops=flops,
         )
-        models, allowed = list(self.models.values()), config.optim.max_skipped_steps
-        self.guard = Guard(self.accelerator, models, self.state, max_skipped=allowed, replicas=self.replicas)
+        models = list(self.models.values())
+        allowed = config.optim.max_skipped_steps
+        self.guard = Guard(
+            self.accelerator, models, self.state, max_skipped=allowed, replicas=self.replicas
+        )
 
-    # Training ------------------------------------------------------------------------------------------------------
+    # Training -------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """Yield each optimizer step that is left. Before each: data, learning rate, seed; after each: logs, checkpoint.
+        """Yield each optimizer step that is left. Before each: data, learning rate, seed; after
+        each: logs, checkpoint.
 
         To end early, call `stop`. A `break` skips the last checkpoint.
 
@@ -265,20 +343,34 @@ class Run:
             Stopped: on all ranks, by a signal, after a checkpoint.
             NonFiniteError: on all ranks: too many updates were not finite.
         """
-        # No `with` or `try` around the yield: after a break, Python closes this generator at another time on each rank.
-        config, models = self.config, list(self.models.values())
+        # No `with` or `try` around the yield: after a break, Python closes this generator at
+        # another time on each rank.
+        config = self.config
+        models = list(self.models.values())
         until = self.state.step if self.is_last else self.total_steps
         group = self.replicas.inner if self.replicas else None
         for window in self.logger.waiting(self.train.windows(self.state.step, until)):
-            launch.seed_step(config.batch.seed, self.state.step, sharding.data_rank(self.accelerator))
-            rate = optim.set_learning_rate(self.optimizers, config.optim, self.state.step, self.total_steps)
-            self.state.advance(window)  # now, so that an evaluation in the loop's body knows its step
+            launch.seed_step(
+                config.batch.seed, self.state.step, sharding.data_rank(self.accelerator)
+            )
+            rate = optim.set_learning_rate(
+                self.optimizers, config.optim, self.state.step, self.total_steps
+            )
+            # now, so that an evaluation in the loop's body knows its step
+            self.state.advance(window)
             self.is_last = self.state.step == self.total_steps
-            given: Any = {"number": self.state.step, "rate": rate, "verdict": self.guard.finite, "group": group}
+            given: Any = {
+                "number": self.state.step,
+                "rate": rate,
+                "verdict": self.guard.finite,
+                "group": group,
+            }
             self._step = Step(self.accelerator, models, window, **given)
             yield self._step
             self._complete_step()
-            evaluated, best = (self.state.step == step for step in (self.state.evaluated, self.state.best_step))
+            evaluated, best = (
+                self.state.step == step for step in (self.state.evaluated, self.state.best_step)
+            )
             saving = self.is_last or best or self._is_due(self.save_steps)
             self._stop_if_asked(now=evaluated or saving)
             with self.logger.pause():
@@ -291,7 +383,9 @@ class Run:
         self._settle()
 
     def _is_due(self, every: int) -> bool:
-        """Whether something that is to happen each `every` steps is due; where replicas train apart, when they next meet."""
+        """Whether something that is to happen each `every` steps is due; where replicas train
+        apart, when they next meet.
+        """
         step = self.state.step
         return self.replicas.is_due(step, every) if self.replicas else step % every == 0
 
@@ -300,19 +394,27 @@ class Run:
         self.is_last = True
 
     def _complete_step(self) -> None:
-        """Update the moving average and log the present step. Once a step: before an evaluation, or at the step's end."""
-        step, self._step = self._step, None
+        """Update the moving average and log the present step. Once a step: before an evaluation, or
+        at the step's end.
+        """
+        step = self._step
+        self._step = None
         if step is None:
             return
         if step.finite is None:
-            raise RuntimeError("call step.update() before an evaluation and before the end of the loop's body")
+            raise RuntimeError(
+                "call step.update() before an evaluation and before the end of the loop's body"
+            )
         if self.ema:
             done = self.state.step - 1
-            self.ema.average_in(min(self.config.evaluation.ema_decay, (1 + done) / (10 + done)))  # lower at first
+            # lower at first
+            self.ema.average_in(min(self.config.evaluation.ema_decay, (1 + done) / (10 + done)))
         exits.at_step(self.state.step)
         if self.replicas:
             self.replicas.after(self.state.step)
-        self.logger.step(step, due=self.state.step == 1 or self._is_due(self.config.log.every(self.total_steps)))
+        self.logger.step(
+            step, due=self.state.step == 1 or self._is_due(self.config.log.every(self.total_steps))
+        )
 
     def _stop_if_asked(self, *, now: bool) -> None:
         try:
@@ -323,7 +425,9 @@ class Run:
 
     def _save(self) -> None:
         self.logger.note_interval()
-        self.state.next_rate = optim.learning_rate(self.config.optim, self.state.step, self.total_steps)
+        self.state.next_rate = optim.learning_rate(
+            self.config.optim, self.state.step, self.total_steps
+        )
         self.saver.save(self.state)
 
     def _save_and_close(self) -> None:
@@ -333,21 +437,29 @@ class Run:
 
     def _settle(self) -> None:
         """Wait for a save in the background. From here on a signal ends the run at once."""
-        if not self._is_settled:  # once: while one rank writes final/, the others must not wait in a collective
+        # once: while one rank writes final/, the others must not wait in a collective
+        if not self._is_settled:
             self._is_settled = True
             self.saver.wait()
             self.guard.release()
 
-    # Evaluation ----------------------------------------------------------------------------------------------------
+    # Evaluation -----------------------------------------------------------------------------------
 
     def should_evaluate(self) -> bool:
-        """Whether an evaluation is due: before the first step, each --eval_steps, at the last step; once a step."""
-        due = self._is_due(self.eval_steps) or self.state.step in (0, self.total_steps) or self.is_last
+        """Whether an evaluation is due: before the first step, each --eval_steps, at the last step;
+        once a step.
+        """
+        due = (
+            self._is_due(self.eval_steps)
+            or self.state.step in (0, self.total_steps)
+            or self.is_last
+        )
         return due and self.state.evaluated < self.state.step
 
     @contextlib.contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """For the block that evaluates: eval mode, averaged weights, no gradients; its time is not training time.
+        """For the block that evaluates: eval mode, averaged weights, no gradients; its time is not
+        training time.
 
         Afterwards all is as before. A signal in `read` ends the run, with a checkpoint.
         """
@@ -355,7 +467,9 @@ class Run:
         self._stop_if_asked(now=True)
         modes = {module: module.training for module in model.modules()}
         weights = evaluation_weights(
-            self.accelerator, self.unwrap(model), self.replicas.agreed if self.replicas else self.ema
+            self.accelerator,
+            self.unwrap(model),
+            self.replicas.agreed if self.replicas else self.ema,
         )
         try:
             with self.logger.pause(), weights, uncompiled(model), torch.no_grad():
@@ -369,7 +483,9 @@ class Run:
                 module.training = mode
 
     def read(self, loader: Any) -> Iterator[Window]:
-        """Windows of one pass over validation data. Inside of `evaluating`. A signal raises Stopped on all ranks."""
+        """Windows of one pass over validation data. Inside of `evaluating`. A signal raises Stopped
+        on all ranks.
+        """
         windows = self.guard.watch(loader.windows(0, steps := loader.order.steps_per_epoch))
         yield from self.logger.bar_of(windows, steps)
 
@@ -379,7 +495,8 @@ class Run:
         Args:
             loss: micro-batch -> scalar, summed over its targets.
         """
-        total, targets = torch.zeros((), device=self.device), 0
+        total = torch.zeros((), device=self.device)
+        targets = 0
         for window in self.read(loader):
             for batch in window.micro_batches:
                 total += loss(batch)
@@ -387,25 +504,38 @@ class Run:
         return self.sum(total).item() / targets
 
     def log_evaluation(self, values: dict[str, float]) -> None:
-        """Log an evaluation's `eval_*` values, eval_loss among them; score it; stop early if the patience runs out."""
+        """Log an evaluation's `eval_*` values, eval_loss among them; score it; stop early if the
+        patience runs out.
+        """
         options = self.config.evaluation
         self.logger.log_evaluation(values)
         self.state.score(values, options.metric_for_best_model)
-        patience, waited = options.early_stopping_patience * self.eval_steps, self.state.step - self.state.best_step
+        patience = options.early_stopping_patience * self.eval_steps
+        waited = self.state.step - self.state.best_step
         if 0 < patience <= waited and self.state.step < self.total_steps:
             self.state.stopped_early = [self.total_steps, options.early_stopping_patience]
-            print_main(f"stopped early: no better {options.metric_for_best_model} since step {self.state.best_step}")
+            print_main(
+                f"stopped early: no better {options.metric_for_best_model} since step "
+                f"{self.state.best_step}"
+            )
             self.stop()
 
-    # The end -------------------------------------------------------------------------------------------------------
+    # The end --------------------------------------------------------------------------------------
 
     def load_best_weights(self) -> None:
-        """Load the weights for final/: the best by --metric_for_best_model, or the last; the average, with --ema_decay."""
-        best, metric = self.state.best_step, self.config.evaluation.metric_for_best_model
+        """Load the weights for final/: the best by --metric_for_best_model, or the last; the
+        average, with --ema_decay.
+        """
+        best = self.state.best_step
+        metric = self.config.evaluation.metric_for_best_model
         if best:
             if best != self.state.step and not self.saver.load_best(best):  # it is damaged
-                self.state.best_step, self.state.results = self.state.step, self.state.latest
-            print_main(f"best by {metric}: step {self.state.best_step}, {self.state.results[f'eval_{metric}']:.4f}")
+                self.state.best_step = self.state.step
+                self.state.results = self.state.latest
+            print_main(
+                f"best by {metric}: step {self.state.best_step}, "
+                f"{self.state.results[f'eval_{metric}']:.4f}"
+            )
         for other in (self.replicas and self.replicas.agreed, self.ema):
             if other:
                 other.swap()
@@ -414,14 +544,26 @@ class Run:
 
     @property
     def best_checkpoint(self) -> Path:
-        """The checkpoint of the best evaluation, or the last. For models that no rank has as a whole."""
+        """The checkpoint of the best evaluation, or the last. For models that no rank has as a
+        whole.
+        """
         return self.dir / f"checkpoint-{self.state.best_step or self.state.step:06d}"
 
     def card(self, title: str, data: str, *, load: str, **front: str) -> str:
-        """The model card: data, code, launch, results before training and of the best evaluation, settings. Main rank."""
+        """The model card: data, code, launch, results before training and of the best evaluation,
+        settings. Main rank.
+        """
         before = {f"{name}_before": value for name, value in self.state.before.items()}
         results = before | self.state.results | {"step": self.state.best_step or self.state.step}
-        return model_card(title, data, results, configs.flatten(self.config), made_by=self.made_by, load=load, **front)
+        return model_card(
+            title,
+            data,
+            results,
+            configs.flatten(self.config),
+            made_by=self.made_by,
+            load=load,
+            **front,
+        )
 
     def close(self, *messages: str) -> None:
         """Wait for the main rank, end the logs and print the last lines."""
@@ -430,7 +572,7 @@ class Run:
         for message in messages:
             print_main(message)
 
-    # Helpers -------------------------------------------------------------------------------------------------------
+    # Helpers --------------------------------------------------------------------------------------
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of `value` over the data that all ranks have read, each sample counted once."""

@@ -1,4 +1,6 @@
-"""What a run is besides tensors: counts, scores, what it has to remember. Goes into each checkpoint as JSON."""
+"""What a run is besides tensors: counts, scores, what it has to remember. Goes into each checkpoint
+as JSON.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -18,16 +20,22 @@ class TrainState:
     samples: int = 0  # samples trained on
     skipped: int = 0  # steps whose update was skipped
     evaluated: int = -1  # step of the latest evaluation
-    before: dict[str, float] = field(default_factory=dict)  # values of the evaluation before training
+    # values of the evaluation before training
+    before: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)  # values of the latest evaluation
-    results: dict[str, float] = field(default_factory=dict)  # values of the best evaluation; without a metric: the latest
+    # values of the best evaluation; without a metric: the latest
+    results: dict[str, float] = field(default_factory=dict)
     best_step: int = 0  # step of the best evaluation, 0: none yet
-    best_score: list[float] = field(default_factory=list)  # higher is better; equal scores go by loss
-    scored_by: list[str] = field(default_factory=list)  # metric, data, settings: other scores cannot be compared
-    stopped_early: list[int] = field(default_factory=list)  # [budget in steps, patience] that ended the run
+    # higher is better; equal scores go by loss
+    best_score: list[float] = field(default_factory=list)
+    # metric, data, settings: other scores cannot be compared
+    scored_by: list[str] = field(default_factory=list)
+    # [budget in steps, patience] that ended the run
+    stopped_early: list[int] = field(default_factory=list)
     started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
-    interval: list[Any] = field(default_factory=list)  # what the next log line is made of: steps, readers, each rank's sums
+    # what the next log line is made of: steps, readers, each rank's sums
+    interval: list[Any] = field(default_factory=list)
     place: dict[str, Any] | None = None  # where the data go on
     next_rate: float | None = None  # learning rate that the next step was to have
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON
@@ -41,29 +49,40 @@ class TrainState:
 
     def forget_scores(self) -> None:
         """Let the next evaluation be the best."""
-        self.best_step, self.best_score, self.results = 0, [], {}
+        self.best_step = 0
+        self.best_score = []
+        self.results = {}
 
     def begin_scoring(self, *by: str) -> None:
-        """Forget scores of another metric, other data or settings; the present step is then to be evaluated again.
+        """Forget scores of another metric, other data or settings; the present step is then to be
+        evaluated again.
 
         Args:
             by: metric, data, and `configs.measured_by`.
         """
         if self.scored_by and self.scored_by != [*by]:
             if self.best_step:
-                print_main(f"step {self.best_step} was the best of another metric, other data or settings: forgotten")
+                print_main(
+                    f"step {self.best_step} was the best of another metric, other data or "
+                    "settings: forgotten"
+                )
             self.forget_scores()
             self.evaluated = min(self.evaluated, self.step - 1)
         self.scored_by = [*by]
 
     def score(self, values: dict[str, float], metric: str) -> None:
-        """Note an evaluation's `eval_*` values, and whether it is the best. One before training is never the best."""
-        self.evaluated, self.latest = self.step, values
+        """Note an evaluation's `eval_*` values, and whether it is the best. One before training is
+        never the best.
+        """
+        self.evaluated = self.step
+        self.latest = values
         if self.step == 0:
             self.before = values
         if metric != "none" and f"eval_{metric}" not in values:
             known = ", ".join(name.removeprefix("eval_") for name in values)
-            raise ConfigError(f"--metric_for_best_model {metric}: an evaluation of this run measures {known}")
+            raise ConfigError(
+                f"--metric_for_best_model {metric}: an evaluation of this run measures {known}"
+            )
         if metric == "none" or self.step == 0:
             self.results = values
             return
@@ -71,4 +90,6 @@ class TrainState:
         score = [loss if metric == "loss" else values[f"eval_{metric}"], loss]
         score = [-math.inf if math.isnan(value) else float(value) for value in score]
         if not self.best_score or score > self.best_score:
-            self.best_score, self.best_step, self.results = score, self.step, values
+            self.best_score = score
+            self.best_step = self.step
+            self.results = values

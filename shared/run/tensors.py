@@ -1,8 +1,10 @@
-"""The tensors of a checkpoint: one safetensors file a rank, to be read by any number of ranks, however they shard.
+"""The tensors of a checkpoint: one safetensors file a rank, to be read by any number of ranks,
+however they shard.
 
-Of a sharded tensor each piece is written once, by one of the ranks that hold it. The header of a file says where its pieces
-lie in the whole tensors, in the words of PyTorch's distributed checkpoint (DCP): its `HuggingFaceStorageReader` reads these
-files, too. Its own writer takes 0.4 ms for each tensor, ten times as long, and holds a second copy of all.
+Of a sharded tensor each piece is written once, by one of the ranks that hold it. The header of a
+file says where its pieces lie in the whole tensors, in the words of PyTorch's distributed
+checkpoint (DCP): its `HuggingFaceStorageReader` reads these files, too. Its own writer takes 0.4 ms
+for each tensor, ten times as long, and holds a second copy of all.
 """
 
 import json
@@ -57,22 +59,27 @@ class Piece(NamedTuple):
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
-    """What this rank holds of each tensor; nothing of one that is sharded over other ranks alone."""
+    """What this rank holds of each tensor; nothing of one that is sharded over other ranks
+    alone.
+    """
     found = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        offset, sizes = (0,) * len(shape), shape
+        offset = (0,) * len(shape)
+        sizes = shape
         if isinstance(tensor, DTensor):
             if tensor.device_mesh.get_coordinate() is None:
                 continue
             (chunk,) = tensor.__create_chunk_list__()
-            offset, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            offset = tuple(chunk.offsets)
+            sizes = tuple(chunk.sizes)
         found[name] = Piece(_CODES[tensor.dtype], shape, offset, sizes)
     return found
 
 
 def share_out(held: Sequence[Mapping[str, Piece]]) -> list[dict[str, Piece]]:
-    """The pieces that each rank writes, of those that each holds: every piece once, and about as many bytes on each rank.
+    """The pieces that each rank writes, of those that each holds: every piece once, and about as
+    many bytes on each rank.
 
     Raises:
         ValueError: a part of a tensor is on no rank.
@@ -85,7 +92,9 @@ def share_out(held: Sequence[Mapping[str, Piece]]) -> list[dict[str, Piece]]:
     missing = {name: math.prod(piece.shape) for name, piece in holders}
     written: list[dict[str, Piece]] = [{} for _ in held]
     load = [0] * len(held)
-    for (name, piece), ranks in sorted(holders.items(), key=lambda item: (-item[0][1].bytes, item[0])):
+    for (name, piece), ranks in sorted(
+        holders.items(), key=lambda item: (-item[0][1].bytes, item[0])
+    ):
         rank = min(ranks, key=load.__getitem__)
         written[rank][name] = piece
         load[rank] += piece.bytes
@@ -95,7 +104,9 @@ def share_out(held: Sequence[Mapping[str, Piece]]) -> list[dict[str, Piece]]:
     return written
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> dict[str, Any]:
+def write(
+    path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
+) -> dict[str, Any]:
     """Write this rank's part of `tensors`; of those on a GPU, one at a time is copied to the host.
 
     Args:
@@ -109,12 +120,16 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, 
     header: dict[str, Any] = {}
     end = 0
     for name, piece in pieces.items():
-        begin, end = end, end + piece.bytes
+        begin = end
+        end = end + piece.bytes
         header[name] = {"dtype": piece.dtype, "shape": piece.sizes, "data_offsets": [begin, end]}
     places = {name: {"saved_offsets": piece.offset} for name, piece in pieces.items()}
     shapes = {name: piece.shape for name, piece in pieces.items()}
     told = {"DCP_SHARDING_INFO": places, "DCP_VERSION": 1.0, "shapes": shapes}
-    header["__metadata__"] = {"format": "pt", **{key: json.dumps(value) for key, value in told.items()}}
+    header["__metadata__"] = {
+        "format": "pt",
+        **{key: json.dumps(value) for key, value in told.items()},
+    }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     checksum = xxhash.xxh3_128()
@@ -123,7 +138,16 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, 
             file.write(part)
             checksum.update(part)
         for name in pieces:
-            data = local_part(tensors[name]).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            data = (
+                local_part(tensors[name])
+                .detach()
+                .cpu()
+                .contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .numpy()
+                .data
+            )
             file.write(data)
             checksum.update(data)
         file.flush()
@@ -150,15 +174,21 @@ class TensorReader:
                 with (folder / file).open("rb") as opened:
                     header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
                 told = header.pop("__metadata__")
-                places, shapes = json.loads(told["DCP_SHARDING_INFO"]), json.loads(told["shapes"])
+                places = json.loads(told["DCP_SHARDING_INFO"])
+                shapes = json.loads(told["shapes"])
                 for name, entry in header.items():
                     box = (shapes[name], places[name]["saved_offsets"], entry["shape"])
-                    self.pieces.setdefault(name, []).append((file, Piece(entry["dtype"], *map(tuple, box))))
+                    self.pieces.setdefault(name, []).append(
+                        (file, Piece(entry["dtype"], *map(tuple, box)))
+                    )
             except Exception as error:  # what is not JSON of this form can raise nearly anything
-                raise CheckpointError(f"{folder / file}: cannot be read ({type(error).__name__})") from None
+                raise CheckpointError(
+                    f"{folder / file}: cannot be read ({type(error).__name__})"
+                ) from None
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors in place: whole ones, and what this rank holds of sharded ones. If one does not fit, none is filled.
+        """Fill tensors in place: whole ones, and what this rank holds of sharded ones. If one does
+        not fit, none is filled.
 
         Raises:
             ValueError: the checkpoint does not have one of them, or has it with another shape.
@@ -168,11 +198,16 @@ class TensorReader:
             saved = self.pieces.get(name)
             if saved is None:
                 raise ValueError(f"it has no {name}")
-            missing, local = math.prod(mine.sizes), local_part(tensors[name]).detach()
+            missing = math.prod(mine.sizes)
+            local = local_part(tensors[name]).detach()
             for file, piece in saved:
                 if piece.shape != mine.shape:
-                    raise ValueError(f"{name} has the shape {list(piece.shape)} there, and {list(mine.shape)} here")
-                begin, end = tuple(map(max, piece.offset, mine.offset)), tuple(map(min, piece.end, mine.end))
+                    raise ValueError(
+                        f"{name} has the shape {list(piece.shape)} there, and {list(mine.shape)} "
+                        "here"
+                    )
+                begin = tuple(map(max, piece.offset, mine.offset))
+                end = tuple(map(min, piece.end, mine.end))
                 if all(map(operator.lt, begin, end)):
                     target = local[_box(begin, end, mine)]
                     parts.setdefault(file, []).append((name, _box(begin, end, piece), target))
@@ -191,16 +226,25 @@ def _box(begin: tuple[int, ...], end: tuple[int, ...], piece: Piece) -> tuple[sl
 
 
 def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint whose names begin with `prefix`, whole, on the CPU. Call on one rank."""
+    """The tensors of a checkpoint whose names begin with `prefix`, whole, on the CPU. Call on one
+    rank.
+    """
     reader = TensorReader(folder)
     found = {name: saved[0][1] for name, saved in reader.pieces.items() if name.startswith(prefix)}
-    tensors = {name: torch.empty(piece.shape, dtype=_DTYPES[piece.dtype]) for name, piece in found.items()}
+    tensors = {
+        name: torch.empty(piece.shape, dtype=_DTYPES[piece.dtype]) for name, piece in found.items()
+    }
     reader.read(tensors)
     return tensors
 
 
 def read_weights(folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The model's tensors in a checkpoint by their own names, whole, on the CPU. Call on one rank."""
+    """The model's tensors in a checkpoint by their own names, whole, on the CPU. Call on one
+    rank.
+    """
     tensors = read_tensors(folder, "model.")
-    cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+    cast = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in tensors.items()
+    }
     return {name.removeprefix("model."): value for name, value in cast.items()}

@@ -24,19 +24,35 @@ from shared.process.errors import ConfigError
 from shared.process.printing import note
 from shared.process.ranks import is_main_rank
 from shared.text.encoder import Encoder
-from shared.text.forms import parse_json_messages, read_example, recognise, refuse_other_meanings, unused
+from shared.text.forms import (
+    parse_json_messages,
+    read_example,
+    recognise,
+    refuse_other_meanings,
+    unused,
+)
 from shared.text.options import SamplesConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-DEMO = Source("functions of the Python standard library", lambda: [sys.version, demo.python_files()], demo.docstring_chats)
+DEMO = Source(
+    "functions of the Python standard library",
+    lambda: [sys.version, demo.python_files()],
+    demo.docstring_chats,
+)
 WARNINGS = {  # what an encoder notes: what is said about it, with the first place
     "lost": "turns have words that the chat template does not write or mark",
-    "unlike": "answers are learned after other tokens than the template's generation prompt gives at inference",
+    "unlike": (
+        "answers are learned after other tokens than the template's generation prompt gives "
+        "at inference"
+    ),
     "empty": "records have an empty answer, from which the model learns to say nothing",
-    "joined": "texts with a prompt are joined as they are, although the model has a chat template: messages would get it",
+    "joined": (
+        "texts with a prompt are joined as they are, although the model has a chat template: "
+        "messages would get it"
+    ),
     "marked": "records mark a place for what is not text, and the mark is read as text",
     "special": "texts have the string of a special token in them, which is read as that token",
     "same": "pairs are dropped: their two answers are the same",
@@ -45,7 +61,9 @@ WARNINGS = {  # what an encoder notes: what is said about it, with the first pla
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with its own chat template, or else the one in the files of the model's processor."""
+    """The tokenizer of a model, with its own chat template, or else the one in the files of the
+    model's processor.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
@@ -54,8 +72,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         if tokenizer.chat_template:
             break
         missing = ("missing_entries", "gated_repo", "connection_errors")
-        path = cached_file(name, file, **{f"_raise_exceptions_for_{reason}": False for reason in missing})
-        template = json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template") if path else None
+        path = cached_file(
+            name, file, **{f"_raise_exceptions_for_{reason}": False for reason in missing}
+        )
+        template = (
+            json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
+            if path
+            else None
+        )
         tokenizer.chat_template = template if isinstance(template, str) else None
     return tokenizer
 
@@ -63,14 +87,16 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
     """(which samples to validate on, [samples] bool; how they were chosen, for people).
 
-    Whole records, so that no text is on both sides. If these are not near the share, or all, the last samples.
+    Whole records, so that no text is on both sides. If these are not near the share, or all, the
+    last samples.
 
     Args:
         is_first: [samples], whether a sample is the first of its record.
         percent: per cent held out.
     """
     record = np.cumsum(is_first) - 1
-    count, samples = int(record[-1]) + 1, len(record)
+    count = int(record[-1]) + 1
+    samples = len(record)
 
     def share(of: int) -> int:
         return max(1, min(round(of * percent / 100), of - 1))
@@ -80,14 +106,20 @@ def _hold_out(is_first: np.ndarray, percent: float) -> tuple[np.ndarray, str]:
     if samples == 1 or (not held_out.all() and near_share(held_out.sum(), share(samples))):
         return held_out, f"{held_out.sum():,}, from {len(chosen):,} of {count:,} records"
     held_out = np.arange(samples) >= samples - share(samples)
-    return held_out, f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would be too much or too little)"
+    return (
+        held_out,
+        f"{held_out.sum():,}, the last {held_out.mean():.0%} (whole records would be too much or "
+        "too little)",
+    )
 
 
 class ToSamples:
-    """Records to samples, see `store.Encode`. Plain text makes as many samples as it takes, any other record one.
+    """Records to samples, see `store.Encode`. Plain text makes as many samples as it takes, any
+    other record one.
 
-    Makes the arrays `ids` and `learned`, the tokens of all samples and which of them the loss counts. The table
-    has each sample's `targets`, whether it is the `first` of its record, and a `checksum` of its tokens.
+    Makes the arrays `ids` and `learned`, the tokens of all samples and which of them the loss
+    counts. The table has each sample's `targets`, whether it is the `first` of its record, and a
+    `checksum` of its tokens.
     """
 
     demo = DEMO  # what is read if no data is named
@@ -113,20 +145,27 @@ class ToSamples:
         }
 
     def items(self, source: Source, notes: Notes) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """(form, place, record). All records of a file are expected to have the form of its first."""
+        """(form, place, record). All records of a file are expected to have the form of its
+        first.
+        """
         forms: dict[str, str] = {}
         are_messages: dict[str, dict[str, bool]] = {}  # see `parse_json_messages`
         for where, record in source.read():
             file = where.rpartition(":")[0]
             if file not in forms:
                 forms[file] = self.recognise(record, where)
-            yield forms[file], where, parse_json_messages(record, where, are_messages.setdefault(file, {}))
+            yield (
+                forms[file],
+                where,
+                parse_json_messages(record, where, are_messages.setdefault(file, {})),
+            )
 
     def size(self, item: tuple[str, str, dict[str, Any]]) -> int:
         return len(str(item))
 
     def __call__(self, items: list[tuple[str, str, dict[str, Any]]], notes: Notes) -> Encoded:
-        tokens, marks = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+        tokens = [np.zeros(0, np.int32)]
+        marks = [np.zeros(0, bool)]
         first: list[bool] = []
         for form, where, record in items:
             samples = self.samples(record, form, where, notes)
@@ -138,7 +177,8 @@ class ToSamples:
             notes.add(f"form {form}")
             if not samples:
                 notes.add("dropped")
-        targets = [int(learned[1:].sum()) for learned in marks[1:]]  # nothing predicts the first token
+        # nothing predicts the first token
+        targets = [int(learned[1:].sum()) for learned in marks[1:]]
         checksums = [len(ids) << 32 | zlib.crc32(ids.tobytes()) for ids in tokens[1:]]
         return Encoded(
             values={"ids": np.concatenate(tokens), "learned": np.concatenate(marks)},
@@ -150,7 +190,9 @@ class ToSamples:
             },
         )
 
-    def encode(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> tuple[list[int], np.ndarray]:
+    def encode(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> tuple[list[int], np.ndarray]:
         """(ids, [tokens] bool, which of them the loss counts) of a record of a form of `forms`."""
         template = str(self.encoder.tokenizer.chat_template)
         refuse_other_meanings(record, form, where, self.allowed)
@@ -164,18 +206,24 @@ class ToSamples:
         if mark := re.search("<(?:image|video|audio)>", repr(example)):
             notes.add("marked", f"{where}: {mark[0]}")
         ids, learned = self.encoder(example, where, notes)
-        if learned.any() and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None:
+        if (
+            learned.any()
+            and (end := self.encoder.end_of(ids, int(np.flatnonzero(learned)[-1]) + 1)) is not None
+        ):
             notes.add(f"end {end}")
         return ids, learned
 
-    def samples(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> list[tuple[list[int], np.ndarray]]:
+    def samples(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> list[tuple[list[int], np.ndarray]]:
         """The samples of a record that have something to learn, as of `encode`."""
         ids, learned = self.encode(record, form, where, notes)
         most = self.seq_length + 1
         if form != "plain text" and len(ids) > most:
             notes.add("cut")
         last = len(ids) - 1 if form == "plain text" else 1
-        starts = range(0, last, self.seq_length)  # a sample begins with the last token of the one before
+        # a sample begins with the last token of the one before
+        starts = range(0, last, self.seq_length)
         parts = [(ids[start : start + most], learned[start : start + most]) for start in starts]
         return [(some, part) for some, part in parts if part[1:].any()]
 
@@ -238,7 +286,9 @@ class Conversations(Split):
         return int(self.targets[indices].sum())
 
     def prompt(self, index: int) -> tuple[list[int], list[int]]:
-        """(ids before the last learned turn, the ids from it on): what to give the model, and a reference."""
+        """(ids before the last learned turn, the ids from it on): what to give the model, and a
+        reference.
+        """
         ids, learned = self.tokens(index)
         cut = int(np.flatnonzero(np.diff(learned, prepend=False) & learned)[-1])
         if cut == 0:
@@ -249,7 +299,8 @@ class Conversations(Split):
 def open_samples(
     config: SamplesConfig, tokenizer: PreTrainedTokenizerBase, kind: type[ToSamples] = ToSamples
 ) -> tuple[Conversations, Conversations]:
-    """Prepare the data, or each source of a mixture: samples to train on, and to validate on. Every rank calls this.
+    """Prepare the data, or each source of a mixture: samples to train on, and to validate on. Every
+    rank calls this.
 
     Args:
         kind: what turns records into samples.
@@ -269,7 +320,9 @@ def open_samples(
         if validation is None:
             chosen, how = _hold_out(store["first"], config.validation_split_percentage)
             if chosen.all():
-                raise ConfigError(f"{train.name}: a single sample cannot be split; give --validation_file")
+                raise ConfigError(
+                    f"{train.name}: a single sample cannot be split; give --validation_file"
+                )
             held_out[name] = store
             held_out_numbers.append(np.flatnonzero(chosen))
             numbers.append(np.flatnonzero(~chosen))
@@ -297,7 +350,9 @@ def open_samples(
 
 
 def _prepare(source: Source, encode: ToSamples, config: SamplesConfig, limit: int | None) -> Store:
-    store = prepare(encode.kind, source, encode, limit=limit, processes=config.preprocessing_num_workers)
+    store = prepare(
+        encode.kind, source, encode, limit=limit, processes=config.preprocessing_num_workers
+    )
     counts = store.notes.counts
     if not len(store):
         raise ConfigError(
@@ -312,14 +367,21 @@ def _prepare(source: Source, encode: ToSamples, config: SamplesConfig, limit: in
 
 def _warn_of_copies(train: Conversations, held_out: Conversations) -> None:
     if copies := int(np.isin(held_out.column("checksum"), train.column("checksum")).sum()):
-        note(f"warning: {copies:,} of the {len(held_out):,} texts to validate on are trained on, too, word for word")
+        note(
+            f"warning: {copies:,} of the {len(held_out):,} texts to validate on are trained on, "
+            "too, word for word"
+        )
 
 
 def describe(samples: Conversations, config: SamplesConfig) -> str:
-    """A line about the data to train on: form, counts, lengths, share of tokens that the loss counts."""
+    """A line about the data to train on: form, counts, lengths, share of tokens that the loss
+    counts.
+    """
     parts = []
     for place, (store, validated) in enumerate(zip(samples.stores, samples.validated, strict=True)):
-        counts, forms, template = store.notes.counts, store.notes.named("form "), ""
+        counts = store.notes.counts
+        forms = store.notes.named("form ")
+        template = ""
         of_source = slice(samples.starts[place], samples.starts[place + 1])
         lengths = samples.lengths[of_source]
         if forms.keys() - {"prompt and completion", "plain text"}:
@@ -328,17 +390,22 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
         elif "prompt and completion" in forms:
             template = ", texts joined as they are, lists of messages by the chat template"
         parts.append(
-            f"{store.source}: {', '.join(forms)}{template}; {counts['read']:,} read, {counts['cut']:,} cut to "
+            f"{store.source}: {', '.join(forms)}{template}; {counts['read']:,} read, "
+            f"{counts['cut']:,} cut to "
             f"{config.seq_length} tokens, {counts['dropped']:,} dropped because no answer is left; "
-            f"{len(lengths):,} to train on, {lengths.min()}-{lengths.max()} tokens (mean {lengths.mean():.0f}), "
-            f"the loss counts {samples.targets[of_source].sum() / lengths.sum():.0%} of them; to validate on: {validated}"
+            f"{len(lengths):,} to train on, {lengths.min()}-{lengths.max()} tokens (mean "
+            f"{lengths.mean():.0f}), "
+            f"the loss counts {samples.targets[of_source].sum() / lengths.sum():.0%} of them; to "
+            f"validate on: {validated}"
             f"{records.not_used(store.notes.named('unused '))}"
         )
     return "; ".join(parts)
 
 
 def marked(samples: Conversations, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> str:
-    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧. Of a mixture, one of each source."""
+    """A sample as text, with the tokens that the loss counts between ⟦ and ⟧. Of a mixture, one of
+    each source.
+    """
     texts = []
     for start in samples.starts[:-1].tolist():
         ids, learned = samples.tokens(start + index)

@@ -1,4 +1,6 @@
-"""Text to tokens for pretraining: a tokenizer, memory-mapped files, and sequences cut from them without padding."""
+"""Text to tokens for pretraining: a tokenizer, memory-mapped files, and sequences cut from them
+without padding.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,15 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENTS = 2**20  # that are looked at at a time
-DEMO = Source("the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources)
+DEMO = Source(
+    "the Python standard library", lambda: [sys.version, demo.python_files()], demo.sources
+)
 
 
-# A document, or a part of one that is longer than `records.PIECE`, since no text may be too long for the tokenizer: its
-# text, the document's number in the source, whether it is the document's first, its last, and bytes of the document before
-# it. No class of its own: it goes to another process, which takes six times as long for a named tuple.
+# A document, or a part of one that is longer than `records.PIECE`, since no text may be too long
+# for the tokenizer: its text, the document's number in the source, whether it is the document's
+# first, its last, and bytes of the document before it. No class of its own: it goes to another
+# process, which takes six times as long for a named tuple.
 Piece = tuple[str, int, bool, bool, int]
 
 
@@ -61,14 +66,18 @@ def pieces(source: Source, column: str, notes: Notes, document: int = 0) -> Iter
     for where, record in source.read():
         if column not in record:
             columns = ", ".join(map(str, record)) or "none"
-            raise ConfigError(f"{where}: no column {column!r} (has: {columns}); name it with --text_column")
+            raise ConfigError(
+                f"{where}: no column {column!r} (has: {columns}); name it with --text_column"
+            )
         for name in records.unused(record, (column,)):
             notes.add(f"unused {name}")
         text = record[column]
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {column!r} is {records.kind(text)}, expected text")
         blocks = (text[i : i + records.PIECE] for i in range(0, len(text), records.PIECE))
-        for piece, continues in records.split_text(blocks) if len(text) > records.PIECE else ((text, False),):
+        for piece, continues in (
+            records.split_text(blocks) if len(text) > records.PIECE else ((text, False),)
+        ):
             is_last = not (continues or records.CONTINUES in record)
             if piece:
                 yield piece, document, before == 0, is_last, before
@@ -88,7 +97,11 @@ class Corpus(NamedTuple):
 
 
 def open_corpus(
-    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase | None, seq_length: int, *, isolate: bool = False
+    config: CorpusConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seq_length: int,
+    *,
+    isolate: bool = False,
 ) -> Corpus:
     """Prepare the text, or each source of a mixture, and open it. Every rank calls this.
 
@@ -109,12 +122,20 @@ def open_corpus(
     for name, source in sources.items():
         store, given = prepare_sources(source, encode)
         split = open_splits(
-            store, given, seq_length, config.validation_split_percentage, config.eval_samples, isolate=isolate
+            store,
+            given,
+            seq_length,
+            config.validation_split_percentage,
+            config.eval_samples,
+            isolate=isolate,
         )
         trained[name] = split.train
         if not (validated and given):  # a file to validate on is the same for all
             validated[name] = split.validation
-        about.append(f"{store.source}: {split.train.num_tokens:,} tokens to train on; validation: {split.about}")
+        about.append(
+            f"{store.source}: {split.train.num_tokens:,} tokens to train on; validation: "
+            f"{split.about}"
+        )
     sizes = [part.num_tokens for part in validated.values()]
     per_token = [part.bytes_per_token(tokenizer) for part in validated.values()]
     fingerprints = [part.fingerprint for part in (*trained.values(), *validated.values())]
@@ -129,7 +150,9 @@ def open_corpus(
 
 
 def prepare_sources(config: CorpusConfig, encode: EncodeDocuments) -> tuple[Store, Store | None]:
-    """The documents to train on, and those to validate on if they are given. Every rank calls this."""
+    """The documents to train on, and those to validate on if they are given. Every rank calls
+    this.
+    """
     train, validation = records.open_sources(config, demo=DEMO)
     processes = config.preprocessing_num_workers
     store = prepare("corpus", train, encode, processes=processes)
@@ -139,7 +162,9 @@ def prepare_sources(config: CorpusConfig, encode: EncodeDocuments) -> tuple[Stor
 
 
 def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Path:
-    """The folder of a byte-level BPE that is trained on the text of all sources, a piece of each in turn."""
+    """The folder of a byte-level BPE that is trained on the text of all sources, a piece of each in
+    turn.
+    """
     opened = [records.open_sources(source, demo=DEMO)[0] for source in sources]
     key = on_main(
         lambda: prepared.fingerprint(
@@ -152,15 +177,22 @@ def _prepare_tokenizer(config: CorpusConfig, sources: list[CorpusConfig]) -> Pat
 
     def build(folder: Path) -> None:
         rows = zip_longest(*(pieces(source, config.text_column, Notes()) for source in opened))
-        train_tokenizer((p[0] for row in rows for p in row if p), config.vocab_size).save_pretrained(folder / "tokenizer")
+        train_tokenizer(
+            (p[0] for row in rows for p in row if p), config.vocab_size
+        ).save_pretrained(folder / "tokenizer")
 
     return prepared.build_once(cache_dir() / "tokenizers" / key, build)
 
 
 def serialise(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that a tokenizer does, as text. Raises ConfigError for one that pretraining cannot use."""
+    """All that a tokenizer does, as text. Raises ConfigError for one that pretraining cannot
+    use.
+    """
     if not tokenizer.is_fast:
-        raise ConfigError("the tokenizer is a slow one (Python alone), too slow for a corpus: give another --tokenizer_name")
+        raise ConfigError(
+            "the tokenizer is a slow one (Python alone), too slow for a corpus: give another "
+            "--tokenizer_name"
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-text token to put between documents")
     return tokenizer.backend_tokenizer.to_str()  # type: ignore[attr-defined]
@@ -173,8 +205,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: int = 2**30) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer (GPT-2's pre-tokenisation, digits apart) on `texts`, up to `max_characters`.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, max_characters: int = 2**30
+) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer (GPT-2's pre-tokenisation, digits apart) on `texts`, up to
+    `max_characters`.
 
     Its special tokens are END_OF_TEXT, which ends a document, and a padding token of its own.
     """
@@ -183,7 +218,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: in
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -212,11 +250,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_characters: in
 
 
 class Tokenise:
-    """Pieces to tokens. A document begins with what the tokenizer puts before texts and ends with the end-of-text token.
+    """Pieces to tokens. A document begins with what the tokenizer puts before texts and ends with
+    the end-of-text token.
 
     Nothing in its text is a special token: see `special`.
 
-    Gives ([tokens] of `dtype`, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces] bool, the last ones).
+    Gives ([tokens] of `dtype`, [pieces] tokens, [pieces] bytes, [pieces] document numbers, [pieces]
+    bool, the last ones).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -224,14 +264,16 @@ class Tokenise:
 
         self.tokenizer = Tokenizer.from_str(serialise(tokenizer))
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        self.bos, self.eos = leading_bos(tokenizer), [tokenizer.eos_token_id]
+        self.bos = leading_bos(tokenizer)
+        self.eos = [tokenizer.eos_token_id]
         self.special = Special(tokenizer)
         self.tokenizer.no_truncation()  # a fine-tune may have left it in the tokenizer's file
         self.tokenizer.no_padding()
 
     def __call__(self, pieces: list[Piece]) -> tuple[np.ndarray, ...]:
         texts, documents, first, last, _ = zip(*pieces, strict=True)
-        self.tokenizer.encode_special_tokens = True  # as text; does not go to another process with the tokenizer
+        # as text; does not go to another process with the tokenizer
+        self.tokenizer.encode_special_tokens = True
         encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         tokens: list[int] = []
         ends = [0]
@@ -250,7 +292,9 @@ class Tokenise:
 
 
 class EncodeDocuments:
-    """Documents to tokens, see `store.Encode`: `tokens` of all, and in the table the `bytes` of each document's text."""
+    """Documents to tokens, see `store.Encode`: `tokens` of all, and in the table the `bytes` of
+    each document's text.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, column: str) -> None:
         self.tokenise = Tokenise(tokenizer)
@@ -280,7 +324,9 @@ class EncodeDocuments:
         tokens, lengths, sizes, _, last = self.tokenise(items)
         before = np.array([piece[4] for piece in items])
         notes.counts["special"] += self.tokenise.special.count([piece[0] for piece in items])
-        return Encoded({"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": (before + sizes)[last]})
+        return Encoded(
+            {"tokens": tokens}, np.cumsum(lengths)[last], {"bytes": (before + sizes)[last]}
+        )
 
 
 class Tokens:
@@ -289,13 +335,20 @@ class Tokens:
     Args:
         store: of the source.
         seq_length: tokens of one sequence.
-        spans: [spans, 2], the first and the last + 1 token of each part of the source to use, in order.
+        spans: [spans, 2], the first and the last + 1 token of each part of the source to use, in
+            order.
         num_bytes: bytes of text of these parts, if that is known.
         isolate: also give `position_ids`, which restart with each document.
     """
 
     def __init__(
-        self, store: Store, seq_length: int, spans: np.ndarray, num_bytes: int | None = None, *, isolate: bool = False
+        self,
+        store: Store,
+        seq_length: int,
+        spans: np.ndarray,
+        num_bytes: int | None = None,
+        *,
+        isolate: bool = False,
     ) -> None:
         self.store = store
         self.seq_length = seq_length
@@ -317,17 +370,23 @@ class Tokens:
         row = {"input_ids": tokens[:-1], "labels": tokens[1:]}
         if self.isolate:
             bounds = np.array([0, *self._ends(start, start + self.seq_length), self.seq_length])
-            row["position_ids"] = np.arange(self.seq_length) - np.repeat(bounds[:-1], np.diff(bounds))
+            row["position_ids"] = np.arange(self.seq_length) - np.repeat(
+                bounds[:-1], np.diff(bounds)
+            )
         return row
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first and last + 1 token in the source, tokens before it) of what lies in [start, stop)."""
-        number, done = int(np.searchsorted(self._starts, start, side="right")) - 1, 0
+        """(first and last + 1 token in the source, tokens before it) of what lies in [start,
+        stop).
+        """
+        number = int(np.searchsorted(self._starts, start, side="right")) - 1
+        done = 0
         while start + done < stop:
             first = int(self.spans[number, 0] + start + done - self._starts[number])
             last = min(int(self.spans[number, 1]), first + stop - start - done)
             yield first, last, done
-            done, number = done + last - first, number + 1
+            done = done + last - first
+            number = number + 1
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         tokens = self.store["tokens"]
@@ -351,21 +410,35 @@ class Tokens:
         return prepared.fingerprint(tokens=self.store.identity, spans=spans)
 
     def bytes_per_token(self, tokenizer: PreTrainedTokenizerBase) -> float:
-        """Bytes of source text a token. Where their number is not known, up to 16 stretches are measured."""
+        """Bytes of source text a token. Where their number is not known, up to 16 stretches are
+        measured.
+        """
         if self.num_bytes is not None:
             return self.num_bytes / self.num_tokens
         size = min(self.num_tokens, 2**16)
-        starts = np.linspace(0, self.num_tokens - size, min(16, self.num_tokens // size)).astype(int).tolist()
+        starts = (
+            np.linspace(0, self.num_tokens - size, min(16, self.num_tokens // size))
+            .astype(int)
+            .tolist()
+        )
         blocks = (self._read(start, start + size).tolist() for start in starts)
-        texts = (str(tokenizer.decode(b, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for b in blocks)
+        texts = (
+            str(tokenizer.decode(b, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            for b in blocks
+        )
         return sum(len(text.encode()) for text in texts) / (size * len(starts))
 
 
 def _held_out(store: Store, percent: float, part: float) -> tuple[np.ndarray, int]:
-    """([documents, 2] first and last + 1 token of each document that `order.is_validation` names, their bytes in all)."""
+    """([documents, 2] first and last + 1 token of each document that `order.is_validation` names,
+    their bytes in all).
+    """
     count = len(store)
     chosen = [
-        first + np.flatnonzero(is_validation(np.arange(first, min(first + DOCUMENTS, count)), percent, part))
+        first
+        + np.flatnonzero(
+            is_validation(np.arange(first, min(first + DOCUMENTS, count)), percent, part)
+        )
         for first in range(0, count, DOCUMENTS)
     ]
     numbers = np.concatenate(chosen)
@@ -391,9 +464,10 @@ def open_splits(
 ) -> Splits:
     """Tokens to train and to validate on.
 
-    Unless data to validate on is `given`, a hash of their numbers decides which documents are held out: no more than about
-    a hundred, or twice `eval_samples` sequences, if these are fewer than `validation_percent`. If they are far from that
-    share of the tokens (few documents, some very long), the end of the text is the validation split.
+    Unless data to validate on is `given`, a hash of their numbers decides which documents are held
+    out: no more than about a hundred, or twice `eval_samples` sequences, if these are fewer than
+    `validation_percent`. If they are far from that share of the tokens (few documents, some very
+    long), the end of the text is the validation split.
 
     Args:
         isolate: see `Tokens`.
@@ -401,7 +475,8 @@ def open_splits(
     Raises:
         ConfigError: too little text for one sequence in each split.
     """
-    total, documents = len(store["tokens"]), len(store)
+    total = len(store["tokens"])
+    documents = len(store)
     others = np.array([[0, total]])
     if given is not None:
         spans = np.array([[0, len(given["tokens"])]])
@@ -415,8 +490,12 @@ def open_splits(
         size = int(np.diff(spans).sum())
         about = f"{len(spans):,} of {documents:,} documents"
         if size <= seq_length or not near_share(size, wanted):
-            spans, num_bytes = np.array([[math.ceil(total - wanted), total]]), None
-            about = f"the last {100 * wanted / total:.2g} % of the text (whole documents would be too much or too little)"
+            spans = np.array([[math.ceil(total - wanted), total]])
+            num_bytes = None
+            about = (
+                f"the last {100 * wanted / total:.2g} % of the text (whole documents would be "
+                "too much or too little)"
+            )
         others = np.stack([np.append(0, spans[:, 1]), np.append(spans[:, 0], total)], axis=1)
         others = others[others[:, 0] < others[:, 1]]
     validated = store if given is None else given
@@ -425,7 +504,8 @@ def open_splits(
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise ConfigError(
-                f"{split.store.source}: the {name} split has {split.num_tokens} tokens, fewer than one sequence "
+                f"{split.store.source}: the {name} split has {split.num_tokens} tokens, fewer than "
+                "one sequence "
                 f"(--seq_length {seq_length})"
             )
     notes = Notes()
@@ -437,5 +517,10 @@ def open_splits(
 
 
 def collate(rows: list[Row]) -> Batch:
-    """Rows of equal length -> {"input_ids", "labels"}: [batch, seq] int64; labels are the next tokens."""
-    return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in ("input_ids", "labels")}
+    """Rows of equal length -> {"input_ids", "labels"}: [batch, seq] int64; labels are the next
+    tokens.
+    """
+    return {
+        key: torch.from_numpy(np.stack([row[key] for row in rows]))
+        for key in ("input_ids", "labels")
+    }

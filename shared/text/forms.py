@@ -13,17 +13,45 @@ from shared.process.errors import ConfigError
 Messages = list[dict[str, Any]]
 
 ROLES = ["assistant", "system", "tool", "user"]
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # form: the columns that tell it, and others of its messages
-    "chat messages": (("messages",), ("system", "tools", "chat_template_kwargs")),  # the first match counts
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+# form: the columns that tell it, and others of its messages
+FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # the first match counts
+    "chat messages": (("messages",), ("system", "tools", "chat_template_kwargs")),
     "ShareGPT conversations": (("conversations",), ("system", "tools", "chat_template_kwargs")),
-    "prompt and completion": (("prompt", "completion"), ("system", "tools", "chat_template_kwargs")),
-    "Alpaca instructions": (("instruction", "output"), ("input", "history", "system", "tools", "chat_template_kwargs")),
+    "prompt and completion": (
+        ("prompt", "completion"),
+        ("system", "tools", "chat_template_kwargs"),
+    ),
+    "Alpaca instructions": (
+        ("instruction", "output"),
+        ("input", "history", "system", "tools", "chat_template_kwargs"),
+    ),
     "plain text": (("text",), ()),
 }
-_MESSAGE_KEYS = ("role", "content", "weight", "train", "loss", "tool_calls", "reasoning_content", "reasoning", "thinking")
-_MEANINGS = {"chosen": "preference data", "rejected": "preference data"}  # by columns that change what an answer means
-_MEANINGS |= {f"{name}{s}": f"data with {name}s" for name in ("image", "video", "audio", "label") for s in ("", "s")}
+_MESSAGE_KEYS = (
+    "role",
+    "content",
+    "weight",
+    "train",
+    "loss",
+    "tool_calls",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
+# by columns that change what an answer means
+_MEANINGS = {"chosen": "preference data", "rejected": "preference data"}
+_MEANINGS |= {
+    f"{name}{s}": f"data with {name}s"
+    for name in ("image", "video", "audio", "label")
+    for s in ("", "s")
+}
 _MEANINGS |= {"kto_tag": "data with labels", "score": "data with scores", "rank": "data with ranks"}
 
 
@@ -36,7 +64,8 @@ class Example:
 
     messages: Messages | None = None
     tools: Messages | None = None  # that the assistant may call, as chat templates take them
-    template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template: enable_thinking
+    # variables of the chat template: enable_thinking
+    template_options: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""
     completion: str = ""
     continues: bool = False  # in the next record, so no end-of-text is added
@@ -46,8 +75,15 @@ class Example:
         """Whether an answer that is learned says nothing and calls no tool."""
         if self.messages is None:
             return bool(self.prompt) and not self.completion.strip()
-        learned = (message for message in self.messages if message["role"] == "assistant" and message.get("weight") != 0)
-        return any(not (str(message.get("content") or "").strip() or message.get("tool_calls")) for message in learned)
+        learned = (
+            message
+            for message in self.messages
+            if message["role"] == "assistant" and message.get("weight") != 0
+        )
+        return any(
+            not (str(message.get("content") or "").strip() or message.get("tool_calls"))
+            for message in learned
+        )
 
 
 def recognise(record: dict[str, Any], where: str) -> str:
@@ -58,16 +94,21 @@ def recognise(record: dict[str, Any], where: str) -> str:
     refuse_other_meanings(record, "", where)
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, (columns, _) in FORMS.items())
     raise ConfigError(
-        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known}): rename them, say a "
+        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known}): "
+        "rename them, say a "
         "question to instruction and its answer to output; for several turns, see docs/data.md"
     )
 
 
-def parse_json_messages(record: dict[str, Any], where: str, are_messages: dict[str, bool]) -> dict[str, Any]:
-    """A record of which messages in columns that may be text, too, are parsed if they are JSON: CSV has no lists.
+def parse_json_messages(
+    record: dict[str, Any], where: str, are_messages: dict[str, bool]
+) -> dict[str, Any]:
+    """A record of which messages in columns that may be text, too, are parsed if they are JSON: CSV
+    has no lists.
 
     Args:
-        are_messages: whether a column of this file is such JSON. The first record says it, and is noted here.
+        are_messages: whether a column of this file is such JSON. The first record says it, and is
+            noted here.
 
     Raises:
         ConfigError: one record is such JSON and another is not, or it is Python's text of messages.
@@ -76,14 +117,19 @@ def parse_json_messages(record: dict[str, Any], where: str, are_messages: dict[s
         if not isinstance(text := record.get(column), str):
             continue
         if re.match(r"\s*\[?\s*\{\s*'(role|content)'\s*:", text):
-            raise ConfigError(f"{where}: {column!r} is Python's text of messages: write it with json.dumps")
+            raise ConfigError(
+                f"{where}: {column!r} is Python's text of messages: write it with json.dumps"
+            )
         value = from_cell(text) if text.lstrip()[:1] in ("[", "{") else None
         messages = [value] if isinstance(value, dict) else value
         parsed = isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
         if parsed != are_messages.setdefault(column, parsed):
-            kinds = ("JSON of messages", "other text") if parsed else ("other text", "JSON of messages")
+            kinds = (
+                ("JSON of messages", "other text") if parsed else ("other text", "JSON of messages")
+            )
             raise ConfigError(
-                f"{where}: {column!r} is {kinds[0]}, but {kinds[1]} in the records before: use one form in a file"
+                f"{where}: {column!r} is {kinds[0]}, but {kinds[1]} in the records before: use one "
+                "form in a file"
             )
         if parsed:
             record = record | {column: messages}
@@ -92,23 +138,40 @@ def parse_json_messages(record: dict[str, Any], where: str, are_messages: dict[s
 
 def _is_message(value: Any) -> bool:
     return (
-        isinstance(value, dict) and value.get("role") in (*ROLES, "developer") and bool({"content", "tool_calls"} & {*value})
+        isinstance(value, dict)
+        and value.get("role") in (*ROLES, "developer")
+        and bool({"content", "tool_calls"} & {*value})
     )
 
 
-def refuse_other_meanings(record: dict[str, Any], form: str, where: str, allowed: Collection[str] = ()) -> None:
-    """Raise ConfigError if columns of a record change what an answer means, except for the `allowed` ones."""
-    joined = form == "plain text" or (form == "prompt and completion" and isinstance(record.get("prompt"), str))
-    meanings = _MEANINGS | ({"system": "data with a system text"} if joined else {})  # which only a chat template takes
-    if found := {name: meanings[name] for name in records.unused(record, allowed) if name in meanings}:
+def refuse_other_meanings(
+    record: dict[str, Any], form: str, where: str, allowed: Collection[str] = ()
+) -> None:
+    """Raise ConfigError if columns of a record change what an answer means, except for the
+    `allowed` ones.
+    """
+    joined = form == "plain text" or (
+        form == "prompt and completion" and isinstance(record.get("prompt"), str)
+    )
+    # which only a chat template takes
+    meanings = _MEANINGS | ({"system": "data with a system text"} if joined else {})
+    if found := {
+        name: meanings[name] for name in records.unused(record, allowed) if name in meanings
+    }:
         taker = f"{_taker(set(found), form) or 'no template here'} takes it"
-        alone = f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}" if form else ""
+        alone = (
+            f"; to learn the text alone, add --allow_unused_columns {' '.join(found)}"
+            if form
+            else ""
+        )
         what = " and ".join(dict.fromkeys(found.values()))
         raise ConfigError(f"{where}: this is {what} (columns: {', '.join(found)}), {taker}{alone}")
 
 
 def _taker(found: set[str], form: str) -> str:
-    """The template for records of this form, or of none (""), whose columns `found` change what an answer means."""
+    """The template for records of this form, or of none (""), whose columns `found` change what an
+    answer means.
+    """
     if found >= {"chosen", "rejected"}:
         return "templates/dpo.py"
     if not form and "image" in found and found <= {"image", "label", "labels"}:
@@ -119,12 +182,23 @@ def _taker(found: set[str], form: str) -> str:
 
 
 def unused(record: dict[str, Any], form: str, example: Example, template: str) -> list[str]:
-    """Columns of a record, and keys of its messages, that neither this module nor the chat template reads."""
-    (columns, others), messages = FORMS[form], example.messages or ()
+    """Columns of a record, and keys of its messages, that neither this module nor the chat template
+    reads.
+    """
+    (columns, others) = FORMS[form]
+    messages = example.messages or ()
     keys = {key for message in messages for key in message if key not in _MESSAGE_KEYS}
-    unread = [f"{key} (of messages)" for key in keys if not re.search(rf"[.'\"]{re.escape(key)}\b", template)]
+    unread = [
+        f"{key} (of messages)"
+        for key in keys
+        if not re.search(rf"[.'\"]{re.escape(key)}\b", template)
+    ]
     options = example.template_options
-    unread += [f"{key} (of chat_template_kwargs)" for key in options if not re.search(rf"\b{re.escape(key)}\b", template)]
+    unread += [
+        f"{key} (of chat_template_kwargs)"
+        for key in options
+        if not re.search(rf"\b{re.escape(key)}\b", template)
+    ]
     return records.unused(record, columns + (others if messages else ())) + unread
 
 
@@ -132,17 +206,23 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     """A record of a known form as an `Example`.
 
     Raises:
-        ConfigError: a missing, null or mistyped field, an unknown role, or no turn of the assistant.
+        ConfigError: a missing, null or mistyped field, an unknown role, or no turn of the
+            assistant.
     """
     for column in FORMS[form][0]:
         if column not in record:
             raise ConfigError(
-                f"{where}: {column!r} is missing, but the first record of this file has it ({form}): use one form in a file"
+                f"{where}: {column!r} is missing, but the first record of this file has it "
+                f"({form}): use one form in a file"
             )
     if form == "plain text":
-        return Example(completion=_text(record, "text", where), continues=records.CONTINUES in record)
+        return Example(
+            completion=_text(record, "text", where), continues=records.CONTINUES in record
+        )
     if form == "prompt and completion" and not isinstance(record["prompt"], list):
-        return Example(prompt=_text(record, "prompt", where), completion=_text(record, "completion", where))
+        return Example(
+            prompt=_text(record, "prompt", where), completion=_text(record, "completion", where)
+        )
 
     messages: Messages = []
     if form == "Alpaca instructions":
@@ -150,17 +230,25 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
         if record.get("input"):
             question += "\n\n" + _text(record, "input", where)
         for asked, answer in [*_history(record, where), [question, _text(record, "output", where)]]:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            messages += [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": answer},
+            ]
     elif form == "ShareGPT conversations":
         for number, turn in enumerate(_list(record, "conversations", where), 1):
             if (role := str(turn.get("from"))) not in (known := (*_SHAREGPT_ROLES, *ROLES)):
-                raise ConfigError(f"{where}: turn {number} is from {role!r}, not {', '.join(known)}")
+                raise ConfigError(
+                    f"{where}: turn {number} is from {role!r}, not {', '.join(known)}"
+                )
             message = {key: value for key, value in turn.items() if key not in ("from", "value")}
             message |= {"role": _SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
             if role == "function_call":
                 calls = from_cell(message["content"])
                 given = {role: [calls] if isinstance(calls, dict) else calls}
-                message |= {"content": "", "tool_calls": _list(given, role, f"{where}: turn {number}")}
+                message |= {
+                    "content": "",
+                    "tool_calls": _list(given, role, f"{where}: turn {number}"),
+                }
             messages.append(message)
     elif form == "prompt and completion":
         prompt = [{**message, "weight": 0} for message in _list(record, "prompt", where)]
@@ -171,11 +259,14 @@ def read_example(record: dict[str, Any], form: str, where: str) -> Example:
     options = from_cell(record.get("chat_template_kwargs")) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: 'chat_template_kwargs' is {kind(options)}, expected an object")
-    options = {key: value for key, value in options.items() if value is not None}  # Parquet adds nulls
+    # Parquet adds nulls
+    options = {key: value for key, value in options.items() if value is not None}
     messages = _checked(messages, where)
     if record.get("system"):
         if any(message["role"] == "system" for message in messages):
-            raise ConfigError(f"{where}: a system text is in the column 'system' and among the messages: keep one")
+            raise ConfigError(
+                f"{where}: a system text is in the column 'system' and among the messages: keep one"
+            )
         messages = [{"role": "system", "content": _text(record, "system", where)}, *messages]
     return Example(messages, [_function(tool) for tool in tools] or None, options)
 
@@ -197,9 +288,12 @@ def from_cell(value: Any) -> Any:
 def _history(record: dict[str, Any], where: str) -> list[list[str]]:
     """Alpaca's earlier turns: pairs of a question and its answer."""
     pairs = from_cell(record.get("history")) or []
-    if not isinstance(pairs, list) or not all(isinstance(p, list) and [*map(type, p)] == [str, str] for p in pairs):
+    if not isinstance(pairs, list) or not all(
+        isinstance(p, list) and [*map(type, p)] == [str, str] for p in pairs
+    ):
         raise ConfigError(
-            f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename it if it is something else"
+            f"{where}: 'history' is {kind(pairs)}, not [question, answer] pairs: rename it if it "
+            "is something else"
         )
     return pairs
 
@@ -212,49 +306,79 @@ def _list(record: dict[str, Any], column: str, where: str) -> Messages:
 
 
 def _checked(messages: Messages, where: str) -> Messages:
-    """The messages as chat templates expect them: content is text, the arguments of calls are objects."""
+    """The messages as chat templates expect them: content is text, the arguments of calls are
+    objects.
+    """
     read = []
     for number, given in enumerate(messages, 1):
-        message = {key: value for key, value in given.items() if value is not None}  # null is as absent
+        # null is as absent
+        message = {key: value for key, value in given.items() if value is not None}
         if call := message.pop("function_call", None):  # OpenAI's older form
             message["tool_calls"] = [call]
-        parts, calls = message.get("content"), message.get("tool_calls")
+        parts = message.get("content")
+        calls = message.get("tool_calls")
         if isinstance(parts, list) and None not in (texts := [_text_of(part) for part in parts]):
             message["content"] = "".join(map(str, texts))
         if message.get("role") == "developer":
             message["role"] = "system"
         if message.get("role") not in ROLES:
             raise ConfigError(
-                f"{where}: message {number} has role {message.get('role')!r}, not {', '.join(ROLES)}: rename it; what the "
+                f"{where}: message {number} has role {message.get('role')!r}, not "
+                f"{', '.join(ROLES)}: rename it; what the "
                 "assistant says is learned"
             )
         if not isinstance(message.get("content"), str) and not calls:
-            raise ConfigError(f"{where}: content of message {number} is {kind(parts)}, expected text or parts of type text")
+            raise ConfigError(
+                f"{where}: content of message {number} is {kind(parts)}, expected text or parts of "
+                "type text"
+            )
         weights = [message.pop(key, 1) for key in ("weight", "loss_weight")]
         if wrong := [weight for weight in weights if weight not in (0, 1)]:
             raise ConfigError(f"{where}: weight of message {number} is {wrong[0]!r}, not 0 or 1")
-        if 0 in weights or message.get("train") is False or message.get("loss") is False:  # names of several trainers
+        # names of several trainers
+        if 0 in weights or message.get("train") is False or message.get("loss") is False:
             message["weight"] = 0
         if calls:
-            calls = [_function(call) for call in _list(message, "tool_calls", f"{where}: message {number}")]
-            if not all(isinstance(call.get("function"), dict) and call["function"].get("name") for call in calls):
+            calls = [
+                _function(call)
+                for call in _list(message, "tool_calls", f"{where}: message {number}")
+            ]
+            if not all(
+                isinstance(call.get("function"), dict) and call["function"].get("name")
+                for call in calls
+            ):
                 raise ConfigError(f"{where}: message {number} calls a tool without its name")
             message["tool_calls"] = [with_arguments(call, _parsed) for call in calls]
         read.append(message)
     if not any(message["role"] == "assistant" for message in read):
-        raise ConfigError(f"{where}: no message has the role assistant, so there is nothing to learn")
+        raise ConfigError(
+            f"{where}: no message has the role assistant, so there is nothing to learn"
+        )
     return read
 
 
 def _text_of(part: Any) -> str | None:
     """The text of a part of a message's content. None if it is something else, such as an image."""
     is_text = isinstance(part, dict) and str(part.get("type") or "text").endswith("text")
-    return next((part[key] for key in ("text", "value", "content") if is_text and isinstance(part.get(key), str)), None)
+    return next(
+        (
+            part[key]
+            for key in ("text", "value", "content")
+            if is_text and isinstance(part.get(key), str)
+        ),
+        None,
+    )
 
 
 def _function(entry: dict[str, Any]) -> dict[str, Any]:
-    """A tool, or a call of one, as chat templates take it: many files leave out what is around the function."""
-    return {"type": "function", "function": entry} if "name" in entry and "function" not in entry else entry
+    """A tool, or a call of one, as chat templates take it: many files leave out what is around the
+    function.
+    """
+    return (
+        {"type": "function", "function": entry}
+        if "name" in entry and "function" not in entry
+        else entry
+    )
 
 
 def with_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
@@ -264,6 +388,8 @@ def with_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[
 
 
 def _parsed(arguments: Any) -> Any:
-    """OpenAI's files hold arguments as a JSON string, which most templates would encode once more."""
+    """OpenAI's files hold arguments as a JSON string, which most templates would encode once
+    more.
+    """
     value = from_cell(arguments)
     return value if isinstance(value, dict) else arguments

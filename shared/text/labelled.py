@@ -25,13 +25,19 @@ from shared.text.special import Special, read_as_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENS = {"input_ids": np.int32, "token_type_ids": np.uint8}  # what a tokenizer makes: as what it is kept
+# what a tokenizer makes: as what it is kept
+TOKENS = {"input_ids": np.int32, "token_type_ids": np.uint8}
 COLUMNS = {"text": ("text", "sentence"), "text_pair": (), "label": ("label", "labels")}
-DEMO = Source("functions of the standard library", lambda: [sys.version, demo.python_files()], demo.functions_of_packages)
+DEMO = Source(
+    "functions of the standard library",
+    lambda: [sys.version, demo.python_files()],
+    demo.functions_of_packages,
+)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which pads on the right. One without a padding token pads with its end-of-text token.
+    """The tokenizer of a model, which pads on the right. One without a padding token pads with its
+    end-of-text token.
 
     Strings of special tokens in a text are text, also where the tokenizer is saved with a model.
 
@@ -44,7 +50,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None or not tokenizer.is_fast:
-        raise ConfigError(f"{name}: its tokenizer has no padding and no end-of-text token, or is a slow one")
+        raise ConfigError(
+            f"{name}: its tokenizer has no padding and no end-of-text token, or is a slow one"
+        )
     tokenizer.padding_side = "right"
     return tokenizer
 
@@ -56,8 +64,8 @@ Item = tuple[tuple[str, ...], dict[str, Any]]
 class Texts(Split):
     """Prepared texts with their labels: `order.Samples`, and what an evaluation asks for.
 
-    Each row has `input_ids`, [tokens] int64, `token_type_ids` where the tokenizer makes them, and `labels`: a class
-    number, a number, or [classes] fp32 with 1 for each class that the text has.
+    Each row has `input_ids`, [tokens] int64, `token_type_ids` where the tokenizer makes them, and
+    `labels`: a class number, a number, or [classes] fp32 with 1 for each class that the text has.
 
     Args:
         stores: see `Split`.
@@ -66,7 +74,13 @@ class Texts(Split):
         tokenizer: that encoded them.
     """
 
-    def __init__(self, stores: Mapping[str, Store], numbers: Sequence[np.ndarray], labels: Labels, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        numbers: Sequence[np.ndarray],
+        labels: Labels,
+        tokenizer: Any,
+    ) -> None:
         super().__init__(stores, numbers)
         self.labels = labels
         self.tokenizer = tokenizer
@@ -96,17 +110,22 @@ class Texts(Split):
 
 
 def collate(rows: list[Row], *, pad_token_id: int, at_most: int, multiple_of: int = 8) -> Batch:
-    """Rows of `Texts` -> {"input_ids" and perhaps "token_type_ids": [batch, longest] int64; "labels"}.
+    """Rows of `Texts` -> {"input_ids" and perhaps "token_type_ids": [batch, longest] int64;
+    "labels"}.
 
-    And "attention_mask", if a row is shorter than the longest: without a mask the faster kernels can be used.
+    And "attention_mask", if a row is shorter than the longest: without a mask the faster kernels
+    can be used.
 
     Args:
         at_most: no row is longer.
-        multiple_of: pad to a multiple of this, but not beyond `at_most`: fewer lengths mean fewer kernels to choose.
+        multiple_of: pad to a multiple of this, but not beyond `at_most`: fewer lengths mean fewer
+            kernels to choose.
     """
     lengths = np.array([len(row["input_ids"]) for row in rows])
     longest = min(int(lengths.max()) + -int(lengths.max()) % multiple_of, at_most)
-    fill = {"input_ids": pad_token_id} | ({"token_type_ids": 0} if "token_type_ids" in rows[0] else {})
+    fill = {"input_ids": pad_token_id} | (
+        {"token_type_ids": 0} if "token_type_ids" in rows[0] else {}
+    )
     batch = {key: np.full((len(rows), longest), value, np.int64) for key, value in fill.items()}
     if lengths.min() < longest:
         batch["attention_mask"] = (np.arange(longest) < lengths[:, None]).astype(np.int64)
@@ -145,8 +164,12 @@ class EncodeTexts:
             columns = columns or self._columns_of(record, where)
             for column in columns.values():
                 if column not in record:
-                    raise ConfigError(f"{where}: no column {column!r} (has: {', '.join(map(str, record))})")
-            texts = tuple(record[columns[kind]] for kind in ("text", "text_pair") if kind in columns)
+                    raise ConfigError(
+                        f"{where}: no column {column!r} (has: {', '.join(map(str, record))})"
+                    )
+            texts = tuple(
+                record[columns[kind]] for kind in ("text", "text_pair") if kind in columns
+            )
             for kind, text in zip(columns, texts, strict=False):
                 if not isinstance(text, str) or not text.strip():
                     found = "empty" if isinstance(text, str) else records.kind(text)
@@ -156,7 +179,11 @@ class EncodeTexts:
             label = record[columns["label"]]
             if isinstance(label, float) and label.is_integer():
                 label = int(label)
-            others = {name: value for name, value in record.items() if name not in (columns["label"], "where")}
+            others = {
+                name: value
+                for name, value in record.items()
+                if name not in (columns["label"], "where")
+            }
             yield texts, {"label": label, "where": where, "record": others}
 
     def _columns_of(self, record: dict[str, Any], where: str) -> dict[str, str]:
@@ -168,8 +195,13 @@ class EncodeTexts:
             if column not in record and (named or usual):
                 wanted = repr(named) if named else " or ".join(usual)
                 has = ", ".join(map(str, record))
-                unlabelled = ". Texts without labels: see docs/after_training.md" * (kind == "label")
-                raise ConfigError(f"{where}: no column {wanted} (has: {has}); name it with --{kind}_column{unlabelled}")
+                unlabelled = ". Texts without labels: see docs/after_training.md" * (
+                    kind == "label"
+                )
+                raise ConfigError(
+                    f"{where}: no column {wanted} (has: {has}); name it with "
+                    f"--{kind}_column{unlabelled}"
+                )
             if column:
                 found[kind] = column
         return found
@@ -189,8 +221,15 @@ class EncodeTexts:
         )
         lengths = np.array([len(ids) for ids in encoded["input_ids"]])
         if not lengths.all():
-            raise ConfigError(f"{lines[int(lengths.argmin())]['where']}: the tokenizer makes no token of this text")
-        values = {name: np.concatenate(encoded[name]).astype(kind) for name, kind in TOKENS.items() if name in encoded}
+            raise ConfigError(
+                f"{lines[int(lengths.argmin())]['where']}: the tokenizer makes no token of this "
+                "text"
+            )
+        values = {
+            name: np.concatenate(encoded[name]).astype(kind)
+            for name, kind in TOKENS.items()
+            if name in encoded
+        }
         added = np.concatenate(encoded["special_tokens_mask"]).astype(bool)
         values["input_ids"] = self.special.to_unknown(values["input_ids"], added)
         notes.counts["special"] += self.special.count([text for of_one in texts for text in of_one])
@@ -209,9 +248,13 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     given: Store | None = None
     for name, of_source in config.sources().items():
         train, validation = records.open_sources(of_source, demo=DEMO)
-        stores[name] = prepare("labelled", train, encode, processes=config.preprocessing_num_workers)
+        stores[name] = prepare(
+            "labelled", train, encode, processes=config.preprocessing_num_workers
+        )
         if validation is not None and given is None:  # the file is the same for all sources
-            given = prepare("labelled", validation, encode, processes=config.preprocessing_num_workers)
+            given = prepare(
+                "labelled", validation, encode, processes=config.preprocessing_num_workers
+            )
     sources = len(stores)
     if given is not None:
         stores["to validate on"] = given
@@ -235,7 +278,8 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     numbers = [np.flatnonzero(~held_out[a:b]) for a, b in pairwise(bounds)][:sources]
     held_out_numbers = [np.flatnonzero(held_out[a:b]) for a, b in pairwise(bounds)]
     for store, chosen in zip(stores.values(), held_out_numbers, strict=True):
-        chosen[:] = chosen[np.argsort(-store.lengths[chosen], kind="stable")]  # batches of similar lengths
+        # batches of similar lengths
+        chosen[:] = chosen[np.argsort(-store.lengths[chosen], kind="stable")]
 
     def texts(of: Mapping[str, Store], chosen: list[np.ndarray]) -> Texts:
         in_all = np.concatenate([start + some for start, some in zip(bounds, chosen, strict=False)])
@@ -254,7 +298,9 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> str:
-    labels, lengths, notes = train.labels, train.lengths, Notes()
+    labels = train.labels
+    lengths = train.lengths
+    notes = Notes()
     for store in validation.stores:
         notes.update(store.notes)
     counts = labels.counts()
@@ -266,7 +312,8 @@ def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> st
         of_each_class = "" if labels.problem_type == "regression" else " of each class"
         how = f"{config.validation_split_percentage:g}%{of_each_class} held out"
     return (
-        f"{labels.problem_type}; {len(train):,} texts to train on{by_class}, {lengths.min()}-{lengths.max()} tokens "
+        f"{labels.problem_type}; {len(train):,} texts to train on{by_class}, "
+        f"{lengths.min()}-{lengths.max()} tokens "
         f"(mean {lengths.mean():.0f}), {notes.counts['cut']:,} of all cut to {config.seq_length}; "
         f"{len(validation):,} to validate on, {how}{read_as_text(notes.counts['special'])}"
         f"{records.not_used(notes.named('unused '))}"

@@ -32,7 +32,8 @@ class ChatData:
 def read_conversations(
     options: ChatConfig, tokenizer: Any, *, demo_samples: int
 ) -> tuple[chat.Conversations, chat.Conversations]:
-    """(conversations to train on, to validate on), tokenised. Notes the first. Every rank calls this.
+    """(conversations to train on, to validate on), tokenised. Notes the first. Every rank calls
+    this.
 
     Args:
         demo_samples: how many samples of the demo are read, unless --max_train_samples says.
@@ -40,14 +41,23 @@ def read_conversations(
     if options.is_demo and options.max_train_samples is None:
         options = replace(options, max_train_samples=demo_samples)
     train, held_out = chat.open_samples(options, tokenizer)
-    note("first sample; the loss counts the tokens between ⟦ and ⟧:", *indented(chat.marked(train, tokenizer)))
+    note(
+        "first sample; the loss counts the tokens between ⟦ and ⟧:",
+        *indented(chat.marked(train, tokenizer)),
+    )
     return train, held_out
 
 
 def choose_packing(
-    model: nn.Module, tokenizer: Any, options: SamplesConfig, batch: BatchConfig, device: torch.device
+    model: nn.Module,
+    tokenizer: Any,
+    options: SamplesConfig,
+    batch: BatchConfig,
+    device: torch.device,
 ) -> tuple[bool, str]:
-    """(whether rows hold several conversations, why). Every rank calls this, with the prepared model."""
+    """(whether rows hold several conversations, why). Every rank calls this, with the prepared
+    model.
+    """
     if options.packing == "off":
         return False, "off"
     rows = batch.micro_batch()[0] or batch.per_device_train_batch_size
@@ -61,7 +71,8 @@ def build_loaders(
     batch: BatchConfig,
     accelerator: Accelerator,
 ) -> ChatData:
-    """Batches of conversations: several in a row if they are packed, else one in a row, of similar lengths.
+    """Batches of conversations: several in a row if they are packed, else one in a row, of similar
+    lengths.
 
     Raises:
         ConfigError: there are fewer rows than one global batch.
@@ -73,18 +84,27 @@ def build_loaders(
     collate = partial(collate_padded, multiple_of=16, at_most=options.seq_length)
     if isinstance(rows, Packed):
         collate = partial(collate_packed, multiple_of=64, at_most=options.seq_length)
-        about += f"; packed into {len(rows):,} rows of {options.seq_length} tokens, {rows.waste:.1%} of them empty"
+        about += (
+            f"; packed into {len(rows):,} rows of {options.seq_length} tokens, "
+            f"{rows.waste:.1%} of them empty"
+        )
     if len(rows) < batch.global_batch_size:
         raise ConfigError(
             f"{len(train):,} samples in {len(rows):,} {'packed ' * packed}rows are fewer than one "
-            f"--global_batch_size of {batch.global_batch_size} rows: choose {max(1, len(rows) // 10)} for ten steps "
-            "an epoch" + (", and a shorter --seq_length or --packing off for more rows" if packed else "")
+            f"--global_batch_size of {batch.global_batch_size} rows: choose "
+            f"{max(1, len(rows) // 10)} for ten steps "
+            "an epoch"
+            + (", and a shorter --seq_length or --packing off for more rows" if packed else "")
         )
-    order = rows_order(rows, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed)
+    order = rows_order(
+        rows, batch.global_batch_size, batch.seed, options.mix_weights, packed=packed
+    )
     share = sharding.share(accelerator)
     size = batch.per_device_eval_batch_size
     workers = batch.dataloader_num_workers
-    loader = Loader(rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers)
+    loader = Loader(
+        rows, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
+    )
     chosen = EvenSubset(held_out, options.eval_samples)
     eval_order = Order(len(chosen), size * share.world_size, 0, shuffle=False)
     padded = partial(collate_padded, multiple_of=64, at_most=options.seq_length)

@@ -22,7 +22,8 @@ from shared.process.errors import ConfigError
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `capacity`: longest first, each into the fullest bin with room.
+    """Bins of indices whose lengths sum to at most `capacity`: longest first, each into the fullest
+    bin with room.
 
     Deterministic. O(n log capacity). Raises ValueError for a length above the capacity.
     """
@@ -35,7 +36,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         length = int(lengths[index])
         place = bisect_left(rooms, length)
         if place == len(rooms):
-            number, room = len(bins), capacity
+            number = len(bins)
+            room = capacity
             bins.append([])
         else:
             room = rooms[place]
@@ -52,25 +54,40 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class Packed:
-    """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart at each one.
+    """Rows of several `chat.Conversations` each: `order.Samples` with `position_ids` that restart
+    at each one.
 
-    The sources of a mixture do not share rows. `sources` has the rows of each. Rows are packed once for the same lengths,
-    and kept. Every rank makes it; the main one packs.
+    The sources of a mixture do not share rows. `sources` has the rows of each. Rows are packed once
+    for the same lengths, and kept. Every rank makes it; the main one packs.
     """
 
     def __init__(self, samples: Any, capacity: int) -> None:
-        self.samples, self.capacity = samples, capacity
+        self.samples = samples
+        self.capacity = capacity
         sizes = getattr(samples, "sources", {"": len(samples.lengths)})
-        lengths = hashlib.sha256(np.ascontiguousarray(samples.lengths, np.int64).tobytes()).hexdigest()
+        lengths = hashlib.sha256(
+            np.ascontiguousarray(samples.lengths, np.int64).tobytes()
+        ).hexdigest()
         how = {"code": prepared.source_of("text"), "sizes": [*sizes.values()], "capacity": capacity}
         key = prepared.fingerprint(lengths=lengths, **how)
 
         def build(folder: Path) -> None:
             bounds = np.cumsum([0, *sizes.values()]).tolist()
-            rows = [best_fit_decreasing(samples.lengths[a:b], capacity) for a, b in pairwise(bounds)]
-            parts = [[start + np.fromiter(row, np.int64) for row in some] for start, some in zip(bounds, rows, strict=False)]
-            np.save(folder / "samples.npy", np.concatenate([np.zeros(0, np.int64), *chain.from_iterable(parts)]))
-            np.save(folder / "ends.npy", np.cumsum([len(row) for some in rows for row in some], dtype=np.int64))
+            rows = [
+                best_fit_decreasing(samples.lengths[a:b], capacity) for a, b in pairwise(bounds)
+            ]
+            parts = [
+                [start + np.fromiter(row, np.int64) for row in some]
+                for start, some in zip(bounds, rows, strict=False)
+            ]
+            np.save(
+                folder / "samples.npy",
+                np.concatenate([np.zeros(0, np.int64), *chain.from_iterable(parts)]),
+            )
+            np.save(
+                folder / "ends.npy",
+                np.cumsum([len(row) for some in rows for row in some], dtype=np.int64),
+            )
             np.save(folder / "rows.npy", np.array([len(some) for some in rows]))
 
         folder = prepared.build_once(cache_dir() / "packed" / key, build)
@@ -88,14 +105,24 @@ class Packed:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[rows] fp64. Of equally long rows, the one with more conversations needs more memory: it has a mask."""
+        """[rows] fp64. Of equally long rows, the one with more conversations needs more memory: it
+        has a mask.
+        """
         starts = np.append(0, self._ends[:-1])
-        return np.add.reduceat(self.samples.lengths[self._samples], starts) + 1 - 1 / np.diff(self._ends, prepend=0)
+        return (
+            np.add.reduceat(self.samples.lengths[self._samples], starts)
+            + 1
+            - 1 / np.diff(self._ends, prepend=0)
+        )
 
     def __getitem__(self, index: int) -> Row:
         rows = [self.samples[int(i)] for i in self.bin(index)]
-        joined = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
-        return joined | {"position_ids": np.concatenate([np.arange(len(row["labels"])) for row in rows])}
+        joined = {
+            key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")
+        }
+        return joined | {
+            "position_ids": np.concatenate([np.arange(len(row["labels"])) for row in rows])
+        }
 
     def num_targets(self, indices: np.ndarray) -> int:
         return self.samples.num_targets(np.concatenate([self.bin(int(index)) for index in indices]))
@@ -107,15 +134,17 @@ class Packed:
 
 
 def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
-    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64; also `targets` and `cu_seqlens`,
-    see `loss.causal_lm_loss`. If no position restarts, there are no positions.
+    """Packed rows -> {"input_ids", "labels", "position_ids"}: [batch, longest row] int64; also
+    `targets` and `cu_seqlens`, see `loss.causal_lm_loss`. If no position restarts, there are no
+    positions.
 
-    Padding comes after a row's last document and has no targets. There is no attention mask: models separate documents by
-    restarting positions only without one.
+    Padding comes after a row's last document and has no targets. There is no attention mask: models
+    separate documents by restarting positions only without one.
 
     Args:
         rows: of a `Packed`.
-        multiple_of: pad rows to a multiple of this, since kernels are chosen, and compiled, for each length.
+        multiple_of: pad rows to a multiple of this, since kernels are chosen, and compiled, for
+            each length.
         at_most: but not beyond this length; no row is longer.
     """
     longest = _padded_length(rows, multiple_of, at_most)
@@ -123,10 +152,15 @@ def collate_packed(rows: list[Row], *, multiple_of: int = 1, at_most: int | None
     def fill(row: Row, key: str) -> np.ndarray:
         missing = longest - len(row[key])
         follow = row["position_ids"][-1] + 1 + np.arange(missing)
-        tail = {"labels": np.full(missing, IGNORED), "position_ids": follow}.get(key, np.zeros(missing, int))
+        tail = {"labels": np.full(missing, IGNORED), "position_ids": follow}.get(
+            key, np.zeros(missing, int)
+        )
         return np.concatenate([row[key], tail])
 
-    batch = {key: np.stack([fill(row, key) for row in rows]) for key in ("input_ids", "labels", "position_ids")}
+    batch = {
+        key: np.stack([fill(row, key) for row in rows])
+        for key in ("input_ids", "labels", "position_ids")
+    }
     if batch["position_ids"][:, 1:].all():
         del batch["position_ids"]
     else:
@@ -140,13 +174,18 @@ def _padded_length(rows: list[Row], multiple_of: int, at_most: int | None) -> in
 
 
 def collate_padded(rows: list[Row], *, multiple_of: int = 1, at_most: int | None = None) -> Batch:
-    """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64; also `targets`.
+    """One conversation a row -> {"input_ids", "labels"}: [batch, longest row] int64; also
+    `targets`.
 
-    There is no attention mask: a causal model never sees the padding, which comes last and has no targets. Padding is not
-    recognised by a token's id, so the loss counts a real end-of-text token. For the arguments see `collate_packed`.
+    There is no attention mask: a causal model never sees the padding, which comes last and has no
+    targets. Padding is not recognised by a token's id, so the loss counts a real end-of-text token.
+    For the arguments see `collate_packed`.
     """
     longest = _padded_length(rows, multiple_of, at_most)
-    batch = {"input_ids": np.zeros((len(rows), longest), np.int64), "labels": np.full((len(rows), longest), IGNORED)}
+    batch = {
+        "input_ids": np.zeros((len(rows), longest), np.int64),
+        "labels": np.full((len(rows), longest), IGNORED),
+    }
     for i, row in enumerate(rows):
         for key, values in batch.items():
             values[i, : len(row[key])] = row[key]
@@ -159,7 +198,9 @@ def _with_targets(batch: dict[str, np.ndarray]) -> Batch:
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
-def rows_order(samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], *, packed: bool) -> Order:
+def rows_order(
+    samples: Any, global_batch_size: int, seed: int, weights: Sequence[float], *, packed: bool
+) -> Order:
     """The order of rows in training. Rows that are not packed come in batches of similar lengths.
 
     Args:
@@ -175,16 +216,23 @@ def rows_order(samples: Any, global_batch_size: int, seed: int, weights: Sequenc
 
 @dataclass(frozen=True)
 class GroupedOrder(Order):
-    """Global batches of similar lengths, for little padding: sorted within stretches of `GROUP` batches."""
+    """Global batches of similar lengths, for little padding: sorted within stretches of `GROUP`
+    batches.
+    """
 
     lengths: np.ndarray | None = None
     GROUP = 32
 
     def resumed(self, step: int, place: Mapping[str, Any]) -> Self:
-        if place["global_batch_size"] != self.global_batch_size and place["samples"] % self.num_samples:
+        if (
+            place["global_batch_size"] != self.global_batch_size
+            and place["samples"] % self.num_samples
+        ):
             raise ConfigError(
-                "--global_batch_size cannot change within an epoch of rows that are not packed: samples would be repeated "
-                "or skipped. Go on from the end of an epoch, or train the final/ of this run further in another --output_dir"
+                "--global_batch_size cannot change within an epoch of rows that are not packed: "
+                "samples would be repeated "
+                "or skipped. Go on from the end of an epoch, or train the final/ of this run "
+                "further in another --output_dir"
             )
         return super().resumed(step, place)
 

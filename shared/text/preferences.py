@@ -41,7 +41,8 @@ DEMO = Source(
     lambda: [sys.version, demo.python_files()],
     demo.docstring_preferences,
 )
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")  # Anthropic's hh-rlhf, whose conversations are one text
+# Anthropic's hh-rlhf, whose conversations are one text
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def recognise(record: dict[str, Any], where: str) -> str:
@@ -50,11 +51,14 @@ def recognise(record: dict[str, Any], where: str) -> str:
         if all(column in record for column in columns):
             return form
     known = "; ".join(f"{form}: {' + '.join(columns)}" for form, columns in FORMS.items())
-    raise ConfigError(f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})")
+    raise ConfigError(
+        f"{where}: columns {', '.join(map(str, record)) or 'none'} are of no known form ({known})"
+    )
 
 
 def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, list[dict[str, Any]]]:
-    """A pair as two records, chosen and rejected, and their form in `forms`. Only what follows the prompt is learned.
+    """A pair as two records, chosen and rejected, and their form in `forms`. Only what follows the
+    prompt is learned.
 
     Raises:
         ConfigError: a missing or mistyped column.
@@ -62,38 +66,72 @@ def two_records(record: dict[str, Any], form: str, where: str) -> tuple[str, lis
     for column in FORMS[form]:
         if column not in record:
             raise ConfigError(
-                f"{where}: {column!r} is missing, but the first record of this file has it ({form}): use one form in a file"
+                f"{where}: {column!r} is missing, but the first record of this file has it "
+                f"({form}): use one form in a file"
             )
     others = {name: value for name, value in record.items() if name not in FORMS[form]}
     answers = [_answer(record, name, where) for name in ("chosen", "rejected")]
     if form.startswith("ShareGPT"):
         turns = [{**turn, "weight": 0} for turn in _messages(record, "conversations", where)]
-        both = [[{"from": "gpt", "value": answer}] if isinstance(answer, str) else answer for answer in answers]
-        return "ShareGPT conversations", [{**others, "conversations": turns + answer} for answer in both]
+        both = [
+            [{"from": "gpt", "value": answer}] if isinstance(answer, str) else answer
+            for answer in answers
+        ]
+        return "ShareGPT conversations", [
+            {**others, "conversations": turns + answer} for answer in both
+        ]
     prompt: Any = record.get("prompt", "")
-    if form.startswith("prompt") and isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
-        return "prompt and completion", [{**others, "prompt": prompt, "completion": answer} for answer in answers]
+    if (
+        form.startswith("prompt")
+        and isinstance(prompt, str)
+        and all(isinstance(answer, str) for answer in answers)
+    ):
+        return "prompt and completion", [
+            {**others, "prompt": prompt, "completion": answer} for answer in answers
+        ]
     if form.startswith("prompt"):
-        both = [[{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer for answer in answers]
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(record, "prompt", where)
+        both = [
+            [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            for answer in answers
+        ]
+        prompt = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else _messages(record, "prompt", where)
+        )
     else:
-        both = [_of_text(answer, where) if isinstance(answer, str) else answer for answer in answers]
-    if any(answer and answer[0].get("role") != "assistant" for answer in both):  # whole conversations, prompt and all
-        prompt = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))]
+        both = [
+            _of_text(answer, where) if isinstance(answer, str) else answer for answer in answers
+        ]
+    # whole conversations, prompt and all
+    if any(answer and answer[0].get("role") != "assistant" for answer in both):
+        prompt = [
+            one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
+        ]
         both = [answer[len(prompt) :] for answer in both]
-    return "prompt and completion", [{**others, "prompt": prompt, "completion": answer} for answer in both]
+    return "prompt and completion", [
+        {**others, "prompt": prompt, "completion": answer} for answer in both
+    ]
 
 
 def _answer(record: dict[str, Any], column: str, where: str) -> Any:
     """Text, or a list of messages."""
     value = record[column]
-    return value if isinstance(value, str) else [value] if isinstance(value, dict) else _messages(record, column, where)
+    return (
+        value
+        if isinstance(value, str)
+        else [value]
+        if isinstance(value, dict)
+        else _messages(record, column, where)
+    )
 
 
 def _messages(record: dict[str, Any], column: str, where: str) -> Messages:
     value = from_cell(record[column])
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise ConfigError(f"{where}: {column!r} is {kind(value)}, expected text or a list of messages")
+        raise ConfigError(
+            f"{where}: {column!r} is {kind(value)}, expected text or a list of messages"
+        )
     return value
 
 
@@ -101,7 +139,8 @@ def _of_text(text: str, where: str) -> Messages:
     before, *parts = _TURN.split(text)
     if before.strip() or not parts:
         raise ConfigError(
-            f"{where}: without a prompt, 'chosen' and 'rejected' are lists of messages, or texts of turns that begin with "
+            f"{where}: without a prompt, 'chosen' and 'rejected' are lists of messages, or texts "
+            "of turns that begin with "
             "an empty line and Human: or Assistant:"
         )
     roles = {"Human": "user", "Assistant": "assistant"}
@@ -117,7 +156,9 @@ class ToPairs(chat.ToSamples):
     code = (*chat.ToSamples.code, "text/preferences.py")
     recognise = staticmethod(recognise)
 
-    def samples(self, record: dict[str, Any], form: str, where: str, notes: Notes) -> list[tuple[list[int], np.ndarray]]:
+    def samples(
+        self, record: dict[str, Any], form: str, where: str, notes: Notes
+    ) -> list[tuple[list[int], np.ndarray]]:
         form, both = two_records(record, form, where)
         encoded = [self.encode(each, form, where, notes) for each in both]
         most = self.seq_length + 1
@@ -137,7 +178,8 @@ class ToPairs(chat.ToSamples):
 class Pairs:
     """Chosen and rejected answers: `order.Samples`, a pair an index.
 
-    A row holds both, one after the other, as `packing.Packed` holds several conversations, and `reference`.
+    A row holds both, one after the other, as `packing.Packed` holds several conversations, and
+    `reference`.
 
     Args:
         samples: the chosen answer of pair i is its sample 2i, the rejected one 2i + 1.
@@ -145,17 +187,22 @@ class Pairs:
 
     def __init__(self, samples: chat.Conversations) -> None:
         if len(samples) % 2:
-            raise ConfigError(f"{samples.stores[0].source}: a single pair cannot be split; give --validation_file")
+            raise ConfigError(
+                f"{samples.stores[0].source}: a single pair cannot be split; give --validation_file"
+            )
         self.samples = samples
         self.lengths = samples.lengths[::2] + samples.lengths[1::2]
-        self.reference = np.zeros((len(self), 2), np.float32)  # log-probabilities of both answers, where they are used
+        # log-probabilities of both answers, where they are used
+        self.reference = np.zeros((len(self), 2), np.float32)
 
     def __len__(self) -> int:
         return len(self.samples) // 2
 
     def __getitem__(self, index: int) -> Row:
         rows = [self.samples[2 * index + answer] for answer in (0, 1)]
-        joined = {key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")}
+        joined = {
+            key: np.concatenate([row[key] for row in rows]) for key in ("input_ids", "labels")
+        }
         positions = np.concatenate([np.arange(len(row["labels"])) for row in rows])
         return joined | {"position_ids": positions, "reference": self.reference[index]}
 
@@ -175,10 +222,11 @@ class Pairs:
 def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
     """Rows of `Pairs` -> a batch for one forward of both answers.
 
-    It is as of `packing.collate_packed` if `packed`, a pair a row; else as of `collate_padded`, an answer a row: the chosen
-    answer of each pair, then its rejected one. Also
+    It is as of `packing.collate_packed` if `packed`, a pair a row; else as of `collate_padded`, an
+    answer a row: the chosen answer of each pair, then its rejected one. Also
 
-    - `answers`: [batch, seq] int64, the number of each position's answer: 2i chosen, 2i + 1 rejected of the pair i;
+    - `answers`: [batch, seq] int64, the number of each position's answer: 2i chosen, 2i + 1
+      rejected of the pair i;
     - `lengths`: [pairs, 2] int64, target tokens of each answer; 0 where a pair counts for nothing;
     - `reference`: [pairs, 2] fp32.
     """
@@ -195,13 +243,19 @@ def collate_pairs(rows: list[Row], *, packed: bool, seq_length: int) -> Batch:
         batch["answers"] = 2 * number + (place >= torch.tensor(cuts)[:, None])
     else:
         batch = collate_padded(halves, multiple_of=16, at_most=seq_length)
-        batch["answers"] = torch.arange(len(halves))[:, None].expand_as(batch["labels"]).contiguous()
-    batch["lengths"] = torch.tensor([int((half["labels"] != IGNORED).sum()) for half in halves]).view(-1, 2)
+        batch["answers"] = (
+            torch.arange(len(halves))[:, None].expand_as(batch["labels"]).contiguous()
+        )
+    batch["lengths"] = torch.tensor(
+        [int((half["labels"] != IGNORED).sum()) for half in halves]
+    ).view(-1, 2)
     batch["reference"] = torch.from_numpy(np.stack([row["reference"] for row in rows]))
     return batch
 
 
-def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int) -> tuple[Pairs, Pairs]:
+def read_pairs(
+    options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *, demo_samples: int
+) -> tuple[Pairs, Pairs]:
     """(pairs to train on, to validate on), tokenised. Notes the first. Every rank calls this.
 
     Args:
@@ -213,7 +267,8 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
     if options.is_demo and options.max_train_samples is None:
         options = replace(options, max_train_samples=demo_samples)
     trained, validated = chat.open_samples(options, tokenizer, ToPairs)
-    train, held_out = Pairs(trained), Pairs(validated)
+    train = Pairs(trained)
+    held_out = Pairs(validated)
     for number, name in enumerate(("chosen", "rejected")):
         note(f"first pair, {name}; the loss counts the tokens between ⟦ and ⟧:")
         note(*indented(chat.marked(train.samples, tokenizer, number)))
@@ -222,14 +277,23 @@ def read_pairs(options: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, *,
 
 def describe(train: Pairs, held_out: Pairs, options: PreferenceConfig) -> str:
     """One line about the data: form, counts, lengths."""
-    lengths, (store,) = train.samples.lengths, train.samples.stores
-    counts, forms = store.notes.counts, ", ".join(store.notes.named("form "))
+    lengths = train.samples.lengths
+    (store,) = train.samples.stores
+    counts = store.notes.counts
+    forms = ", ".join(store.notes.named("form "))
     own_template = train.samples.own_template
-    template = "" if own_template else ", the default chat template for messages (### User / ### Assistant)"
+    template = (
+        ""
+        if own_template
+        else ", the default chat template for messages (### User / ### Assistant)"
+    )
     return (
-        f"{store.source}: {forms}{template}; {counts['read']:,} pairs read, {counts['cut']:,} cut to "
-        f"{options.seq_length} tokens, {counts['dropped']:,} dropped; {len(train):,} to train on, of {lengths.min()}-"
-        f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); {len(held_out):,} to validate on"
+        f"{store.source}: {forms}{template}; {counts['read']:,} pairs read, {counts['cut']:,} cut "
+        "to "
+        f"{options.seq_length} tokens, {counts['dropped']:,} dropped; {len(train):,} to train on, "
+        f"of {lengths.min()}-"
+        f"{lengths.max()} tokens an answer with its prompt (mean {lengths.mean():.0f}); "
+        f"{len(held_out):,} to validate on"
         f"{records.not_used(store.notes.named('unused '))}"
     )
 
@@ -244,31 +308,52 @@ class PairData:
 
 
 def build_loaders(
-    train: Pairs, held_out: Pairs, options: PreferenceConfig, batch: BatchConfig, accelerator: Accelerator, *, packed: bool
+    train: Pairs,
+    held_out: Pairs,
+    options: PreferenceConfig,
+    batch: BatchConfig,
+    accelerator: Accelerator,
+    *,
+    packed: bool,
 ) -> PairData:
-    """Batches of pairs of similar lengths; those to train on with both answers in a row if `packed`.
+    """Batches of pairs of similar lengths; those to train on with both answers in a row if
+    `packed`.
 
     Raises:
         ConfigError: there are fewer pairs than one global batch.
     """
     if len(train) < batch.global_batch_size:
         raise ConfigError(
-            f"{len(train):,} pairs are fewer than one --global_batch_size of {batch.global_batch_size}: choose "
+            f"{len(train):,} pairs are fewer than one --global_batch_size of "
+            f"{batch.global_batch_size}: choose "
             f"{len(train)} or less"
         )
     share = sharding.share(accelerator)
     workers = batch.dataloader_num_workers
     collate = partial(collate_pairs, packed=packed, seq_length=options.seq_length)
     order = GroupedOrder(len(train), batch.global_batch_size, batch.seed, lengths=train.lengths)
-    loader = Loader(train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers)
-    chosen, size = EvenSubset(held_out, options.eval_samples), batch.per_device_eval_batch_size
+    loader = Loader(
+        train, collate, order, share, per_device=batch.micro_batch()[0], num_workers=workers
+    )
+    chosen = EvenSubset(held_out, options.eval_samples)
+    size = batch.per_device_eval_batch_size
     validation = one_pass(chosen, None, options.seq_length, size, share)
     about = describe(train, held_out, options)
-    return PairData(loader, validation, held_out, about, f"{train.samples.fingerprint}, {held_out.samples.fingerprint}")
+    return PairData(
+        loader,
+        validation,
+        held_out,
+        about,
+        f"{train.samples.fingerprint}, {held_out.samples.fingerprint}",
+    )
 
 
-def one_pass(samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: Share) -> Loader:
-    """Padded batches of all pairs once, without gradients; those of similar lengths together, if these are given."""
+def one_pass(
+    samples: Any, lengths: np.ndarray | None, seq_length: int, per_device: int, share: Share
+) -> Loader:
+    """Padded batches of all pairs once, without gradients; those of similar lengths together, if
+    these are given.
+    """
     size = per_device * share.world_size
     order = Order(len(samples), size, 0, shuffle=False)
     if lengths is not None:

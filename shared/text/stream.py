@@ -46,14 +46,18 @@ BEGIN = Mark()
 class Stream:
     """Sequences of a source that is read during training, for a corpus too large for the disk.
 
-    Every rank reads the same stream and keeps its own rows of each global batch, so the samples of a step are the same on
-    any number of processes. The ranks of a machine share the work to tokenise it, in processes that run ahead. The order is
-    that of the source, shuffled within windows. Has the interface of `loader.Loader`. No tokens are kept. Each step's place
-    in the source goes into the checkpoints, so that resuming is a jump where the source can be read from any record on.
+    Every rank reads the same stream and keeps its own rows of each global batch, so the samples of
+    a step are the same on any number of processes. The ranks of a machine share the work to
+    tokenise it, in processes that run ahead. The order is that of the source, shuffled within
+    windows. Has the interface of `loader.Loader`. No tokens are kept. Each step's place in the
+    source goes into the checkpoints, so that resuming is a jump where the source can be read from
+    any record on.
 
     Attributes:
-        place: of the checkpoint that the run continues from, as `Window.place` gave it: see `resume`.
-        held_out_before: number of the first document after which none is held out. `held_out` finds it.
+        place: of the checkpoint that the run continues from, as `Window.place` gave it: see
+            `resume`.
+        held_out_before: number of the first document after which none is held out. `held_out` finds
+            it.
     """
 
     def __init__(
@@ -78,7 +82,8 @@ class Stream:
         self._to_device = ToDevice(share.device)
         of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.processes = options.preprocessing_num_workers or max(1, cores() // of_machine)
-        self._machine = None  # its ranks; of their own, since replicas that train apart send other things meanwhile
+        # its ranks; of their own, since replicas that train apart send other things meanwhile
+        self._machine = None
         if of_machine > 1 and dist.is_initialized() and dist.get_world_size() % of_machine == 0:
             self._machine = dist.new_subgroups(of_machine, backend="gloo")[0]
         self.notes = Notes()  # of the records that were read so far
@@ -93,7 +98,12 @@ class Stream:
         return step - place["samples"] // self.global_batch_size
 
     def sequences(
-        self, *, validation: bool, first: int = 0, mark: Mark = BEGIN, marks: list[Mark] | None = None
+        self,
+        *,
+        validation: bool,
+        first: int = 0,
+        mark: Mark = BEGIN,
+        marks: list[Mark] | None = None,
     ) -> Iterator[np.ndarray]:
         """[seq_length + 1] int64 token windows of one split; consecutive ones share a token.
 
@@ -103,7 +113,8 @@ class Stream:
             mark: where to begin to read, before that sequence.
             marks: later marks are added to it, when their tokens are read.
         """
-        held, place = np.zeros(0, np.int64), mark.tokens
+        held = np.zeros(0, np.int64)
+        place = mark.tokens
         skip = first * self.seq_length - place
         for begins, (tokens, lengths, _, documents, _) in self._tokenised(mark):
             if marks is not None and begins is not None:
@@ -120,10 +131,13 @@ class Stream:
 
     def _is_held_out(self, documents: np.ndarray) -> np.ndarray:
         chosen = is_validation(documents, self.validation_percent)
-        return chosen if self.held_out_before is None else chosen & (documents < self.held_out_before)
+        return (
+            chosen if self.held_out_before is None else chosen & (documents < self.held_out_before)
+        )
 
     def _tokenised(self, mark: Mark) -> Iterator[tuple[Mark | None, tuple[np.ndarray, ...]]]:
-        """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and gives it to the others.
+        """`_chunks`, tokenised: of each round of chunks, each rank of this machine does one and
+        gives it to the others.
 
         Raises:
             CleanExit: one of these ranks cannot read on.
@@ -148,7 +162,8 @@ class Stream:
 
     def _chunks(self, mark: Mark) -> Iterator[tuple[Mark | None, list[Piece]]]:
         """Batches of pieces from a mark on, and a mark if a record begins a document there."""
-        source, cursor = self.source, Cursor(mark.file, mark.number, mark.offset, mark.state)
+        source = self.source
+        cursor = Cursor(mark.file, mark.number, mark.offset, mark.state)
         if (read_from := source.read_from) is not None:
             source = replace(source, read=lambda: read_from(cursor))
         begins: list[Mark | None] = []
@@ -157,7 +172,9 @@ class Stream:
             for piece in pieces(source, self.column, self.notes, mark.document):
                 _, document, is_first, _, _ = piece
                 can_begin = is_first and read_from is not None
-                place = Mark(cursor.file, cursor.number, cursor.offset, document, state=cursor.state)
+                place = Mark(
+                    cursor.file, cursor.number, cursor.offset, document, state=cursor.state
+                )
                 begins.append(place if can_begin else None)
                 yield piece
 
@@ -165,8 +182,12 @@ class Stream:
             yield begins[0], chunk
             begins.clear()
 
-    def _shuffled(self, sequences: Iterator[np.ndarray], epoch: int, first: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(number, sequence), shuffled within each window of `shuffle_window`. The first one is number `first`."""
+    def _shuffled(
+        self, sequences: Iterator[np.ndarray], epoch: int, first: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """(number, sequence), shuffled within each window of `shuffle_window`. The first one is
+        number `first`.
+        """
         while window := list(islice(sequences, self.shuffle_window)):
             key = (self.seed, epoch, first // self.shuffle_window)
             for i in permute(np.arange(len(window)), len(window), key).tolist():
@@ -176,17 +197,24 @@ class Stream:
     def identity(self) -> str:
         """Changes when the samples do."""
         tokens = hashlib.sha256(serialise(self.tokenizer).encode()).hexdigest()
-        how = {"column": self.column, "percent": self.validation_percent, "length": self.seq_length, "special": "text"}
+        how = {
+            "column": self.column,
+            "percent": self.validation_percent,
+            "length": self.seq_length,
+            "special": "text",
+        }
         how |= {"before": self.held_out_before}
         return prepared.fingerprint(source=self.source.identity(), tokenizer=tokens, **how)
 
     def held_out(self, count: int) -> list[Row]:
-        """The first `count` validation sequences. No document after the last one that they need is held out.
+        """The first `count` validation sequences. No document after the last one that they need is
+        held out.
 
         Raises:
             ConfigError: there is not one sequence.
         """
-        self.held_out_before, wanted = None, count * self.seq_length + 1
+        self.held_out_before = None
+        wanted = count * self.seq_length + 1
         tokens = np.zeros(0, np.int64)
         for _, (some, lengths, _, documents, _) in self._tokenised(BEGIN):
             chosen = self._is_held_out(documents)
@@ -199,53 +227,81 @@ class Stream:
         rows = [tokens[start : start + self.seq_length + 1] for start in starts]
         if not rows:
             raise ConfigError(
-                f"{self.source.name}: a stream is validated on whole documents, and {self.validation_percent:g} % of them "
+                f"{self.source.name}: a stream is validated on whole documents, and "
+                f"{self.validation_percent:g} % of them "
                 "make no sequence: raise --validation_split_percentage, or drop --streaming"
             )
         return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
 
     def longest(self, rows: int) -> Batch:
-        """A micro-batch of `rows` copies of the first sequence, on the device: all are equally long."""
-        tokens = torch.from_numpy(np.stack([next(self.sequences(validation=False))] * rows)).to(self.share.device)
+        """A micro-batch of `rows` copies of the first sequence, on the device: all are equally
+        long.
+        """
+        tokens = torch.from_numpy(np.stack([next(self.sequences(validation=False))] * rows)).to(
+            self.share.device
+        )
         return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
     def windows(self, start: int, stop: int) -> Iterator[Window]:
-        """Yield one window for each optimizer step in range(start, stop), over as many epochs as it takes.
+        """Yield one window for each optimizer step in range(start, stop), over as many epochs as it
+        takes.
 
         Raises:
             ConfigError: the stream holds less than one global batch.
         """
         from tqdm import tqdm
 
-        step, epoch, first, mark = 0, 0, 0, BEGIN  # `first`: of the epoch's sequences, the next batch's first
-        stream, samples = [self.identity(), self.shuffle_window], start * self.global_batch_size
+        step = 0
+        epoch = 0
+        first = 0
+        mark = BEGIN  # `first`: of the epoch's sequences, the next batch's first
+        stream = [self.identity(), self.shuffle_window]
+        samples = start * self.global_batch_size
         if start and self.place:
             samples = self.place["samples"]
             if self.place["stream"] == stream:
-                step, epoch, first, mark = start, self.place["epoch"], self.place["first"], Mark(*self.place["mark"])
+                step = start
+                epoch = self.place["epoch"]
+                first = self.place["first"]
+                mark = Mark(*self.place["mark"])
         if start:
             where = f"document {mark.document:,}" if mark.document else "its start"
-            print_main(f"{self.source.name}: read from {where} on to step {start:,}, where the run continues")
+            print_main(
+                f"{self.source.name}: read from {where} on to step {start:,}, where the run "
+                "continues"
+            )
         quiet = None if start and self.share.rank == 0 else True  # None: only on a terminal
         forward = tqdm(
-            total=start, initial=step, desc="reading to the step to resume", unit=" steps", leave=False, disable=quiet
+            total=start,
+            initial=step,
+            desc="reading to the step to resume",
+            unit=" steps",
+            leave=False,
+            disable=quiet,
         )
         while step < stop:
             begins_epoch = first == 0
-            marks, window = [mark], first - first % self.shuffle_window
+            marks = [mark]
+            window = first - first % self.shuffle_window
             sequences = self.sequences(validation=False, first=window, mark=mark, marks=marks)
             batch: list[tuple[int, np.ndarray]] = []
             for sequence in islice(self._shuffled(sequences, epoch, window), first - window, None):
                 batch.append(sequence)
                 if len(batch) < self.global_batch_size:
                     continue
-                step, first = step + 1, first + self.global_batch_size
+                step = step + 1
+                first = first + self.global_batch_size
                 if step > start:
                     forward.close()
                     window = first - first % self.shuffle_window
                     while len(marks) > 1 and marks[1].tokens <= window * self.seq_length:
                         del marks[0]
-                    place = {"stream": stream, "epoch": epoch, "first": first, "mark": list(marks[0])}
+                    place = {
+                        "stream": stream,
+                        "epoch": epoch,
+                        "first": first,
+                        "mark": list(marks[0]),
+                    }
                     place["samples"] = samples + (step - start) * self.global_batch_size
                     yield self._window(batch, epoch, place)
                 else:
@@ -254,18 +310,37 @@ class Stream:
                 if step == stop:
                     return
             if begins_epoch and first == 0:
-                raise ConfigError(f"{self.source.name}: less than one global batch of {self.global_batch_size} sequences")
-            epoch, first, mark = epoch + 1, 0, BEGIN
+                raise ConfigError(
+                    f"{self.source.name}: less than one global batch of {self.global_batch_size} "
+                    "sequences"
+                )
+            epoch = epoch + 1
+            first = 0
+            mark = BEGIN
 
-    def _window(self, sequences: list[tuple[int, np.ndarray]], epoch: int, place: dict[str, Any] | None) -> Window:
-        split = micro_batches(np.arange(len(sequences)), self.share.rank, self.share.world_size, self.per_device)
+    def _window(
+        self, sequences: list[tuple[int, np.ndarray]], epoch: int, place: dict[str, Any] | None
+    ) -> Window:
+        split = micro_batches(
+            np.arange(len(sequences)), self.share.rank, self.share.world_size, self.per_device
+        )
         rows = [torch.from_numpy(np.stack([sequences[i][1] for i in indices])) for indices in split]
         if self.share.device.type == "cuda":
             rows = [tokens.pin_memory() for tokens in rows]
-        on_device = [batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])]
+        on_device = [
+            batch["tokens"] for batch in self._to_device([{"tokens": tokens} for tokens in rows])
+        ]
         batches = [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]} for tokens in on_device]
         numbers = np.array([number for number, _ in sequences])[split]
-        return Window(batches, len(sequences) * self.seq_length, len(sequences), epoch, None, numbers, place=place)
+        return Window(
+            batches,
+            len(sequences) * self.seq_length,
+            len(sequences),
+            epoch,
+            None,
+            numbers,
+            place=place,
+        )
 
 
 class _Marked:
@@ -274,7 +349,9 @@ class _Marked:
     def __init__(self, tokenise: Tokenise) -> None:
         self.tokenise = tokenise
 
-    def __call__(self, item: tuple[Mark | None, list[Piece]]) -> tuple[Mark | None, tuple[np.ndarray, ...]]:
+    def __call__(
+        self, item: tuple[Mark | None, list[Piece]]
+    ) -> tuple[Mark | None, tuple[np.ndarray, ...]]:
         return item[0], self.tokenise(item[1])
 
 

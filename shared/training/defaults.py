@@ -1,4 +1,5 @@
-"""Settings that depend on model and data, for runs that give none: learning rates, batch and budget.
+"""Settings that depend on model and data, for runs that give none: learning rates, batch and
+budget.
 
 A template hands them to `Run.choose`, which leaves alone what the user gave and says in the summary
 what it chose. docs/quality.md has the measurements behind the numbers.
@@ -15,7 +16,8 @@ from shared.parallel import zero
 from shared.process import ranks
 
 STEPS = 100  # the batch is made smaller for so many optimizer steps
-FEWEST_STEPS = 30  # and for so many there are more epochs: further ones mostly learn the samples by heart
+# and for so many there are more epochs: further ones mostly learn the samples by heart
+FEWEST_STEPS = 30
 
 
 def width(model: nn.Module) -> int:
@@ -50,8 +52,8 @@ def preference_rate(width: int, *, full: bool) -> float:
 def text_classification_rate(width: int, *, lora: bool) -> float:
     """The peak rate of a trained model that gets a head for texts.
 
-    5e-5 for BERT's width of 768, the highest that its paper tried (arXiv 1810.04805), and in inverse
-    proportion for others; ten times that for LoRA.
+    5e-5 for BERT's width of 768, the highest that its paper tried (arXiv 1810.04805), and in
+    inverse proportion for others; ten times that for LoRA.
     """
     rate = min(2e-4, 5e-5 * 768 / width)
     return _rounded(rate * 10 if lora else rate)
@@ -62,7 +64,8 @@ IMAGE_RATES = {"random weights": 1e-3, "trained weights": 3e-4, "head alone": 1e
 
 
 def pretraining_optimizer(accelerator: Accelerator, *, trained: bool) -> str:
-    """Muon for random weights, which learn most of all settings from it; AdamW for weights that AdamW has trained.
+    """Muon for random weights, which learn most of all settings from it; AdamW for weights that
+    AdamW has trained.
 
     DeepSpeed has its own step, which takes AdamW alone.
     """
@@ -73,7 +76,8 @@ def pretraining_rate(parameters: int, *, trained: bool) -> float:
     """The peak rate of AdamW and Muon for pretraining.
 
     From random weights it falls with the root of the parameters, through the 6e-4 of GPT-3's 125M
-    (Brown et al., arXiv 2005.14165), and is at most 5e-3. Weights that are trained get a third of it.
+    (Brown et al., arXiv 2005.14165), and is at most 5e-3. Weights that are trained get a third of
+    it.
     """
     rate = min(5e-3, 6e-4 * math.sqrt(125e6 / parameters))
     return _rounded(rate / 3 if trained else rate)
@@ -84,8 +88,9 @@ def batch_and_epochs(
 ) -> dict[str, Any]:
     """`global_batch_size` and `num_train_epochs` of a fine-tuning run that gives none.
 
-    A step has `most` rows. Where a run of `epochs` then has fewer than 100 steps, the batch is halved, as long
-    as it holds `least` samples. Where fewer than 30 steps remain, there are more epochs, at most 10.
+    A step has `most` rows. Where a run of `epochs` then has fewer than 100 steps, the batch is
+    halved, as long as it holds `least` samples. Where fewer than 30 steps remain, there are more
+    epochs, at most 10.
 
     Args:
         batch: the user's, which may give a batch size or epochs.
@@ -104,8 +109,12 @@ def batch_and_epochs(
 
 
 def for_conversations(batch: BatchConfig, samples: int, rows: int) -> dict[str, Any]:
-    """`batch_and_epochs` for conversations: three epochs, which show a few of them often enough, or one of many."""
-    return batch_and_epochs(batch, samples, rows, most=16, least=8, epochs=3 if samples < 10_000 else 1)
+    """`batch_and_epochs` for conversations: three epochs, which show a few of them often enough, or
+    one of many.
+    """
+    return batch_and_epochs(
+        batch, samples, rows, most=16, least=8, epochs=3 if samples < 10_000 else 1
+    )
 
 
 def _rounded(rate: float) -> float:

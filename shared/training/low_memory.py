@@ -1,4 +1,6 @@
-"""Optimizers that keep less than AdamW's 12 bytes a parameter: bf16 weights and moments, or 8-bit moments."""
+"""Optimizers that keep less than AdamW's 12 bytes a parameter: bf16 weights and moments, or 8-bit
+moments.
+"""
 
 import contextlib
 import math
@@ -11,24 +13,33 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shared.parallel.gradients import local_part
 
-MIN_BLOCK, MAX_BLOCK = 64, 256  # values that share a scale
+MIN_BLOCK = 64
+MAX_BLOCK = 256  # values that share a scale
 MIN_VALUES = 4096  # of a matrix whose moments are quantised, as in bitsandbytes
 
 
-def round_stochastically(into: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> None:
+def round_stochastically(
+    into: torch.Tensor, values: torch.Tensor, generator: torch.Generator
+) -> None:
     """Write fp32 `values` into a bf16 tensor, up or down at random, so that the mean is exact.
 
-    To nearest, an update below 1/512 of a weight would always be lost ("Revisiting BFloat16 Training", arXiv 2010.06192).
+    To nearest, an update below 1/512 of a weight would always be lost ("Revisiting BFloat16
+    Training", arXiv 2010.06192).
     """
     bits = values.view(torch.int32)
-    noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    into.copy_(bits.add(noise).bitwise_and_(-(2**16)).view(torch.float32))  # its lower half is 0: exact in bf16
+    noise = torch.randint(
+        0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator
+    )
+    # its lower half is 0: exact in bf16
+    into.copy_(bits.add(noise).bitwise_and_(-(2**16)).view(torch.float32))
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW on bf16 weights with bf16 moments: 8 bytes a parameter with the gradient, not 16. Computes in fp32.
+    """AdamW on bf16 weights with bf16 moments: 8 bytes a parameter with the gradient, not 16.
+    Computes in fp32.
 
-    The noise depends on the step and the parameter alone, so all copies of a weight stay equal, and a resumed run repeats.
+    The noise depends on the step and the parameter alone, so all copies of a weight stay equal, and
+    a resumed run repeats.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -37,36 +48,51 @@ class StochasticAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         generators: dict[torch.device, torch.Generator] = {}
-        parameters = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        parameters = (
+            (group, parameter) for group in self.param_groups for parameter in group["params"]
+        )
         for number, (group, parameter) in enumerate(parameters):
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
             state["step"] += 1
-            step, (beta1, beta2) = int(state["step"]), group["betas"]
-            weight, gradient = local_part(parameter), local_part(parameter.grad).float()
+            step = int(state["step"])
+            (beta1, beta2) = group["betas"]
+            weight = local_part(parameter)
+            gradient = local_part(parameter.grad).float()
             mean = local_part(state["exp_avg"]).float().lerp_(gradient, 1 - beta1)
-            square = local_part(state["exp_avg_sq"]).float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            square = (
+                local_part(state["exp_avg_sq"])
+                .float()
+                .mul_(beta2)
+                .addcmul_(gradient, gradient, value=1 - beta2)
+            )
             root = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
             new = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
             new.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
             generator = generators.setdefault(weight.device, torch.Generator(weight.device))
             generator.manual_seed((1_000_003 * step + number) % 2**32)
-            for into, values in ((state["exp_avg"], mean), (state["exp_avg_sq"], square), (parameter, new)):
+            for into, values in (
+                (state["exp_avg"], mean),
+                (state["exp_avg_sq"], square),
+                (parameter, new),
+            ):
                 round_stochastically(local_part(into), values, generator)
 
 
 def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
     """torchao's AdamW with moments in blocks of 8 bits (arXiv 2110.02861).
 
-    Which values share a scale depends on the matrix, not on the shards: moments are the same on any number of ranks, and
-    resume on another. torchao decides by a shard's size.
+    Which values share a scale depends on the matrix, not on the shards: moments are the same on any
+    number of ranks, and resume on another. torchao decides by a shard's size.
 
-    No second moment is rounded to 0, but to the smallest code above it: then no update is much larger than AdamW's
-    (unsloth-zoo#962; "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507).
+    No second moment is rounded to 0, but to the smallest code above it: then no update is much
+    larger than AdamW's (unsloth-zoo#962; "Memory Efficient Optimizers with 4-bit States", arXiv
+    2309.01507).
 
     Raises:
         ImportError: torchao is not installed.
@@ -76,18 +102,24 @@ def adamw_8bit(params: Any, **options: Any) -> torch.optim.Optimizer:
 
     class BlockedAdamW8bit(AdamW8bit):
         def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
-            block = math.gcd(p.shape[-1], MAX_BLOCK) if p.ndim > 1 and p.numel() >= MIN_VALUES else 0
+            block = (
+                math.gcd(p.shape[-1], MAX_BLOCK) if p.ndim > 1 and p.numel() >= MIN_VALUES else 0
+            )
             if block < MIN_BLOCK:
                 return torch.zeros_like(p)
             own = local_part(p)
             state = OptimState8bit.zeros(own.shape, signed, block, own.device, dtype=p.dtype)
-            if not signed:  # a second moment of 0 beside a first one that is not divides it by epsilon alone
+            # a second moment of 0 beside a first one that is not divides it by epsilon alone
+            if not signed:
                 state.qmap[0] = state.qmap[1]
             return _as_sharded(state, p) if isinstance(p, DTensor) else state
 
         def step(self, closure: None = None) -> None:  # type: ignore[override]
-            on_cpu = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"][:1])
-            # torchao compiles each update: on a CPU that takes a C compiler, and longer than a small run.
+            on_cpu = any(
+                p.device.type == "cpu" for group in self.param_groups for p in group["params"][:1]
+            )
+            # torchao compiles each update: on a CPU that takes a C compiler, and longer than a
+            # small run.
             with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
                 super().step()
 
@@ -98,11 +130,15 @@ def _as_sharded(local: torch.Tensor, like: DTensor, shape: torch.Size | None = N
     """A DTensor of this rank's piece, spread as `like`."""
     shape = shape or like.shape
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    """The live state as (parameter, key, value). 8-bit moments come as two plain tensors each: codes and scales."""
+    """The live state as (parameter, key, value). 8-bit moments come as two plain tensors each:
+    codes and scales.
+    """
     parameter: Any
     for parameter, values in optimizer.state.items():
         for key, value in values.items():

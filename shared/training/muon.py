@@ -9,19 +9,21 @@ import torch
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` (Jordan et al., kellerjordan.github.io/posts/muon), but for rounding.
 
-    torch rounds the gradient to bf16 before it makes it orthogonal. One run on two launches then differs by 1e-3
-    of its loss after ten steps, where AdamW's differ by 1e-5. Here they differ as little as AdamW's. On a GPU the
-    products are TF32 where the launch allows it.
+    torch rounds the gradient to bf16 before it makes it orthogonal. One run on two launches then
+    differs by 1e-3 of its loss after ten steps, where AdamW's differ by 1e-5. Here they differ as
+    little as AdamW's. On a GPU the products are TF32 where the launch allows it.
 
-    Updates have the size of AdamW's (Moonlight, arXiv 2502.16982), so that one learning rate serves both. As fused
-    AdamW, it leaves all as it is where its attribute `found_inf`, a number on the device, is above 0.
+    Updates have the size of AdamW's (Moonlight, arXiv 2502.16982), so that one learning rate serves
+    both. As fused AdamW, it leaves all as it is where its attribute `found_inf`, a number on the
+    device, is above 0.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         bad = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            rate, momentum = group["lr"], group["momentum"]
+            rate = group["lr"]
+            momentum = group["momentum"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -37,7 +39,9 @@ class Muon(torch.optim.Muon):
                     old.copy_(value if bad is None else torch.where(bad > 0, old, value))
 
 
-def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
+def orthogonal(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int
+) -> torch.Tensor:
     """A matrix of the same shape, singular vectors and signs, whose singular values are about 1.
 
     Args:

@@ -18,9 +18,14 @@ from shared.training.muon import Muon
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """The rate of optimizer step `step`, counted from 0, of `total_steps`.
 
-    A function of the step alone: there is no scheduler state to save, and nothing that steps once a process.
+    A function of the step alone: there is no scheduler state to save, and nothing that steps once a
+    process.
     """
-    warmup = config.warmup_steps if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * total_steps)
+    warmup = (
+        config.warmup_steps
+        if config.warmup_steps >= 1
+        else math.ceil(config.warmup_steps * total_steps)
+    )
     if step < warmup:
         return config.peak * (step + 1) / warmup
     if config.lr_scheduler_type == "constant":
@@ -28,14 +33,24 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     decay_start = warmup
     if config.lr_scheduler_type == "wsd":
         decay_start = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
-    progress = (step - decay_start) / (total_steps - decay_start) if total_steps > decay_start else 0.0
+    progress = (
+        (step - decay_start) / (total_steps - decay_start) if total_steps > decay_start else 0.0
+    )
     progress = min(1.0, max(0.0, progress))
-    shape = (1 + math.cos(math.pi * progress)) / 2 if config.lr_scheduler_type == "cosine" else 1 - progress
+    shape = (
+        (1 + math.cos(math.pi * progress)) / 2
+        if config.lr_scheduler_type == "cosine"
+        else 1 - progress
+    )
     return config.peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
-def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step: int, total_steps: int) -> float:
-    """Give all parameter groups the rate of `step`, scaled by their layer's factor, and return it unscaled."""
+def set_learning_rate(
+    optimizers: Iterable[Optimizer], config: OptimConfig, step: int, total_steps: int
+) -> float:
+    """Give all parameter groups the rate of `step`, scaled by their layer's factor, and return it
+    unscaled.
+    """
     rate = learning_rate(config, step, total_steps)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -44,25 +59,30 @@ def set_learning_rate(optimizers: Iterable[Optimizer], config: OptimConfig, step
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):  # torchao's optimizers, which would compile again for each number
+    # torchao's optimizers, which would compile again for each number
+    if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
 
 
-# Parameters whose names end so are no weight matrices, whatever their shape: Levit's and Swin's position biases, Swin 2's
-# temperatures, Mamba's decay rates.
+# Parameters whose names end so are no weight matrices, whatever their shape: Levit's and Swin's
+# position biases, Swin 2's temperatures, Mamba's decay rates.
 VECTORS = ("bias", "biases", "_bias_table", "logit_scale", "A_log")
 
 
 def _token_head(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of what turns features into scores of tokens; empty for a model of something else."""
+    """Parameters of what turns features into scores of tokens; empty for a model of something
+    else.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return set() if head is None else set(head.parameters())
 
 
 def _head_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of what turns features into scores, of tokens or classes; empty where it is not known."""
+    """Parameters of what turns features into scores, of tokens or classes; empty where it is not
+    known.
+    """
     if found := _token_head(model):
         return found
     try:
@@ -71,14 +91,23 @@ def _head_parameters(model: nn.Module) -> set[nn.Parameter]:
         return set()
 
 
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters as (hidden matrices, embeddings and output heads, norms, biases and other vectors).
+def split_parameters(
+    model: nn.Module,
+) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters as (hidden matrices, embeddings and output heads, norms, biases and
+    other vectors).
 
-    Convolutions count as matrices, and so do the heads of image models. Vectors are, too, what has one dimension above 1
-    at most, class tokens and position embeddings of vision models, which are added to every sample alike
-    ([1, positions, width]) or to attention scores, and what is named as one.
+    Convolutions count as matrices, and so do the heads of image models. Vectors are, too, what has
+    one dimension above 1 at most, class tokens and position embeddings of vision models, which are
+    added to every sample alike ([1, positions, width]) or to attention scores, and what is named as
+    one.
     """
-    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    embeddings = {
+        p
+        for m in model.modules()
+        if isinstance(m, nn.Embedding)
+        for p in m.parameters(recurse=False)
+    }
     embeddings |= _token_head(model)
     trainable = {p: name for name, p in model.named_parameters() if p.requires_grad}
 
@@ -94,11 +123,12 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
-    """The factor on each parameter's learning rate: 1 for the head, `decay` for the last block, and so on down.
+    """The factor on each parameter's learning rate: 1 for the head, `decay` for the last block, and
+    so on down.
 
-    Blocks are the entries of lists of equal modules, and of such lists inside those (stages of blocks); what stands
-    between two blocks, or between the last and the head, goes with the one before it (BEiT, arXiv 2106.08254; ELECTRA,
-    arXiv 2003.10555).
+    Blocks are the entries of lists of equal modules, and of such lists inside those (stages of
+    blocks); what stands between two blocks, or between the last and the head, goes with the one
+    before it (BEiT, arXiv 2106.08254; ELECTRA, arXiv 2003.10555).
     """
     lists = {
         name: len({type(block) for block in module}) == 1
@@ -107,7 +137,8 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     }
 
     def block_of(name: str) -> str | None:
-        parts, found = name.split("."), []
+        parts = name.split(".")
+        found = []
         for i, part in enumerate(parts):
             if part.isdecimal() and lists.get(".".join(parts[:i])):
                 found.append(".".join(parts[: i + 1]))
@@ -119,14 +150,17 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     for name, parameter in model.named_parameters():
         block = inside[name]
         # A stage's own parameters (its downsampling) come before its blocks and are not a block.
-        is_stage = block is not None and any(b is not None and b.startswith(f"{block}.") for b in inside.values())
+        is_stage = block is not None and any(
+            b is not None and b.startswith(f"{block}.") for b in inside.values()
+        )
         if block is not None and not is_stage and block not in seen:
             seen.append(block)
         depth[parameter] = len(seen)
     last = max((i for i, block in enumerate(inside.values()) if block is not None), default=-1)
     head = _head_parameters(model)
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        if i > last and (parameter in head if head else "norm" not in name):  # tied embeddings come first
+        # tied embeddings come first
+        if i > last and (parameter in head if head else "norm" not in name):
             depth[parameter] = len(seen) + 1
     return {parameter: decay ** (len(seen) + 1 - d) for parameter, d in depth.items()}
 
@@ -134,23 +168,30 @@ def layer_scales(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     """The optimizers of a model's trainable parameters: one, or two for Muon with AdamW.
 
-    Weight decay applies to hidden matrices alone. Hand all of them to `parallel.prepare` together with the model.
+    Weight decay applies to hidden matrices alone. Hand all of them to `parallel.prepare` together
+    with the model.
 
     Raises:
-        ConfigError: torchao is asked for and not installed, nothing is trainable, or --optim would lose updates of bf16
-            weights.
+        ConfigError: torchao is asked for and not installed, nothing is trainable, or --optim would
+            lose updates of bf16 weights.
     """
     matrices, embeddings, vectors = split_parameters(model)
     if not matrices + embeddings + vectors:
         raise ConfigError("no parameter of the model is trainable")
     scales = layer_scales(model, config.layer_decay) if config.layer_decay < 1 else {}
 
-    def groups(decaying: list[nn.Parameter], others: Sequence[nn.Parameter] = ()) -> list[dict[str, Any]]:
-        alike: dict[tuple[float, float], list[nn.Parameter]] = {}  # a group costs the optimizer a launch of its own
+    def groups(
+        decaying: list[nn.Parameter], others: Sequence[nn.Parameter] = ()
+    ) -> list[dict[str, Any]]:
+        # a group costs the optimizer a launch of its own
+        alike: dict[tuple[float, float], list[nn.Parameter]] = {}
         for weight_decay, parameters in ((config.weight_decay, decaying), (0.0, others)):
             for parameter in parameters:
                 alike.setdefault((weight_decay, scales.get(parameter, 1.0)), []).append(parameter)
-        return [{"params": ps, "weight_decay": decay, "lr_scale": scale} for (decay, scale), ps in alike.items()]
+        return [
+            {"params": ps, "weight_decay": decay, "lr_scale": scale}
+            for (decay, scale), ps in alike.items()
+        ]
 
     plain = embeddings + vectors
     everything = groups(matrices, plain)
@@ -161,7 +202,9 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
     }
     if any(p.dtype == torch.bfloat16 for p in (*matrices, *plain)):
         if config.optim != "adamw":
-            raise ConfigError(f"--optim {config.optim} would lose small updates of bf16 weights: use adamw")
+            raise ConfigError(
+                f"--optim {config.optim} would lose small updates of bf16 weights: use adamw"
+            )
         return [low_memory.StochasticAdamW(everything, **adam)]
     if config.optim == "adamw_8bit":
         try:
@@ -169,11 +212,14 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
         except ImportError:
             raise ConfigError("--optim adamw_8bit needs torchao: pip install torchao") from None
     if config.optim == "sgd":
-        return [torch.optim.SGD(everything, lr=config.peak, momentum=config.sgd_momentum, nesterov=True)]
+        return [
+            torch.optim.SGD(everything, lr=config.peak, momentum=config.sgd_momentum, nesterov=True)
+        ]
     head = _head_parameters(model)
     orthogonal = [p for p in matrices if p.ndim == 2 and p not in head]
     if config.optim == "muon" and orthogonal:
-        decay, momentum = config.weight_decay, config.muon_momentum
+        decay = config.weight_decay
+        momentum = config.muon_momentum
         muon = Muon(groups(orthogonal), lr=config.peak, weight_decay=decay, momentum=momentum)
         rest = groups([p for p in matrices if p.ndim > 2 or p in head], plain)
         return [muon, *([torch.optim.AdamW(rest, fused=True, **adam)] if rest else [])]
@@ -181,7 +227,9 @@ def build(model: nn.Module, config: OptimConfig) -> list[Optimizer]:
 
 
 def fill_state(optimizer: Any) -> None:
-    """Make an optimizer allocate its state, to be loaded into: a step on zero gradients at rate 0."""
+    """Make an optimizer allocate its state, to be loaded into: a step on zero gradients at rate
+    0.
+    """
     if optimizer.state:
         return
     rates = [float(group["lr"]) for group in optimizer.param_groups]

@@ -20,11 +20,12 @@ from shared.training.muon import Muon
 
 
 class Step:
-    """One optimizer step, as `Run.steps` yields it. All ranks call the same methods in the same order.
+    """One optimizer step, as `Run.steps` yields it. All ranks call the same methods in the same
+    order.
 
     Args:
-        verdict: (losses of this rank's micro-batches, gradient norm, sample indices) -> a bool on the device: whether the
-            losses and the norm are finite on all ranks.
+        verdict: (losses of this rank's micro-batches, gradient norm, sample indices) -> a bool on
+            the device: whether the losses and the norm are finite on all ranks.
         group: the process group that shares the model, where there are replicas; else None.
 
     Attributes:
@@ -34,7 +35,8 @@ class Step:
         grad_norm: before clipping, a scalar on the device; None before `clip_gradients`.
         positions: of the labels read so far, padding included.
         waited: seconds that reading them has taken.
-        finite: whether losses and gradients were finite: a bool on the device, the same on all ranks; None before `update`.
+        finite: whether losses and gradients were finite: a bool on the device, the same on all
+            ranks; None before `update`.
     """
 
     def __init__(
@@ -48,25 +50,37 @@ class Step:
         verdict: Callable[[list[torch.Tensor], torch.Tensor, Any], torch.Tensor],
         group: Any = None,
     ) -> None:
-        self.accelerator, self.models, self.window, self._verdict = accelerator, models, window, verdict
-        self.number, self.learning_rate, self.group = number, rate, group
-        self.num_targets, self.positions, self.waited = window.num_targets, 0, 0.0
+        self.accelerator = accelerator
+        self.models = models
+        self.window = window
+        self._verdict = verdict
+        self.number = number
+        self.learning_rate = rate
+        self.group = group
+        self.num_targets = window.num_targets
+        self.positions = 0
+        self.waited = 0.0
         self._batches: list[Batch] | None = None
         self.scale = loss_scale(window.num_targets)
-        self.sums: dict[str, list[torch.Tensor]] = {}  # logged values by name, a scalar for each micro-batch
+        # logged values by name, a scalar for each micro-batch
+        self.sums: dict[str, list[torch.Tensor]] = {}
         self._losses: list[torch.Tensor] = []
         self.grad_norm: torch.Tensor | None = None
         self._is_clipped = False  # since the last update
         self.finite: torch.Tensor | None = None
 
     def micro_batches(self) -> Iterator[Batch]:
-        """Read and yield each micro-batch. Gradients are reduced over ranks in the backward pass of the last."""
+        """Read and yield each micro-batch. Gradients are reduced over ranks in the backward pass of
+        the last.
+        """
         batches = self._read() if self._batches is None else self._batches
         return accumulate(self.accelerator, self.models, batches, len(self.window.indices))
 
     @property
     def batches(self) -> list[Batch]:
-        """All of this rank's micro-batches, held in memory: for a step that needs them at once, or more than once."""
+        """All of this rank's micro-batches, held in memory: for a step that needs them at once, or
+        more than once.
+        """
         if self._batches is None:
             self._batches = list(self._read())
         return self._batches
@@ -79,12 +93,15 @@ class Step:
             self.waited += time.perf_counter() - start
             if batch is None:
                 return
-            labels = batch["labels"]  # tokens or classes; numbers, or a yes or no for each class, are one target a row
+            # tokens or classes; numbers, or a yes or no for each class, are one target a row
+            labels = batch["labels"]
             self.positions += len(labels) if labels.is_floating_point() else labels.numel()
             yield batch
 
     def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
-        """Add the gradients of `loss`, a scalar summed over the micro-batch's targets. It is logged as `name`."""
+        """Add the gradients of `loss`, a scalar summed over the micro-batch's targets. It is logged
+        as `name`.
+        """
         backward(self.accelerator, loss, self.scale)
         self.record(loss, name)
 
@@ -99,18 +116,26 @@ class Step:
             self.sums.setdefault(name, []).append(value.detach())
 
     def clip_gradients(self, max_norm: float, model: nn.Module | None = None) -> torch.Tensor:
-        """Scale gradients down to a global L2 norm of `max_norm`; 0 turns that off. Returns the norm before clipping.
+        """Scale gradients down to a global L2 norm of `max_norm`; 0 turns that off. Returns the
+        norm before clipping.
 
         Args:
             model: the model to clip; None: all prepared models together.
         """
         models = self.models if model is None else [model]
-        self.grad_norm, self._is_clipped = clip_gradients(self.accelerator, models, max_norm, self.group), True
+        self.grad_norm = clip_gradients(self.accelerator, models, max_norm, self.group)
+        self._is_clipped = True
         return self.grad_norm
 
     def update(self, optimizers: list[Any]) -> None:
-        """Step the optimizers and clear the gradients; skipped on all ranks where loss or gradient is not finite."""
-        norm = self.grad_norm if self.grad_norm is not None and self._is_clipped else self.clip_gradients(0)
+        """Step the optimizers and clear the gradients; skipped on all ranks where loss or gradient
+        is not finite.
+        """
+        norm = (
+            self.grad_norm
+            if self.grad_norm is not None and self._is_clipped
+            else self.clip_gradients(0)
+        )
         self._is_clipped = False
         finite = self._verdict(self._losses, norm, self.window.indices)
         update(self.accelerator, optimizers, finite, norm)
@@ -118,12 +143,17 @@ class Step:
 
 
 def accumulate(
-    accelerator: Accelerator, models: Sequence[nn.Module], micro_batches: Iterable[Batch], count: int
+    accelerator: Accelerator,
+    models: Sequence[nn.Module],
+    micro_batches: Iterable[Batch],
+    count: int,
 ) -> Iterator[Batch]:
-    """Yield `count` micro-batches. Each goes forward and `backward` before the next. Every rank calls this alike.
+    """Yield `count` micro-batches. Each goes forward and `backward` before the next. Every rank
+    calls this alike.
 
-    Gradients are reduced over ranks in the backward pass of the last. FSDP reduces in every one: otherwise each rank would
-    store unsharded gradients. HSDP reduces between its groups in the last.
+    Gradients are reduced over ranks in the backward pass of the last. FSDP reduces in every one:
+    otherwise each rank would store unsharded gradients. HSDP reduces between its groups in the
+    last.
     """
     for i, batch in enumerate(micro_batches):
         with reduced(accelerator, models, last=i + 1 == count):
@@ -132,7 +162,9 @@ def accumulate(
 
 @contextlib.contextmanager
 def reduced(accelerator: Accelerator, models: Sequence[nn.Module], *, last: bool) -> Iterator[None]:
-    """Reduce the gradients of a backward pass in this block only if it is the `last`: see `accumulate`."""
+    """Reduce the gradients of a backward pass in this block only if it is the `last`: see
+    `accumulate`.
+    """
     accelerator.sync_gradients = last  # DeepSpeed's engine steps in the last backward
     faults.point("micro_batch")
     with contextlib.ExitStack() as stack:
@@ -145,16 +177,19 @@ def reduced(accelerator: Accelerator, models: Sequence[nn.Module], *, last: bool
 
 
 def loss_scale(num_targets: int) -> float:
-    """What to multiply a micro-batch's summed loss by, so that the reduced gradient is that of the global mean.
+    """What to multiply a micro-batch's summed loss by, so that the reduced gradient is that of the
+    global mean.
 
-    The mean runs over all `num_targets` of the global batch, however they are distributed over ranks and micro-batches. DDP
-    and FSDP average over the ranks that read different data. The factor undoes that.
+    The mean runs over all `num_targets` of the global batch, however they are distributed over
+    ranks and micro-batches. DDP and FSDP average over the ranks that read different data. The
+    factor undoes that.
     """
     return data_parallel_size() / max(1, num_targets)
 
 
 def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None:
-    """Add the gradients of a micro-batch's `loss` times `scale`. Every rank calls this, on what `accumulate` yields.
+    """Add the gradients of a micro-batch's `loss` times `scale`. Every rank calls this, on what
+    `accumulate` yields.
 
     Args:
         loss: scalar, summed over the micro-batch's targets.
@@ -169,15 +204,20 @@ def backward(accelerator: Accelerator, loss: torch.Tensor, scale: float) -> None
 def clip_gradients(
     accelerator: Accelerator, models: Sequence[nn.Module], max_norm: float, group: Any = None
 ) -> torch.Tensor:
-    """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0. Returns their norm before.
+    """Scale the models' gradients down to a global L2 norm of `max_norm`, if that is not 0. Returns
+    their norm before.
 
     Every rank calls this before the optimizer.
 
     Returns:
-        Scalar tensor on the device, the same on all ranks; not finite where any rank's gradient is not.
+        Scalar tensor on the device, the same on all ranks; not finite where any rank's gradient is
+        not.
     """
     if zero.is_used(accelerator):  # which has clipped and stepped in the last backward
-        return torch.tensor(float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()), device=accelerator.device)
+        return torch.tensor(
+            float(accelerator.deepspeed_engine_wrapped.get_global_grad_norm()),
+            device=accelerator.device,
+        )
     accelerator.unscale_gradients()
     gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
     norm = gradient_norm(accelerator, gradients, group)
@@ -187,14 +227,16 @@ def clip_gradients(
     return norm
 
 
-def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor) -> None:
+def update(
+    accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor, norm: torch.Tensor
+) -> None:
     """Step all optimizers if the step is `finite` (a bool on the device), and clear the gradients.
 
-    With fp16 the gradient's `norm` has to be finite, too. If it is not, no optimizer steps and the loss scale falls. The
-    scaler alone would skip only the optimizer with the bad gradients.
+    With fp16 the gradient's `norm` has to be finite, too. If it is not, no optimizer steps and the
+    loss scale falls. The scaler alone would skip only the optimizer with the bad gradients.
 
-    Fused AdamW and Muon read `found_inf` on the device, so the host waits for nothing. For other optimizers, offloaded
-    weights and fp16 the host reads `finite`.
+    Fused AdamW and Muon read `found_inf` on the device, so the host waits for nothing. For other
+    optimizers, offloaded weights and fp16 the host reads `finite`.
     """
     faults.point("update")
     if zero.is_used(accelerator):
@@ -215,7 +257,12 @@ def update(accelerator: Accelerator, optimizers: list[Any], finite: torch.Tensor
 
 
 def _skips_by_itself(optimizer: Any, device: torch.device) -> bool:
-    """Whether `step` heeds `found_inf`, as fused AdamW's kernel does; not for weights that are offloaded elsewhere."""
-    if not (isinstance(optimizer, Muon) or (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"])):
+    """Whether `step` heeds `found_inf`, as fused AdamW's kernel does; not for weights that are
+    offloaded elsewhere.
+    """
+    if not (
+        isinstance(optimizer, Muon)
+        or (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"])
+    ):
         return False
     return all(group["params"][0].device == device for group in optimizer.param_groups)

@@ -1,7 +1,8 @@
-"""Replicas that take optimizer steps of their own, and agree on their weights now and then instead of on each gradient.
+"""Replicas that take optimizer steps of their own, and agree on their weights now and then instead
+of on each gradient.
 
-Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105), and its streaming form, which sends parts
-of the model in the background (arXiv 2501.18512).
+Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105), and its streaming
+form, which sends parts of the model in the background (arXiv 2501.18512).
 """
 
 import time
@@ -34,26 +35,33 @@ class Flight:
 
 
 class Replicas:
-    """The replicas of one run. Every rank makes one, after `sharding.prepare`, and calls its methods alike.
+    """The replicas of one run. Every rank makes one, after `sharding.prepare`, and calls its
+    methods alike.
 
-    Each replica (a process, or a group of HSDP) updates its own weights. Every `sync_every` steps the mean of what they have
-    moved since the agreed weights is one gradient of an outer optimizer, SGD with Nesterov momentum, which moves the agreed
-    weights. After `sync_delay` steps, in which the replicas have gone on, each moves to them: to
-    sync_alpha * its own + (1 - sync_alpha) * the agreed weights. With `sync_fragments` the model is sent in parts, at
-    different steps.
+    Each replica (a process, or a group of HSDP) updates its own weights. Every `sync_every` steps
+    the mean of what they have moved since the agreed weights is one gradient of an outer optimizer,
+    SGD with Nesterov momentum, which moves the agreed weights. After `sync_delay` steps, in which
+    the replicas have gone on, each moves to them: to sync_alpha * its own + (1 - sync_alpha) * the
+    agreed weights. With `sync_fragments` the model is sent in parts, at different steps.
 
     Attributes:
         count: of replicas.
-        agreed: the agreed weights, the same on all replicas. Evaluations and final/ are made with them.
+        agreed: the agreed weights, the same on all replicas. Evaluations and final/ are made with
+            them.
         inner: process group of this replica's ranks; None where a replica is one process.
     """
 
     @torch.no_grad()
-    def __init__(self, accelerator: Accelerator, model: nn.Module, options: SyncConfig, total_steps: int) -> None:
-        self.accelerator, self.options, self.total_steps = accelerator, options, total_steps
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, options: SyncConfig, total_steps: int
+    ) -> None:
+        self.accelerator = accelerator
+        self.options = options
+        self.total_steps = total_steps
         sizes = accelerator.parallelism_config
         size = sizes.dp_shard_size if accelerator.distributed_type == DistributedType.FSDP else 1
-        self.count, self.index = accelerator.num_processes // size, accelerator.process_index // size
+        self.count = accelerator.num_processes // size
+        self.index = accelerator.process_index // size
         self.inner: Any = None
         self.across: Any = None  # the ranks that hold the same shards, one of each replica
         for place in range(size if self.count > 1 else 0):  # every rank makes all groups
@@ -73,7 +81,8 @@ class Replicas:
     def _cut(self, fragments: int) -> Iterator[list[str]]:
         """Neighbouring weights, in parts of about the same size."""
         numbers = [self.agreed.live[name].numel() for name in self.names]
-        done, parts = 0, [[] for _ in range(fragments)]  # type: ignore[var-annotated]
+        done = 0
+        parts = [[] for _ in range(fragments)]  # type: ignore[var-annotated]
         for name, number in zip(self.names, numbers, strict=True):
             parts[min(fragments - 1, (done + number // 2) * fragments // sum(numbers))].append(name)
             done += number
@@ -92,24 +101,31 @@ class Replicas:
         dist.all_gather_object(values, value, group=self.inner)
         return values
 
-    # When ----------------------------------------------------------------------------------------------------------
+    # When -----------------------------------------------------------------------------------------
 
     def _sends(self, step: int) -> list[int]:
-        """The fragments that are sent after a step: each every `sync_every` steps, and evenly spread."""
-        every, parts = self.options.sync_every, self.options.sync_fragments
+        """The fragments that are sent after a step: each every `sync_every` steps, and evenly
+        spread.
+        """
+        every = self.options.sync_every
+        parts = self.options.sync_fragments
         if not 0 < step < self.total_steps:
             return []
         return [part for part in range(parts) if (step + part * every // parts) % every == 0]
 
     def meets(self, step: int) -> bool:
-        """Whether replicas wait for each other after a step anyway: what all have to decide is decided then."""
+        """Whether replicas wait for each other after a step anyway: what all have to decide is
+        decided then.
+        """
         options = self.options
         return step == self.total_steps or (
             step > options.sync_delay and (step - options.sync_delay) % options.sync_every == 0
         )
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether something that is to happen each `every` steps is due: at the first meeting from then on."""
+        """Whether something that is to happen each `every` steps is due: at the first meeting from
+        then on.
+        """
         if not self.meets(step):
             return False
         before = step - 1
@@ -117,23 +133,27 @@ class Replicas:
             before -= 1
         return step // every > before // every
 
-    # Between meetings, over the launcher's store -------------------------------------------------------------------
+    # Between meetings, over the launcher's store --------------------------------------------------
 
     def store_set(self, key: str, value: str) -> None:
         if self.count > 1:
             dist.distributed_c10d._get_default_store().set(f"{key}/{self.index}", value)
 
     def asked_to_stop(self, signal: int) -> int:
-        """The signal that a replica has been sent, as far as is known; `signal` is this one's. Its first rank calls this."""
+        """The signal that a replica has been sent, as far as is known; `signal` is this one's. Its
+        first rank calls this.
+        """
         store = dist.distributed_c10d._get_default_store()
         if signal:
             store.set("stop", str(signal))
         return signal or (int(store.get("stop")) if store.check(["stop"]) else 0)
 
     def last_step(self, step: int) -> int:
-        """The step after which all replicas can stop: that of the one that is ahead. Returns when all have told theirs.
+        """The step after which all replicas can stop: that of the one that is ahead. Returns when
+        all have told theirs.
 
-        One that waits for the others' part of an agreement is counted as far as that agreement. Every rank calls this.
+        One that waits for the others' part of an agreement is counted as far as that agreement.
+        Every rank calls this.
 
         Args:
             step: done here.
@@ -154,12 +174,13 @@ class Replicas:
                     steps.append(int(store.get(f"at/{other}")))
         return max(max(each) for each in self.gather(steps))
 
-    # What ----------------------------------------------------------------------------------------------------------
+    # What -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def after(self, step: int) -> None:
         """Send and apply what is due after an optimizer step."""
-        delay, last = self.options.sync_delay, step == self.total_steps
+        delay = self.options.sync_delay
+        last = step == self.total_steps
         self.waited = bool(self._sends(step - delay)) or last
         if self.waited and self.leads:
             self.store_set("waits", f"{step} {step if self.meets(step) else step - delay}")
@@ -179,9 +200,14 @@ class Replicas:
                 self.agreed.buffers[name].copy_(value)
 
     def _pairs(self, part: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(the replica's own, agreed, momentum) of each weight of a fragment: this rank's shards."""
-        sets = (self.agreed.live, self.agreed.tensors, self.momentum)
-        return [tuple(local_part(tensors[name]) for tensors in sets) for name in self.fragments[part]]  # type: ignore[misc]
+        """(the replica's own, agreed, momentum) of each weight of a fragment: this rank's
+        shards.
+        """
+        own, agreed, momentum = (
+            [local_part(tensors[name]) for name in self.fragments[part]]
+            for tensors in (self.agreed.live, self.agreed.tensors, self.momentum)
+        )
+        return [*zip(own, agreed, momentum, strict=True)]
 
     def _send(self, part: int) -> None:
         moved = [(agreed - own).flatten() for own, agreed, _ in self._pairs(part)]
@@ -192,10 +218,13 @@ class Replicas:
             self.flights[part].work = dist.all_reduce(total, group=self.across, async_op=True)
 
     def _apply(self, part: int, alpha: float) -> None:
-        if part not in self.flights:  # sent before the run was prolonged: it was all applied at the former end
+        # sent before the run was prolonged: it was all applied at the former end
+        if part not in self.flights:
             return
         total = self.flights.pop(part).land().float() / self.count
-        pairs, rate, decay = self._pairs(part), self.options.outer_learning_rate, self.options.outer_momentum
+        pairs = self._pairs(part)
+        rate = self.options.outer_learning_rate
+        decay = self.options.outer_momentum
         pieces = total.split([own.numel() for own, _, _ in pairs]) if pairs else []
         for (own, agreed, momentum), piece in zip(pairs, pieces, strict=True):
             gradient = piece.view_as(own)
@@ -209,18 +238,22 @@ class Replicas:
         for name, value in self.agreed.live.items():
             local_part(value).copy_(local_part(self.agreed.tensors[name]))
 
-    # Checkpoints ---------------------------------------------------------------------------------------------------
+    # Checkpoints ----------------------------------------------------------------------------------
 
     def state(self, saved: Container[str] = ()) -> dict[str, torch.Tensor]:
-        """Tensors beside the agreed weights, by name: the outer momentum, and what is on its way. They are loaded in place.
+        """Tensors beside the agreed weights, by name: the outer momentum, and what is on its way.
+        They are loaded in place.
 
         Args:
-            saved: names in the checkpoint that is to be loaded: room is made for what was on its way.
+            saved: names in the checkpoint that is to be loaded: room is made for what was on its
+                way.
         """
         name = f"flight.{self.accelerator.process_index}."
         for part in range(len(self.fragments)):
             if f"{name}{part}" in saved:
                 size = sum(own.numel() for own, _, _ in self._pairs(part))
-                self.flights[part] = Flight(torch.zeros(size, dtype=self.dtype, device=self.accelerator.device))
+                self.flights[part] = Flight(
+                    torch.zeros(size, dtype=self.dtype, device=self.accelerator.device)
+                )
         tensors = {f"outer.{name}": value for name, value in self.momentum.items()}
         return tensors | {f"{name}{part}": flight.land() for part, flight in self.flights.items()}

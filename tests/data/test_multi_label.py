@@ -15,8 +15,7 @@ from sklearn.metrics import f1_score
 
 from shared.data.labels import Labels, rarest
 from shared.data.order import IGNORED
-from shared.evaluation.one_label import OneLabel
-from shared.evaluation.several_labels import SeveralLabels, best_threshold
+from shared.evaluation.kinds import best_threshold, of_one_label, of_several_labels
 from shared.images.augment import mix
 from shared.images.files import Images, prepare
 from shared.images.options import ImageConfig
@@ -26,9 +25,9 @@ from tests.conftest import paint
 LABELS = [["cat"], [], ["dog", "cat"], ["7"], ["dog", "7"], ["cat"], ["dog"], ["cat", "dog", "7"], [], ["7"]]
 
 
-def evaluation_of(labels, scores, classes):
-    rows = np.concatenate([labels, np.log(scores / (1 - scores)), np.ones((len(labels), 1))], axis=1)
-    return SeveralLabels(rows, classes)
+def evaluation_of(labels, scores, classes, thresholds=None):
+    rows = np.concatenate([labels, np.log(scores / (1 - scores))], axis=1)
+    return of_several_labels(rows, classes, "images", thresholds)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +79,7 @@ def test_lists_and_texts_in_any_file_are_the_same_data(tmp_path, monkeypatch):
             assert "; 1.20 labels an image" in data.about
             parts = []
             for part in (data.train, data.validation):
-                numbers = part.index.tolist()
+                numbers = part.index[:, 1].tolist()
                 rows = [part[number]["labels"] for number in range(len(part))]
                 assert all((row.dtype, row.shape) == (np.float32, (3,)) for row in rows)
                 assert [row.tolist() for row in rows] == hot_of([LABELS[n] for n in numbers], data.classes)
@@ -172,10 +171,11 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     labels[:, 7] = False
     names = ("$5^", *(f"class number {i}" for i in range(49)))
     predictions = evaluation_of(labels, scores, names)
-    images = Images(Files(), np.arange(60), Labels("multi_label", names, labels.astype(np.uint8)))
+    index = np.stack([np.zeros(60, int), np.arange(60)], axis=1)
+    images = Images([Files()], index, Labels("multi_label", names, labels.astype(np.uint8)))
     (tmp_path / "run").mkdir()
     pictures = predictions.write(tmp_path / "run", images)
-    assert [path.name for path in pictures] == ["average_precision.png", "mistakes.png"]
+    assert [path.name for path in pictures] == ["mistakes.png"]
     assert "warning" not in capsys.readouterr().err
     with (tmp_path / "run/predictions.csv").open(newline="") as file:
         row = list(csv.DictReader(file))[5]
@@ -193,12 +193,16 @@ def test_the_files_of_an_evaluation(tmp_path, capsys):
     assert apart == pytest.approx(sorted(apart, reverse=True))
 
 
-def test_a_model_that_is_not_trained_keeps_its_thresholds():
+def test_thresholds_of_a_model_are_kept_and_forgotten():
     rng = np.random.default_rng(0)
-    config = SimpleNamespace(thresholds={"b": 0.25, "a": 0.75})
-    values = rng.random((40, 2)) < 0.4, rng.random((40, 2)), ("a", "b")
-    kept, best = (evaluation_of(*values).for_model(config, trained=trained) for trained in (False, True))
-    assert kept.thresholds.tolist() == [0.75, 0.25]
-    assert kept.summary()["eval_macro_f1"] < best.summary()["eval_macro_f1"]
-    one = OneLabel(np.zeros((1, 5)), ("a",)).for_model(config, trained=False)  # of one label, they are of no use
-    assert one.for_config() == {} and not hasattr(config, "thresholds")
+    own = {"b": 0.25, "a": 0.75}
+    labels, scores = rng.random((40, 2)) < 0.4, rng.random((40, 2))
+    kept, best = (evaluation_of(labels, scores, ("a", "b"), thresholds) for thresholds in (own, None))
+    assert kept.by_class["threshold"].tolist() == [0.75, 0.25]
+    assert kept.predicted.tolist() == (scores >= [0.75, 0.25]).tolist()
+    assert kept.summary["eval_macro_f1"] < best.summary["eval_macro_f1"]
+    config = SimpleNamespace(thresholds=own)
+    best.update(config)
+    assert config.thresholds == best.thresholds and config.problem_type == "multi_label_classification"
+    of_one_label(np.zeros((1, 5)), ("a",), "images").update(config)
+    assert not hasattr(config, "thresholds")

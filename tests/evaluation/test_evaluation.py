@@ -19,11 +19,10 @@ from shared.data.labels import Labels
 from shared.data.order import IGNORED
 from shared.evaluation import evaluation
 from shared.evaluation import pictures as class_pictures
-from shared.evaluation.numbers import Numbers
-from shared.evaluation.one_label import OneLabel
+from shared.evaluation.evaluation import gather_rows, row_of
+from shared.evaluation.evaluation import of_batch as scores
+from shared.evaluation.kinds import of_numbers, of_one_label
 from shared.images.files import Images
-
-scores = OneLabel.of_batch
 
 
 def test_scores_of_a_batch_by_hand():
@@ -55,16 +54,17 @@ def test_gathering_drops_the_filling_and_keeps_the_order():
     padded = labels.clone()
     padded[10:] = IGNORED
     batches = [scores(logits[i : i + 4], padded[i : i + 4]) for i in (0, 4, 8)]
-    result = OneLabel.gather(accelerator, batches, 10, ("a", "b", "c"))
+    rows = gather_rows(accelerator, batches, 10)
+    result = of_one_label(rows, ("a", "b", "c"), "images")
     assert result.labels.tolist() == labels[:10].tolist()
     assert result.predicted.tolist() == logits[:10].argmax(1).tolist()
-    assert result.confidence == pytest.approx(logits[:10].softmax(1).amax(1).numpy(), rel=1e-6)
+    assert result.columns["confidence"] == pytest.approx(logits[:10].softmax(1).amax(1).numpy(), abs=1e-6)
     expected = torch.nn.functional.cross_entropy(logits[:10], labels[:10], reduction="none")
-    assert result.losses == pytest.approx(expected.numpy(), rel=1e-5)
-    assert {result.labels.dtype, result.predicted.dtype, result.above.dtype} == {np.dtype(np.int64)}
+    assert rows[:, 3] == pytest.approx(expected.numpy(), rel=1e-5)
+    assert {result.labels.dtype, result.predicted.dtype} == {np.dtype(np.int64)}
     assert result.classes == ("a", "b", "c")
     with pytest.raises(AssertionError):
-        OneLabel.gather(accelerator, batches, 11, ("a", "b", "c"))
+        gather_rows(accelerator, batches, 11)
 
 
 def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set(monkeypatch):
@@ -81,8 +81,7 @@ def test_windows_of_several_ranks_are_put_back_in_the_order_of_the_data_set(monk
             return torch.cat([mine, theirs])
 
     batches = [torch.tensor([[base + row, 0, 0.5, 1, 0] for row in range(2)]) for base in (0.0, 4.0)]
-    result = OneLabel.gather(Two(), batches, 8, ("x",) * 8)
-    assert result.labels.tolist() == list(range(8))
+    assert gather_rows(Two(), batches, 8)[:, 0].tolist() == list(range(8))
 
 
 def made(labels, predicted, classes, *, confidence=None, losses=None, above=None):
@@ -90,20 +89,21 @@ def made(labels, predicted, classes, *, confidence=None, losses=None, above=None
     confidence = np.full(len(labels), 0.5) if confidence is None else np.array(confidence)
     losses = np.ones(len(labels)) if losses is None else np.array(losses)
     above = (labels != predicted).astype(int) if above is None else np.array(above)
-    return OneLabel(np.stack([labels, predicted, confidence, losses, above], axis=1), tuple(classes))
+    rows = np.stack([labels, predicted, confidence, losses, above], axis=1)
+    return of_one_label(rows, tuple(classes), "images")
 
 
 def test_the_summary_by_hand():
     # class a: 2 of 3 found, 1 of what is called a is not; class b: 1 of 2 found, 2 called b, 1 rightly
     predictions = made([0, 0, 0, 1, 1], [0, 0, 1, 1, 0], "ab", losses=[1, 2, 3, 4, 5])
-    assert predictions.summary() == {
+    assert predictions.summary == {
         "eval_loss": 3.0,
         "eval_accuracy": pytest.approx(0.6),
         "eval_macro_f1": pytest.approx((2 / 3 + 1 / 2) / 2),
         "eval_balanced_accuracy": pytest.approx((2 / 3 + 1 / 2) / 2),
         "eval_matthews": pytest.approx(1 / 6),
     }
-    by_class = predictions.per_class()
+    by_class = predictions.by_class
     assert by_class["precision"].tolist() == pytest.approx([2 / 3, 1 / 2])
     assert by_class["recall"].tolist() == pytest.approx([2 / 3, 1 / 2])
     assert by_class["support"].tolist() == [3, 2]
@@ -111,20 +111,20 @@ def test_the_summary_by_hand():
 
 def test_a_class_without_images_counts_once_it_is_predicted():
     predictions = made([0, 0, 1, 1], [0, 2, 1, 1], "abc")
-    by_class = predictions.per_class()
+    by_class = predictions.by_class
     assert by_class["support"].tolist() == [2, 2, 0]
     assert by_class["f1"].tolist() == pytest.approx([2 / 3, 1, 0])
-    assert predictions.summary()["eval_macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
-    assert predictions.summary()["eval_balanced_accuracy"] == pytest.approx((1 / 2 + 1) / 2)
-    assert made([0, 0, 1, 1], [0, 1, 1, 1], "abc").summary()["eval_macro_f1"] == pytest.approx((2 / 3 + 4 / 5) / 2)
-    assert all(type(value) is float for value in predictions.summary().values())
+    assert predictions.summary["eval_macro_f1"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert predictions.summary["eval_balanced_accuracy"] == pytest.approx((1 / 2 + 1) / 2)
+    assert made([0, 0, 1, 1], [0, 1, 1, 1], "abc").summary["eval_macro_f1"] == pytest.approx((2 / 3 + 4 / 5) / 2)
+    assert all(type(value) is float for value in predictions.summary.values())
 
 
 @pytest.mark.parametrize("classes", [5, 6])
 def test_top_5_is_told_where_it_says_something(classes):
     above = [0, 4, 5, 1] if classes == 6 else [0, 4, 3, 1]
     predictions = made([0, 1, 2, 3], [0, 0, 0, 0], "abcdef"[:classes], above=above)
-    assert predictions.summary().get("eval_top5_accuracy") == (0.75 if classes == 6 else None)
+    assert predictions.summary.get("eval_top5_accuracy") == (0.75 if classes == 6 else None)
 
 
 @settings(deadline=None, max_examples=30)
@@ -133,7 +133,7 @@ def test_the_figures_are_scikit_learns(data, classes, size):
     numbers = st.lists(st.integers(0, classes - 1), min_size=size, max_size=size)
     labels, predicted = data.draw(numbers), data.draw(numbers)
     predictions = made(labels, predicted, "abcdefgh"[:classes])
-    summary = predictions.summary()
+    summary = predictions.summary
     assert summary["eval_accuracy"] == pytest.approx(metrics.accuracy_score(labels, predicted))
     f1 = metrics.f1_score(labels, predicted, average="macro", zero_division=0)
     assert summary["eval_macro_f1"] == pytest.approx(f1)
@@ -141,7 +141,7 @@ def test_the_figures_are_scikit_learns(data, classes, size):
 
 def test_the_most_confident_mistake_comes_first():
     predictions = made([0, 1, 2, 0, 1], [0, 0, 0, 1, 2], "abc", confidence=[0.99, 0.4, 0.9, 0.4, 0.5])
-    assert [sample for sample, _ in predictions.mistakes()] == [2, 4, 1, 3]
+    assert [sample for sample, _ in predictions.mistakes] == [2, 4, 1, 3]
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -161,9 +161,11 @@ def pictures(tmp_path):
             return f"image {index}"
 
     # The data set's numbers are not those of its source.
-    return lambda count: Images(
-        Files(), 1000 + np.arange(count), Labels("single_label", (), np.zeros(count, dtype=np.int64))
-    )
+    def images(count):
+        index = np.stack([np.zeros(count, int), 1000 + np.arange(count)], axis=1)
+        return Images([Files()], index, Labels("single_label", (), np.zeros(count, int)))
+
+    return images
 
 
 @pytest.fixture
@@ -236,9 +238,7 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
     matplotlib = [font for font in manager.ttflist if "mpl-data" in font.fname]
     monkeypatch.setattr(manager, "ttflist", matplotlib)  # whatever this machine has besides
     monkeypatch.setitem(rcParams, "font.family", ["sans-serif"])
-    class_pictures.picture_names.cache_clear()
-    assert class_pictures.picture_names(classes) == ["cat", "кошка", "class 2", "class 3"]
-    class_pictures.picture_names.cache_clear()
+    assert list(class_pictures.picture_names(classes).values()) == ["cat", "кошка", "class 2", "class 3"]
 
     square, font = TTGlyphPen(None), FontBuilder(1000)
     square.moveTo((0, 0))
@@ -255,7 +255,7 @@ def test_names_that_a_font_has_are_drawn_and_others_are_numbered(run_dir, pictur
     font.setupPost()
     font.save(tmp_path / "cats.ttf")
     manager.addfont(tmp_path / "cats.ttf")
-    assert class_pictures.picture_names(classes) == ["cat", "кошка", "猫", "class 3"]
+    assert list(class_pictures.picture_names(classes).values()) == ["cat", "кошка", "猫", "class 3"]
     assert len(made([0, 1, 2, 3], [1, 2, 3, 0], classes).write(run_dir, pictures(4))) == 2
 
 
@@ -267,7 +267,7 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(run_dir, tmp_path, ca
         def where(self, index):
             return "none.png"
 
-    images = Images(Gone(), np.arange(2), Labels("single_label", (), np.zeros(2, dtype=np.int64)))
+    images = Images([Gone()], np.array([[0, 0], [0, 1]]), Labels("single_label", (), np.zeros(2, int)))
     assert made([0, 1], [1, 0], "ab").write(run_dir, images) == [run_dir / "confusion_matrix.png"]
     said = capsys.readouterr().err
     assert "warning: a picture of the evaluation cannot be drawn" in said and "none.png: no such file" in said
@@ -280,20 +280,20 @@ def test_columns_that_are_called_as_the_report_s_own_are_told_apart():
         def shown(self, number):
             return {"where": "a.csv:2", "label": "old", "id": 7}
 
-    line = evaluation.record_of(Record(), 0, made([0], [1], "ab").line(0))
+    line = evaluation.record_of(Record(), 0, row_of(made([0], [1], "ab").columns, 0))
     assert line == {"where": "a.csv:2", "label (data)": "old", "id": 7, "label": "a", "predicted": "b", "confidence": 0.5}
 
 
 def test_numbers_that_hardly_vary_are_told():
     labels, noise = np.array([10.0, 20.0, 42.0]), np.array([0.0, 3e-6, 1e-6])
-    constant = Numbers(np.stack([labels, 5.4675 + noise], axis=1), (), "texts")
-    assert constant.summary() == {
+    constant = of_numbers(np.stack([labels, 5.4675 + noise], axis=1), "texts")
+    assert constant.summary == {
         "eval_loss": pytest.approx(((labels - 5.4675) ** 2).mean(), rel=1e-5),
         "eval_mae": pytest.approx(24 - 5.4675, rel=1e-5),
         "eval_pearson": 0.0,
         "eval_spearman": 0.0,
     }
-    assert constant.headline().endswith("on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)")
-    good = Numbers(np.stack([labels, labels + 1], axis=1), (), "texts")
-    assert good.headline() == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
-    assert good.line(1) == {"label": 20.0, "predicted": 21.0}
+    assert constant.headline.endswith("on 3 validation texts; predictions hardly vary (5.468 to 5.468, labels 10 to 42)")
+    good = of_numbers(np.stack([labels, labels + 1], axis=1), "texts")
+    assert good.headline == "Pearson's correlation 1.0000, Spearman's 1.0000 on 3 validation texts"
+    assert row_of(good.columns, 1) == {"label": 20.0, "predicted": 21.0}

@@ -1,6 +1,6 @@
 """Whatever happens to a run, the same command again continues it as if nothing had happened.
 
-Each fault happens at a named place in a real `accelerate launch` (see shared/faults.py) or comes from outside. The
+Each fault happens at a named place in a real `accelerate launch` (see tests/fault_actions.py) or comes from outside. The
 continued run is compared with one that was left alone: samples of each step, losses, learning rates, evaluations, weights
 and the optimizer's state, bit for bit.
 """
@@ -25,7 +25,7 @@ from shared.commands.verify_resume import compare
 from shared.data import audit
 from shared.process.errors import ConfigError
 from shared.run.checkpoint_files import CheckpointError, checkpoints, verify
-from tests.conftest import ACCELERATE, ROOT, Run, command, run, run_here, slow
+from tests.conftest import ACCELERATE, ROOT, Run, command, launch_environment, run, run_here, slow
 
 STEPS = 8
 SHAPE = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128"
@@ -242,7 +242,7 @@ def start(template, folder, *given, processes=1, env=None, through_tee=False, no
         argv,
         stdout=log.open("a") if not through_tee else subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
-        env=os.environ | (env or {}),
+        env=launch_environment(env),
         start_new_session=True,
         preexec_fn=in_the_foreground,
     ), log

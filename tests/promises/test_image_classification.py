@@ -122,7 +122,8 @@ def test_crops_of_tensors_are_those_of_pictures(image_folder):
     for window in loader.windows(0, 3):
         ours = torch.cat([batch["pixel_values"] for batch in window.micro_batches])
         for index, pixels in zip(window.indices.flatten().tolist(), ours, strict=True):
-            picture = decode(found.train.source[found.train.position(index)])
+            (files,) = found.train.files
+            picture = decode(files[found.train.index[index, 1]])
             seed_all(settings.batch.seed, window.epoch, index, 1, devices=False)
             difference = (plain(picture).int() - pixels.int()).abs()
             assert difference.max() <= 8 and difference.float().mean() < 0.5, (difference.max(), difference.float().mean())

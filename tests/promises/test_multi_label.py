@@ -163,7 +163,7 @@ def test_equals_a_plain_loop_and_scikit_learn(architectures, tmp_path):
     wrong = (scores >= limits) != hot
     assert found["num_mistakes"] == wrong.sum() > 0
     assert found["mistakes"][0]["score"] == pytest.approx(scores[wrong][np.abs(scores - hot)[wrong].argmax()], abs=1e-4)
-    assert {"average_precision.png", "mistakes.png"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert "mistakes.png" in {path.name for path in (tmp_path / "run").iterdir()}
 
     # What the model card says, in another process, with transformers alone.
     code = f"""import json, transformers

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.process.redaction import SHAPES, masked, redact
+from shared.process.redaction import masked, redact
 from shared.run.checkpoint_files import _same
 from tests.conftest import run_here
 
@@ -25,9 +25,7 @@ def canaries() -> dict[str, tuple[str, str]]:
     """(a text that holds a secret, the secret) by kind."""
     long, upper = canary(40), canary(16, string.ascii_uppercase + string.digits)
     digits = "".join(random.SystemRandom().choice("0123456789abcdef") for _ in range(64))
-    parts = {size: canary(size) for size in (6, 24, 27, 35, 36)}
-    telegram = f"123456789:{parts[35]}"
-    discord = f"M{parts[24]}.{parts[6]}.{parts[27]}"
+    parts = {size: canary(size) for size in (24, 27, 35)}
     jwt = f"eyJ{long}.eyJ{long}.{long}"
     lines = "\n".join([long, long])
     return {
@@ -51,34 +49,20 @@ def canaries() -> dict[str, tuple[str, str]]:
         "gitlab": (f"glpat-{long[:20]}", long[:20]),
         "google-api": (f"AIza{parts[35]}", parts[35]),
         "google-oauth": (f"ya29.{long}", long),
-        "google-client": (f"GOCSPX-{parts[27]}", parts[27]),
         "slack": (f"xoxb-1234567890-1234567890-{parts[24]}", parts[24]),
-        "slack-webhook": (f"https://hooks.slack.com/services/T0/B0/{parts[24]}", parts[24]),
-        "discord-webhook": (f"https://discord.com/api/webhooks/123/{long}", long),
-        "discord": (discord, discord),
-        "telegram": (telegram, parts[35]),
         "wandb": (f"wandb_v1_{long}", long),
         "wandb-named": (f"WANDB_API_KEY={digits[:40]}", digits[:40]),
         "wandb-login": (f"wandb login {digits[:40]}", digits[:40]),
-        "netrc": (f"machine api.wandb.ai login user password {digits[:40]}", digits[:40]),
         "json-web-token": (jwt, long),
-        "npm": (f"npm_{parts[36]}", parts[36]),
-        "pypi": (f"pypi-AgEIcHlwaS5vcmc{long}", long),
         "bearer": (f"Authorization: Bearer {long}", long),
         "bearer-alone": (f"curl -H 'bearer {long}'", long),
         "basic": (f"authorization: Basic {long}==", long),
         "pem": (f"-----BEGIN RSA PRIVATE KEY-----\n{lines}\n-----END RSA PRIVATE KEY-----", long),
         "pem-in-json": (f'"-----BEGIN PRIVATE KEY-----\\n{long}\\n-----END PRIVATE KEY-----\\n"', long),
         "pem-cut": (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{long}", long),
-        "stripe": (f"sk_live_{long}", long),
-        "sendgrid": (f"SG.{long[:22]}.{long}", long),
-        "twilio": (f"SK{digits[:32]}", digits[:32]),
         "azure-storage": (f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={long * 2}A1Bc+/==;E=x", long),
         "databricks": (f"dapi{digits[:32]}", digits[:32]),
-        "digitalocean": (f"dop_v1_{digits}", digits),
         "docker": (f"dckr_pat_{parts[27]}", parts[27]),
-        "groq": (f"gsk_{long}", long),
-        "nvidia": (f"nvapi-{long}", long),
         "password": (f"password: {long}", long),
         "database": (f"postgresql://me:{long}@example.com:5432/x", long),
     }
@@ -153,7 +137,8 @@ def test_a_run_resumes_with_other_secrets_in_the_environment(monkeypatch):
     assert not _same(plain["train_file"], ["s3://bucket/other.jsonl", "b.jsonl"]) and not _same(1, 2)
 
 
-HINTS = [hint for _, hints, *_ in SHAPES for hint in hints.split()]
+HINTS = "hf_ sk- ghp_ github_pat_ glpat- AKIA AIza ya29. xoxb- wandb_v1_ dapi dckr_pat_ eyJ".split()  # noqa: SIM905
+HINTS += ["wandb login ", "authorization: ", "bearer ", "api_key", "secret=", "password: ", "https://"]
 PIECES = [*HINTS, *"?&=:@/. -_'\"\n*0aA", "://", "api_key=", "&sig=", "-----BEGIN PRIVATE KEY-----", "a" * 40, "A1" * 20]
 
 
@@ -165,7 +150,7 @@ def test_masking_twice_changes_nothing(text):
 def test_hostile_text_costs_linear_time():
     size = 100_000
     starts = [*PIECES, "?token", "sk-", "://a:", "https://", "eyJ", "glpat-", "bearer ", "SG.", "M", "1:", "***"]
-    starts += ["machine a login b password ", "-----BEGIN PRIVATE KEY-----a-", "discord.com/api/webhooks/"]
+    starts += ["machine a login b password ", "-----BEGIN PRIVATE KEY-----a-", "wandb login "]
     texts = [start * (size // len(start)) for start in starts] + [start + end * size for start in starts for end in "aA- :"]
     for text in (*texts, " ".join(HINTS) * (size // 400)):
         began = time.process_time()

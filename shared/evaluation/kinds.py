@@ -1,0 +1,213 @@
+"""The figures of each kind of label: one class a sample, several classes, a number.
+
+`rows`, [samples, values] fp64, are what `gather_rows` gives: see `of_batch` for the values.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from shared.evaluation.evaluation import LISTED, Evaluation, row_of
+
+
+def of_one_label(rows: np.ndarray, classes: tuple[str, ...], noun: str) -> Evaluation:
+    """Figures as scikit-learn has them: a class without samples counts once it is predicted."""
+    from sklearn.metrics import f1_score, matthews_corrcoef
+
+    labels, predicted, above = rows[:, [0, 1, 4]].astype(np.int64).T
+    confidence = rows[:, 2]
+    losses = rows[:, 3]
+    by_class = figures_by_class(labels, predicted, len(classes))
+    accuracy = (labels == predicted).mean()
+    summary = {"eval_loss": losses.mean(), "eval_accuracy": accuracy}
+    if len(classes) > 5:
+        summary["eval_top5_accuracy"] = (above < 5).mean()
+    summary["eval_macro_f1"] = f1_score(labels, predicted, average="macro", zero_division=0.0)
+    summary["eval_balanced_accuracy"] = by_class["recall"][by_class["support"] > 0].mean()
+    summary["eval_matthews"] = matthews_corrcoef(labels, predicted)
+    headline = f"{accuracy:.2%} of {len(labels):,} validation {noun} are right"
+    if len(set(predicted)) == 1:
+        headline += f"; the model calls all of them {classes[predicted[0]]!r}"
+    names = np.array(classes, dtype=object)
+    columns = {
+        "label": names[labels],
+        "predicted": names[predicted],
+        "confidence": confidence.round(6),
+    }
+    wrong = np.flatnonzero(labels != predicted)
+    worst = wrong[np.argsort(-confidence[wrong], kind="stable")][:LISTED]
+    return Evaluation(
+        noun=noun,
+        classes=classes,
+        labels=labels,
+        predicted=predicted,
+        summary={name: float(value) for name, value in summary.items()},
+        headline=headline,
+        columns=columns,
+        mistakes=[(int(sample), row_of(columns, sample)) for sample in worst],
+        by_class=by_class,
+    )
+
+
+def of_several_labels(
+    rows: np.ndarray,
+    classes: tuple[str, ...],
+    noun: str,
+    thresholds: dict[str, float] | None = None,
+) -> Evaluation:
+    """`labels` and `predicted` are [samples, classes] bool. Means are over classes that occur.
+
+    Args:
+        thresholds: of each class, from which probability it is a yes; None: see `best_threshold`.
+    """
+    from sklearn.metrics import average_precision_score
+
+    targets, logits = torch.from_numpy(rows).chunk(2, dim=1)
+    labels = targets.numpy() > 0
+    scores = logits.sigmoid().numpy()
+    losses = binary_cross_entropy(logits.float(), targets.float()).sum(1)
+    if thresholds is None:
+        best = [best_threshold(*pair) for pair in zip(labels.T, scores.T, strict=True)]
+        thresholds = dict(zip(classes, best, strict=True))
+    cuts = np.array([thresholds[name] for name in classes])
+    predicted = scores >= cuts
+    occurs = labels.any(axis=0)
+    average = np.zeros(len(classes))
+    average[occurs] = average_precision_score(labels[:, occurs], scores[:, occurs], average=None)
+    by_class = {"average_precision": average, "threshold": cuts}
+    by_class |= figures_by_class(labels, predicted, len(classes))
+    summary = {
+        "eval_loss": float(losses.double().mean()),
+        "eval_map": float(average[occurs].mean()),
+        "eval_macro_f1": float(by_class["f1"][occurs].mean()),
+    }
+    headline = f"mean average precision {summary['eval_map']:.4f}"
+    headline += f" on {len(labels):,} validation {noun}"
+    names = np.array(classes, dtype=object)
+    columns: dict[str, Any] = {
+        "label": ["|".join(names[row]) for row in labels],
+        "predicted": ["|".join(names[row]) for row in predicted],
+    }
+    for name, column in zip(classes, scores.round(6).T, strict=True):
+        columns[f"score of {name}"] = column
+    wrong = np.argwhere(predicted != labels)  # each wrong yes or no, the most confident first
+    apart = np.abs(labels - scores)[tuple(wrong.T)]
+    mistakes = []
+    for sample, number in wrong[np.argsort(-apart, kind="stable")][:LISTED]:
+        mistake = {
+            "label": classes[number],
+            "is_there": bool(labels[sample, number]),
+            "score": round(float(scores[sample, number]), 4),
+        }
+        mistakes.append((int(sample), mistake))
+    return Evaluation(
+        noun=noun,
+        classes=classes,
+        labels=labels,
+        predicted=predicted,
+        summary=summary,
+        headline=headline,
+        columns=columns,
+        mistakes=mistakes,
+        by_class=by_class,
+        thresholds=thresholds,
+    )
+
+
+def of_numbers(rows: np.ndarray, noun: str) -> Evaluation:
+    """Mean squared and mean absolute error, and the correlations; 0 where nothing defines them."""
+    from scipy.stats import pearsonr, spearmanr
+
+    labels, predicted = rows.T
+    errors = np.abs(labels - predicted)
+    rounding = 1e-6 * (np.abs(predicted).max() + np.ptp(labels))  # whose correlation would be noise
+    varies = np.ptp(labels) > 0 and np.ptp(predicted) > rounding
+    summary = {
+        "eval_loss": float((errors**2).mean()),
+        "eval_mae": float(errors.mean()),
+        "eval_pearson": float(pearsonr(labels, predicted).statistic) if varies else 0.0,
+        "eval_spearman": float(spearmanr(labels, predicted).statistic) if varies else 0.0,
+    }
+    headline = f"Pearson's correlation {summary['eval_pearson']:.4f}"
+    headline += f", Spearman's {summary['eval_spearman']:.4f} on {len(labels):,} validation {noun}"
+    if np.ptp(predicted) <= 0.01 * np.ptp(labels):
+        headline += f"; predictions hardly vary ({predicted.min():.4g} to {predicted.max():.4g}"
+        headline += f", labels {labels.min():.4g} to {labels.max():.4g})"
+    columns = {  # the digits of fp32
+        "label": [float(f"{value:.7g}") for value in labels],
+        "predicted": [float(f"{value:.7g}") for value in predicted],
+    }
+    worst = np.argsort(-errors, kind="stable")[:LISTED]
+    return Evaluation(
+        noun=noun,
+        classes=(),
+        labels=labels,
+        predicted=predicted,
+        summary=summary,
+        headline=headline,
+        columns=columns,
+        mistakes=[(int(sample), row_of(columns, sample)) for sample in worst],
+    )
+
+
+def figures_by_class(
+    labels: np.ndarray,
+    predicted: np.ndarray,
+    num_classes: int,
+) -> dict[str, np.ndarray]:
+    """precision, recall, f1 and support (samples), [classes]; 0 where nothing defines them."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    names = ("precision", "recall", "f1", "support")
+    numbers = range(num_classes)
+    values = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0.0)
+    return dict(zip(names, values, strict=True))
+
+
+def binary_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    reduction: Literal["none"] = "none",
+) -> torch.Tensor:
+    """A yes or no for each class, called as `F.cross_entropy` is. A sample's loss is their mean.
+
+    Args:
+        logits: [batch, classes].
+        targets: [batch, classes], from 0 to 1.
+        weight: [classes], of the yes of each class.
+        label_smoothing: targets move by this share towards 1/2.
+
+    Returns:
+        [batch, classes]: what each class adds to its sample's loss.
+    """
+    targets = targets * (1 - label_smoothing) + label_smoothing / 2
+    loss = F.binary_cross_entropy_with_logits
+    return loss(logits, targets, pos_weight=weight, reduction=reduction) / logits.shape[1]
+
+
+def best_threshold(labels: np.ndarray, scores: np.ndarray) -> float:
+    """The threshold of one class with the best F1: scores of at least that get the label.
+
+    It lies in the middle between the lowest score that gets the label and the next lower one (0,
+    if there is none). Of thresholds with the same F1 it is the highest. A class that no sample has
+    gets 0.5.
+
+    Args:
+        labels: [samples] bool.
+        scores: [samples], from 0 to 1.
+    """
+    from sklearn.metrics import precision_recall_curve
+
+    if not labels.any():
+        return 0.5
+    # `cuts` are the distinct scores, from the lowest.
+    precision, recall, cuts = precision_recall_curve(labels, scores)
+    f1 = (2 * precision * recall / np.maximum(precision + recall, 1e-9))[:-1]
+    f1 = f1.round(9)  # the same F1 is the same number
+    best = np.flatnonzero(f1 == f1.max())[-1]
+    return float(cuts[best] + (cuts[best - 1] if best else 0)) / 2
