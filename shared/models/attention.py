@@ -1,6 +1,8 @@
-"""What a forward gets, so that packed documents do not see each other and the host does not wait for the device.
+"""What a forward gets, so that packed documents do not see each other and the host does not wait
+for the device.
 
-transformers reads masks and positions from the device, to find padding and documents. A `RowMask` says it on the host.
+transformers reads masks and positions from the device, to find padding and documents. A `RowMask`
+says it on the host.
 """
 
 import inspect
@@ -28,14 +30,16 @@ HARMLESS = {
     "is_causal",
     "sliding_window",
     "position_ids",
+    "return_dict",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
 }
-HARMLESS |= {"max_length_q", "max_length_k", "output_attentions", "output_hidden_states"}
-HARMLESS |= {"use_cache", "cache_position", "return_dict"}
 # Names of attention dropout in model configs
 DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-# Called with query, key, value: [tokens, heads, head_dim] in 16 bits; cu_seqlens and a bound for document lengths, of
+# Called with query, key, value: [tokens, heads, head_dim] in 16 bits; cu_seqlens and a bound for
+# document lengths, of
 # queries and of keys; scale
 Kernel = Callable[..., Any]
 
@@ -49,7 +53,8 @@ class Rows(NamedTuple):
 
 
 class RowMask(torch.Tensor):
-    """An attention mask, [batch, seq], that knows its `rows`: whether it is all ones needs no read from the device.
+    """An attention mask, [batch, seq], that knows its `rows`: whether it is all ones needs no read
+    from the device.
 
     A copy in another type or shape knows them, too. What other operations return is a plain tensor.
     """
@@ -88,11 +93,11 @@ def row_mask(
 
 
 class Form(NamedTuple):
-    """How the rows of packed documents are handed to a model: found by `isolation.isolate_documents`."""
+    """How the rows of packed documents are handed to a model: found by
+    `isolation.isolate_documents`."""
 
     flat: bool = False  # all in one row
     bounds: bool = False  # with the bounds of documents, for kernels of recurrent layers
-    axes: int = 1  # copies of the positions: text, time, height, width
     by_kernel: bool = False  # attention takes `cu_seqlens` in place of a mask
 
 
@@ -100,9 +105,11 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     """A model's outputs for a batch of rows: packed documents, padded texts or neither.
 
     Args:
-        batch: `input_ids`, and what the model takes beside them: `attention_mask` only if it masks something,
-            `position_ids` only if rows hold several documents, `cu_seqlens`: see `data.cu_seqlens_of`.
-        like: the model whose `row_form` counts, if not this one's: that of `isolation.isolate_documents`.
+        batch: `input_ids`, and what the model takes beside them: `attention_mask` only if it masks
+            something, `position_ids` only if rows hold several documents, `cu_seqlens`: see
+            `data.cu_seqlens_of`.
+        like: the model whose `row_form` counts, if not this one's: that of
+            `isolation.isolate_documents`.
     """
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
@@ -120,8 +127,6 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
         if form.bounds:
             inputs["cu_seq_lens_q"] = batch["cu_seqlens"]
             inputs["seq_idx"] = number_of_document(positions).int()
-        if form.axes > 1:
-            inputs["position_ids"] = positions.expand(form.axes, *positions.shape)
     return model(**inputs, attention_mask=mask, use_cache=False)
 
 
@@ -143,7 +148,8 @@ def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
-    """A mask function of transformers, within documents, and on positions in them: windows and chunks begin with them."""
+    """A mask function of transformers, within documents, and on positions in them: windows and
+    chunks begin with them."""
     number = number_of_document(position_ids)
 
     def allows(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -156,7 +162,8 @@ def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
 def _mask_of_rows(
     make_mask: Any, *, attention_mask: torch.Tensor | None = None, **named: Any
 ) -> Any:
-    """What transformers' `make_mask` returns, without a read from the device if it gets a `RowMask`."""
+    """What transformers' `make_mask` returns, without a read from the device if it gets a
+    `RowMask`."""
     if not isinstance(attention_mask, RowMask):
         return make_mask(attention_mask=attention_mask, **named)
     rows = attention_mask.rows
@@ -172,9 +179,11 @@ def _mask_of_rows(
 def _sdpa_mask_of_rows(
     *, attention_mask: torch.Tensor | None = None, dtype: torch.dtype = torch.float32, **named: Any
 ) -> torch.Tensor | None:
-    """SDPA's mask, [batch, 1, seq, seq], or `cu_seqlens`, 1-D, in its place. `attend` knows them by their dimension.
+    """SDPA's mask, [batch, 1, seq, seq], or `cu_seqlens`, 1-D, in its place. `attend` knows them by
+    their dimension.
 
-    For packed rows, the mask is additive: of a bool mask, each block would make its own and keep it for backward.
+    For packed rows, the mask is additive: of a bool mask, each block would make its own and keep it
+    for backward.
     """
     dtype = computed_in(torch.device(named["device"]), dtype)
     rows = attention_mask.rows if isinstance(attention_mask, RowMask) else Rows()
@@ -238,13 +247,15 @@ def attend(
         )
     dtype = computed_in(query.device, value.dtype)
     states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
-    # The row length is an upper bound of the longest document: the exact one would cost a device sync and recompiles.
+    # The row length is an upper bound of the longest document: the exact one would cost a device
+    # sync and recompiles.
     result = kernel(*states, attention_mask, attention_mask, length, length, scale=scaling)
     return result.unflatten(0, (rows, length)), None
 
 
 def takes_kernel(mask: torch.Tensor | None, dropout: float = 0.0, **options: Any) -> bool:
-    """Whether a call of attention has `cu_seqlens` for a mask, and nothing that the kernel does not support.
+    """Whether a call of attention has `cu_seqlens` for a mask, and nothing that the kernel does not
+    support.
 
     Dropout, a bias, a soft cap or sinks change the result.
     """
@@ -268,13 +279,14 @@ def find_kernel(device: torch.device) -> Kernel | None:
         return None
     from torch.nn.attention.varlen import varlen_attn  # this import takes seconds
 
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return partial(varlen_attn, window_size=(-1, 0), enable_gqa=True)
-    return partial(varlen_attn, window_size=(-1, 0))
+    causal = partial(varlen_attn, window_size=(-1, 0))
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(causal, enable_gqa=True) if has_flag else causal
 
 
 def use_kernel(kernel: Kernel | None) -> None:
-    """Let transformers' SDPA take `cu_seqlens`, too: by a kernel, or by the mask that they stand for."""
+    """Let transformers' SDPA take `cu_seqlens`, too: by a kernel, or by the mask that they stand
+    for."""
     AttentionInterface.register("sdpa", partial(attend, kernel))
 
 

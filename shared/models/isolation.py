@@ -1,4 +1,5 @@
-"""The trial before training: whether packed documents see each other, and the fastest attention that keeps them apart."""
+"""The trial before training: whether packed documents see each other, and the fastest attention
+that keeps them apart."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from accelerate.utils import extract_model_from_parallel, gather_object
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from shared.data.loader import cu_seqlens_of
 from shared.models import attention
 from shared.models.attention import Form, Kernel, find_kernel, forward_rows
 from shared.models.cudnn import avoid_cudnn
@@ -19,7 +19,8 @@ from shared.models.loading import parts_that_choose, without_adapters
 from shared.parallel.gradients import end_step
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
-# Relative, of the kernel's results in 16 bits, against fp32. Of logits, errors of many blocks: 4 times.
+# Relative, of the kernel's results in 16 bits, against fp32. Of logits, errors of many blocks: 4
+# times.
 MAX_ERROR = 0.02
 
 # query heads, key and value heads, query size, value size, compute dtype
@@ -32,18 +33,20 @@ def isolate_documents(
 ) -> tuple[bool, str]:
     """Check that packed documents do not see each other, and use the fastest attention.
 
-    A document must have the logits that it has alone, wherever it lies in a row and whatever lies before it. The rows are
-    tried in each `Form` that the model may take; the one that works becomes `model.row_form`. Layers that choose tokens for
+    A document must have the logits that it has alone, wherever it lies in a row and whatever lies
+    before it. The rows are tried in each `Form` that the model may take; the one that works becomes
+    `model.row_form`. Layers that choose tokens for
     sparse attention are not packed: a trial of few tokens, all of which they choose, shows nothing.
 
-    On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost grows with the square of the
-    row length. It must give the same as the mask: results, gradients and the model's logits are compared on this device.
-    Otherwise the mask stays.
+    On a GPU, PyTorch's variable-length attention replaces SDPA's mask, because the mask's cost
+    grows with the square of the row length. It must give the same as the mask: results, gradients
+    and the model's logits are compared on this device. Otherwise the mask stays.
 
     Every rank calls this, after the model is prepared: a sharded model's forward is a collective.
 
     Args:
-        rows: the number of rows in training: some attention kernels look at positions only if the batch is a single row.
+        rows: the number of rows in training: some attention kernels look at positions only if the
+            batch is a single row.
         required: raise an error if documents see each other.
 
     Returns:
@@ -90,7 +93,7 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, vocab_size, (rows, 16), generator=generator).to(device)
         position_ids = (torch.arange(16, device=device) % 8).expand(rows, -1)
-        bounds = torch.from_numpy(cu_seqlens_of(position_ids.cpu().numpy())).to(device)
+        bounds = torch.arange(0, 16 * rows + 1, 8, dtype=torch.int32, device=device)
         # Another document before the second
         other = torch.cat([(tokens[:, :8] + 1) % vocab_size, tokens[:, 8:]], 1)
         self.packed = {"input_ids": tokens, "position_ids": position_ids, "cu_seqlens": bounds}
@@ -98,7 +101,7 @@ class _Trial:
         self.plain = {"input_ids": tokens}
         # The second document comes first, and sees nothing of what follows
         self.alone = {"input_ids": tokens.roll(8, 1)}
-        self.masked = torch.empty(0)
+        self.masked: torch.Tensor
         self.heads: set[Heads] = set()
         self.hint = ""
         self.autocasts = False
@@ -110,20 +113,16 @@ class _Trial:
             return False
         settings = self.whole.config.get_text_config()
         is_flat = str(settings._attn_implementation).startswith("flash")
-        has_axes = "mrope_section" in (getattr(settings, "rope_parameters", None) or {})
         for flat, bounds in ((is_flat, False), (True, True)):
-            for axes in (4, 1) if has_axes else (1,):
-                self.model.row_form = Form(flat, bounds, axes)
-                try:
-                    if self._is_apart():
-                        return True
-                except (
-                    Exception
-                ) as error:  # a model may raise anything if it does not take this form
-                    end_step(self.model)
-                    if is_out_of_memory(error):
-                        raise
-                    self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
+            self.model.row_form = Form(flat, bounds)
+            try:
+                if self._is_apart():
+                    return True
+            except Exception as error:  # a model may raise anything if it does not take this form
+                end_step(self.model)
+                if is_out_of_memory(error):
+                    raise
+                self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
         if not self.hint and any(
             isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()
         ):
@@ -216,7 +215,8 @@ def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
 
 @torch.enable_grad()
 def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
-    """The largest relative error of the kernel's result and gradients, against attention with a mask in fp32."""
+    """The largest relative error of the kernel's result and gradients, against attention with a
+    mask in fp32."""
     rows, length = 2, 192
     cu_seqlens = torch.tensor([0, 60, 61, length, rows * length], dtype=torch.int32, device=device)
     of_queries, of_keys, size, value_size, dtype = heads
@@ -262,8 +262,8 @@ def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run without dropout, compiled code and fp8. Compiled code would specialise on these sizes. fp8's scales depend on all
-    tokens of a batch, so every token would affect all others."""
+    """Run without dropout, compiled code and fp8. Compiled code would specialise on these sizes.
+    fp8's scales depend on all tokens of a batch, so every token would affect all others."""
     training = model.training
     model.eval()
     scaled = [

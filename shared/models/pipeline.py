@@ -1,10 +1,10 @@
 """Pipeline parallelism: a model's blocks spread over ranks, micro-batches passing through them
 (PipeDream-Flush's 1F1B, arXiv 2006.09503; interleaved, arXiv 2104.04473), on PyTorch's own
-schedules.
-"""
+schedules."""
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,31 +36,30 @@ class _Stage(nn.Module):
     The model's own forward runs, with `_Through` in place of the blocks of other ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: range, *, first: bool, last: bool, autocast: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, cuts: list[int], number: int, autocast: Any) -> None:
         super().__init__()
+        blocks = range(cuts[number], cuts[number + 1])
+        is_last = number == len(cuts) - 2
+        self.is_first = number == 0
         decoder = copy.copy(model.get_decoder())  # type: ignore[operator]
         decoder._modules = dict(decoder._modules)
         decoder.layers = nn.ModuleList(
             block if i in blocks else _Through() for i, block in enumerate(decoder.layers)
         )
-        if not first:
+        if not self.is_first:
             decoder.embed_tokens = _Through()
-        if not last:
+        if not is_last:
             decoder.norm = _Through()
         self.decoder = decoder
-        self.first = first
         self.autocast = autocast
-        self.head = model.get_output_embeddings() if last else None  # type: ignore[operator]
+        self.head = model.get_output_embeddings() if is_last else None  # type: ignore[operator]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq] tokens or [batch, seq, width] of the stage before; gives the same width, or
-        logits.
-        """
+        logits."""
         with self.autocast():
             inputs = {
-                "input_ids" if self.first else "inputs_embeds": x,
+                "input_ids" if self.is_first else "inputs_embeds": x,
                 "attention_mask": row_mask(x),
             }
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
@@ -78,9 +77,11 @@ def require_same(model: Any, cuts: list[int]) -> None:
     Raises:
         ConfigError: this model cannot be cut.
     """
-    name = type(model).__name__
-    training = model.training
-    attention = model.config._attn_implementation
+    name, training, attention = (
+        type(model).__name__,
+        model.training,
+        model.config._attn_implementation,
+    )
     x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
     enlarge = model.get_output_embeddings().register_forward_hook(
         lambda head, args, logits: 100 * logits
@@ -91,9 +92,8 @@ def require_same(model: Any, cuts: list[int]) -> None:
     try:
         with uncompiled(model.eval()):
             whole = model(input_ids=x, use_cache=False).logits
-            for i in range(len(cuts) - 1):
-                ends = {"first": i == 0, "last": i == len(cuts) - 2}
-                x = _Stage(model, range(cuts[i], cuts[i + 1]), **ends, autocast=nullcontext)(x)
+            for number in range(len(cuts) - 1):
+                x = _Stage(model, cuts, number, nullcontext)(x)
         error = float((x - whole).norm() / whole.norm())
         why = "" if error < 1e-3 else f"their logits differ by {error:.2g} of the whole model's"
     except Exception as problem:  # blocks that return something else can fail anywhere
@@ -139,8 +139,7 @@ class Pipeline:
         stages_per_rank: int,
         micro_batches: int,
     ) -> None:
-        kind = accelerator.distributed_type
-        sizes = getattr(accelerator, "parallelism_config", None)
+        kind, sizes = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
         plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (
             sizes is None or sizes.total_size == 1
         )
@@ -153,11 +152,15 @@ class Pipeline:
             raise ConfigError(
                 f"a pipeline does not work with {accelerator.mixed_precision}: use bf16"
             )
-        decoder = model.get_decoder()
-        text = model.config.get_text_config()
-        name = type(model).__name__
-        parts_of_llama = {"embed_tokens", "layers", "norm"}
-        found = {child for child, _ in decoder.named_children()}
+        decoder, text, name = (
+            model.get_decoder(),
+            model.config.get_text_config(),
+            type(model).__name__,
+        )
+        parts_of_llama, found = (
+            {"embed_tokens", "layers", "norm"},
+            {child for child, _ in decoder.named_children()},
+        )
         if (
             not parts_of_llama <= found <= parts_of_llama | {"rotary_emb"}
             or text is not model.config
@@ -168,23 +171,20 @@ class Pipeline:
         if can_balance(text) and text.output_router_logits:
             raise ConfigError(
                 "a pipeline leaves out the loss that balances experts: use fsdp2.yaml with "
-                "templates/pretrain.py, or "
-                "--config_overrides output_router_logits=false"
+                "templates/pretrain.py, or --config_overrides output_router_logits=false"
             )
         if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
             raise ConfigError(
                 "the first and the last stage cannot share embeddings: the model has "
                 "tie_word_embeddings"
             )
-        stages = ranks * stages_per_rank
-        blocks = len(decoder.layers)
+        stages, blocks = ranks * stages_per_rank, len(decoder.layers)
         if blocks < stages:
             raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
         if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
             raise ConfigError(
                 f"{micro_batches} micro-batches do not keep {ranks} pipeline ranks busy: choose a "
-                "--global_batch_size "
-                f"so that there are at least {ranks}"
+                f"--global_batch_size so that there are at least {ranks}"
                 + (f", and a multiple of {ranks}" if stages_per_rank > 1 else "")
             )
         mesh = init_device_mesh(
@@ -192,28 +192,21 @@ class Pipeline:
             (accelerator.num_processes // ranks, ranks),
             mesh_dim_names=("data", "pipeline"),
         )
-        self.data_group = mesh["data"].get_group()
-        self.group = mesh["pipeline"].get_group()
+        self.data_group, self.group = mesh["data"].get_group(), mesh["pipeline"].get_group()
         self.readers = accelerator.num_processes // ranks
-        self.device = accelerator.device
-        self.micro_batches = micro_batches
-        self.scale = 1.0
+        self.device, self.micro_batches, self.scale = accelerator.device, micro_batches, 1.0
         rank = dist.get_rank(self.group)
         cuts = [blocks * i // stages for i in range(stages + 1)]
         require_same(model, cuts)
         mine = [rank + ranks * i for i in range(stages_per_rank)]
-        self.has_first = 0 in mine
-        self.has_last = stages - 1 in mine
-        parts: list[Any] = []
-        for number in mine:
-            ends = {"first": number == 0, "last": number == stages - 1}
-            part = _Stage(
-                model, range(cuts[number], cuts[number + 1]), **ends, autocast=accelerator.autocast
-            )
-            part.to(accelerator.device)
-            parts.append(PipelineStage(part, number, stages, accelerator.device, group=self.group))
-        self.stages = parts
-        self.parts = [part.submod for part in parts]
+        self.has_first, self.has_last = 0 in mine, stages - 1 in mine
+        self.parts = [
+            _Stage(model, cuts, number, accelerator.autocast).to(self.device) for number in mine
+        ]
+        self.stages: list[Any] = [
+            PipelineStage(part, number, stages, self.device, group=self.group)
+            for part, number in zip(self.parts, mine, strict=True)
+        ]
         owned = {block for number in mine for block in range(cuts[number], cuts[number + 1])}
         decoder.layers = nn.ModuleList(
             block if i in owned else _Through() for i, block in enumerate(decoder.layers)
@@ -223,15 +216,11 @@ class Pipeline:
         if not self.has_last:
             decoder.norm = _Through()
             model.set_output_embeddings(_Through())
-        options: dict[str, Any] = {
-            "n_microbatches": micro_batches,
-            "loss_fn": self._loss,
-            "scale_grads": False,
-        }
-        self.schedule: Any = (
-            Schedule1F1B(parts[0], **options)
-            if stages_per_rank == 1
-            else ScheduleInterleaved1F1B(parts, **options)
+        schedule: Any = partial(Schedule1F1B, self.stages[0])
+        if stages_per_rank > 1:
+            schedule = partial(ScheduleInterleaved1F1B, self.stages)
+        self.schedule = schedule(
+            n_microbatches=micro_batches, loss_fn=self._loss, scale_grads=False
         )
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -247,8 +236,9 @@ class Pipeline:
             "input_ids": batches[0]["input_ids"],
             "labels": torch.full_like(batches[0]["labels"], IGNORED),
         }
-        # which counts for nothing
-        batches = batches + [filling] * (self.micro_batches - len(batches))
+        batches = batches + [filling] * (
+            self.micro_batches - len(batches)
+        )  # which counts for nothing
         inputs = (torch.cat([batch["input_ids"] for batch in batches]),) if self.has_first else ()
         target = torch.cat([batch["labels"] for batch in batches]) if self.has_last else None
         losses: list[torch.Tensor] = []

@@ -107,7 +107,7 @@ def _why_not(name: str, module: Any, base: Any, adapter: AdapterConfig) -> str:
         return "they choose tokens, and get no gradient"
     if not _is_one_product(module):
         return "more than one matrix product"
-    if _reads_weight(base.get_submodule(parent), child) or not _peft_takes(base, child):
+    if _reads_weight(base.get_submodule(parent), child):
         return "the weight is read past the adapter"
     return ""
 
@@ -238,17 +238,6 @@ def _reads_weight(parent: Any, child: str, also_dtype: bool = False) -> bool:
         return False
     harmless = r"(?!\.(device|shape|size))" if also_dtype else r"(?!\.(dtype|device|shape|size))"
     return bool(re.search(rf"self\.{re.escape(child)}\.weight\b{harmless}", source))
-
-
-def _peft_takes(base: Any, child: str) -> bool:
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-
-    try:
-        _check_lora_target_modules_mamba(LoraConfig(), base, child)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_lost_by_peft(base: Any, name: str) -> bool:
