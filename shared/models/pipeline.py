@@ -77,11 +77,9 @@ def require_same(model: Any, cuts: list[int]) -> None:
     Raises:
         ConfigError: this model cannot be cut.
     """
-    name, training, attention = (
-        type(model).__name__,
-        model.training,
-        model.config._attn_implementation,
-    )
+    name = type(model).__name__
+    training = model.training
+    attention = model.config._attn_implementation
     x = torch.arange(16)[None] % model.get_input_embeddings().num_embeddings
     enlarge = model.get_output_embeddings().register_forward_hook(
         lambda head, args, logits: 100 * logits
@@ -139,7 +137,8 @@ class Pipeline:
         stages_per_rank: int,
         micro_batches: int,
     ) -> None:
-        kind, sizes = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
+        kind = accelerator.distributed_type
+        sizes = getattr(accelerator, "parallelism_config", None)
         plain = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU) and (
             sizes is None or sizes.total_size == 1
         )
@@ -152,15 +151,11 @@ class Pipeline:
             raise ConfigError(
                 f"a pipeline does not work with {accelerator.mixed_precision}: use bf16"
             )
-        decoder, text, name = (
-            model.get_decoder(),
-            model.config.get_text_config(),
-            type(model).__name__,
-        )
-        parts_of_llama, found = (
-            {"embed_tokens", "layers", "norm"},
-            {child for child, _ in decoder.named_children()},
-        )
+        decoder = model.get_decoder()
+        text = model.config.get_text_config()
+        name = type(model).__name__
+        parts_of_llama = {"embed_tokens", "layers", "norm"}
+        found = {child for child, _ in decoder.named_children()}
         if (
             not parts_of_llama <= found <= parts_of_llama | {"rotary_emb"}
             or text is not model.config
@@ -178,7 +173,8 @@ class Pipeline:
                 "the first and the last stage cannot share embeddings: the model has "
                 "tie_word_embeddings"
             )
-        stages, blocks = ranks * stages_per_rank, len(decoder.layers)
+        stages = ranks * stages_per_rank
+        blocks = len(decoder.layers)
         if blocks < stages:
             raise ConfigError(f"{blocks} blocks cannot make {stages} pipeline stages")
         if micro_batches < ranks or (stages_per_rank > 1 and micro_batches % ranks):
@@ -192,14 +188,18 @@ class Pipeline:
             (accelerator.num_processes // ranks, ranks),
             mesh_dim_names=("data", "pipeline"),
         )
-        self.data_group, self.group = mesh["data"].get_group(), mesh["pipeline"].get_group()
+        self.data_group = mesh["data"].get_group()
+        self.group = mesh["pipeline"].get_group()
         self.readers = accelerator.num_processes // ranks
-        self.device, self.micro_batches, self.scale = accelerator.device, micro_batches, 1.0
+        self.device = accelerator.device
+        self.micro_batches = micro_batches
+        self.scale = 1.0
         rank = dist.get_rank(self.group)
         cuts = [blocks * i // stages for i in range(stages + 1)]
         require_same(model, cuts)
         mine = [rank + ranks * i for i in range(stages_per_rank)]
-        self.has_first, self.has_last = 0 in mine, stages - 1 in mine
+        self.has_first = 0 in mine
+        self.has_last = stages - 1 in mine
         self.parts = [
             _Stage(model, cuts, number, accelerator.autocast).to(self.device) for number in mine
         ]

@@ -257,7 +257,8 @@ class Logger:
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
             # with evaluations; the first step is no measure
-            done, took = self.state.step - self.first - 1, now - self.begun
+            done = self.state.step - self.first - 1
+            took = now - self.begun
             each = took / done if done else seconds
             left = tqdm.format_interval((self.total_steps - self.state.step) * each)
             print_main(f"step {self.state.step}/{self.total_steps}: {progress}, {left} left")
