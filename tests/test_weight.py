@@ -13,19 +13,19 @@ import pytest
 from tests.conftest import ROOT
 from tools.new import closure
 
-# 2026-11-27: what there is, to the next hundred.
+# 2026-11-27: what there is, to the next hundred, in lines of 100 columns.
 FOLDERS = {
-    "commands": 5_800,
+    "commands": 5_900,
     "config": 4_300,
     "data": 19_400,  # labels and the store of prepared data, before in text and images
     "demo": 1_000,
-    "evaluation": 4_500,
+    "evaluation": 3_200,
     "images": 9_900,
     "models": 23_300,  # 100 columns split messages; tokenizers.py came from data
     "parallel": 5_400,
     "process": 3_400,
     "run": 22_800,
-    "text": 25_600,
+    "text": 23_100,
     "training": 6_800,
 }
 TEMPLATES = {  # with all that they import

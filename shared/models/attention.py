@@ -62,7 +62,9 @@ class RowMask(torch.Tensor):
     rows: Rows
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         mask, *others = arguments
         if function in (torch.all, torch.Tensor.all) and not others and not named:
             return torch.tensor(not mask.rows.are_padded)
@@ -132,7 +134,11 @@ def describe(model: Any) -> str:
     """The attention that a model computes, for the summary."""
     model = without_adapters(model)
     used = model.config.get_text_config()._attn_implementation
-    return f"{used}: {type(model).__name__} has no sdpa" if used == "eager" and not model._supports_sdpa else used
+    return (
+        f"{used}: {type(model).__name__} has no sdpa"
+        if used == "eager" and not model._supports_sdpa
+        else used
+    )
 
 
 def number_of_document(position_ids: torch.Tensor) -> torch.Tensor:
@@ -153,7 +159,9 @@ def _within_documents(mask_function: Any, position_ids: torch.Tensor) -> Any:
     return allows
 
 
-def _mask_of_rows(make_mask: Any, *, attention_mask: torch.Tensor | None = None, **named: Any) -> Any:
+def _mask_of_rows(
+    make_mask: Any, *, attention_mask: torch.Tensor | None = None, **named: Any
+) -> Any:
     """What transformers' `make_mask` returns, without a read from the device if it gets a
     `RowMask`."""
     if not isinstance(attention_mask, RowMask):
@@ -180,7 +188,8 @@ def _sdpa_mask_of_rows(
     dtype = computed_in(torch.device(named["device"]), dtype)
     rows = attention_mask.rows if isinstance(attention_mask, RowMask) else Rows()
     if rows.cu_seqlens is not None and dtype.itemsize == 2 and _is_causal_alone(**named):
-        torch._dynamo.maybe_mark_dynamic(rows.cu_seqlens, 0)  # another number of documents must not recompile
+        # another number of documents must not recompile
+        torch._dynamo.maybe_mark_dynamic(rows.cu_seqlens, 0)
         return rows.cu_seqlens
     mask = _mask_of_rows(sdpa_mask, attention_mask=attention_mask, dtype=dtype, **named)
     if mask is None:
@@ -207,7 +216,9 @@ def _is_causal_alone(
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    return (
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    )
 
 
 def attend(
@@ -230,7 +241,9 @@ def attend(
             avoid_cudnn()
             if attention_mask.ndim == 1:
                 attention_mask = mask_of(attention_mask, rows, length)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     dtype = computed_in(query.device, value.dtype)
     states = [tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value)]
     # The row length is an upper bound of the longest document: the exact one would cost a device
@@ -247,7 +260,9 @@ def takes_kernel(mask: torch.Tensor | None, dropout: float = 0.0, **options: Any
     """
     if mask is None or mask.ndim != 1 or dropout:
         return False
-    return all(value is None or value is False or name in HARMLESS for name, value in options.items())
+    return all(
+        value is None or value is False or name in HARMLESS for name, value in options.items()
+    )
 
 
 def mask_of(cu_seqlens: torch.Tensor, rows: int, length: int) -> torch.Tensor:

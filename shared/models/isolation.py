@@ -60,7 +60,9 @@ def isolate_documents(
     if not trial.finds_form():
         why = f"{type(trial.whole).__name__} lets documents of one row see each other{trial.hint}"
         if required:
-            raise ConfigError(f"{why}: use --packing auto or off (in pretraining, drop --isolate_documents)")
+            raise ConfigError(
+                f"{why}: use --packing auto or off (in pretraining, drop --isolate_documents)"
+            )
         return False, f"off: {why}"
     if not trial.heads:
         return True, "documents kept apart by the model's own attention"
@@ -121,19 +123,27 @@ class _Trial:
                 if is_out_of_memory(error):
                     raise
                 self.hint = f": {first_line(error)}" if isinstance(error, ValueError) else ""
-        if not self.hint and any(isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()):
+        if not self.hint and any(
+            isinstance(module, nn.Conv1d) for module in self.whole.get_decoder().modules()
+        ):
             self.hint = ": its recurrent layers carry a state from one to the next"
         return False
 
     def _is_apart(self) -> bool:
         with _watched(None) as calls:
-            self.masked, changed, plain, alone = self._logits(self.packed, self.changed, self.plain, self.alone)
+            self.masked, changed, plain, alone = self._logits(
+                self.packed, self.changed, self.plain, self.alone
+            )
         self.heads = {heads for heads, _ in calls}
         # What 16 bits do to the first document's logits, they may do to the second one's.
-        in_16_bits = self.masked.dtype.itemsize == 2 or self.autocasts  # Accelerate's logits are fp32
+        # Accelerate's logits are fp32
+        in_16_bits = self.masked.dtype.itemsize == 2 or self.autocasts
         rounding = _relative(self.masked[:, :8], plain[:, :8]) if in_16_bits else 0.0
         allowed = max(MAX_ERROR, min(2 * rounding, 4 * MAX_ERROR))
-        return _see_the_same(self.masked, changed) and _relative(self.masked[:, 8:], alone[:, :8]) < allowed
+        return (
+            _see_the_same(self.masked, changed)
+            and _relative(self.masked[:, 8:], alone[:, :8]) < allowed
+        )
 
     def why_not_by(self, kernel: Kernel) -> str:
         """Why the model's blocks cannot use the kernel; "" if they do from now on."""
@@ -177,7 +187,9 @@ def _see_the_same(before: torch.Tensor, changed: torch.Tensor) -> bool:
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+    return float(
+        (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
+    )
 
 
 @contextlib.contextmanager
@@ -185,7 +197,9 @@ def _watched(kernel: Kernel | None) -> Iterator[list[tuple[Heads, bool]]]:
     """(heads, whether it goes to the kernel) of each call of SDPA in this block."""
     calls: list[tuple[Heads, bool]] = []
 
-    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> Any:
         dtype = attention.computed_in(query.device, value.dtype)
         heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3], dtype)
         calls.append((heads, attention.takes_kernel(attention_mask, **options)))
@@ -227,7 +241,8 @@ def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
 
     with torch.autocast(device.type, enabled=False):
         pairs = zip(results(kernel, dtype), results(None, torch.float32), strict=True)
-    return float(torch.tensor([_relative(*pair) for pair in pairs]).max())  # unlike max(), NaN if one is
+    # unlike max(), NaN if one is
+    return float(torch.tensor([_relative(*pair) for pair in pairs]).max())
 
 
 def _why_not(kernel: Kernel, kinds: set[Heads], device: torch.device) -> str:
@@ -250,7 +265,11 @@ def _as_in_an_evaluation(model: nn.Module) -> Iterator[None]:
     fp8's scales depend on all tokens of a batch, so every token would affect all others."""
     training = model.training
     model.eval()
-    scaled = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
+    scaled = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"
+    ]
     for module in scaled:
         module.forward = partial(nn.Linear.forward, module)  # type: ignore[method-assign]
     try:
