@@ -308,7 +308,8 @@ def _split(
         how = label(facts["validation"])
     train = numbers[good & ~held_out]
     validation = numbers[good & held_out]
-    if is_main_rank():
+    may_overlap = facts["trained"] is not None or config.train_file  # folders alone hold no image twice
+    if may_overlap and is_main_rank():
         _warn_of_overlap(files.paths, train, validation)
     about = f"{name}: {len(train):,} images of {len(labels.classes)} classes; "
     about += f"validation: {len(validation):,}, {how}{about_bad}"
