@@ -28,8 +28,8 @@ class Validated(Protocol):
     def shown(self, number: int) -> dict[str, Any]:
         """Where a sample is from, and its record, for evaluation.json and predictions.csv."""
 
-    def position(self, number: int) -> int:
-        """The sample's place in the data, which may be sorted by length here."""
+    def position(self, number: int) -> Any:
+        """The sample's place in the data, by which they are sorted in predictions.csv."""
 
     def draw(self, file: Path, title: str, tiles: list[tuple[int, str]]) -> None:
         """Draw samples, each with its text, if they can be drawn."""

@@ -308,7 +308,8 @@ def _split(
         how = label(facts["validation"])
     train = numbers[good & ~held_out]
     validation = numbers[good & held_out]
-    may_overlap = facts["trained"] is not None or config.train_file  # folders alone hold no image twice
+    # One folder of classes holds no image twice.
+    may_overlap = facts["trained"] is not None or config.train_file
     if may_overlap and is_main_rank():
         _warn_of_overlap(files.paths, train, validation)
     about = f"{name}: {len(train):,} images of {len(labels.classes)} classes; "
