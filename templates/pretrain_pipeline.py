@@ -50,8 +50,7 @@ class Config:
     # Stretches of blocks on each rank; more than 1 interleaves them, for less idle time and more
     # communication
     stages_per_rank: int = 1
-    # Neighbouring processes that hold the blocks of one model; the launch has a multiple of them
-    pipeline_ranks: int = 2
+    pipeline_ranks: int = 2  # Neighbouring processes that hold one model; it divides those launched
     model: ModelConfig = ModelConfig(model_preset="3M")
     data: CorpusConfig = CorpusConfig(eval_samples=64)
     batch: BatchConfig = BatchConfig(global_batch_size=16, per_device_train_batch_size=2)

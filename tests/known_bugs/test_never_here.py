@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from shared.config.options import OptimConfig, SpeedConfig
 from shared.data.order import IGNORED
+from shared.data.store import Notes
 from shared.images import files
 from shared.images.options import ImageConfig
 from shared.models import adapters, pretraining
@@ -119,11 +120,12 @@ def test_an_answer_that_is_cut_is_counted_and_does_not_end(tiny_model):
     whole, learned = encoder(Example(**record), "here")
     end = encoder.tokenizer.eos_token_id
     for length, cut in ((len(whole) - 1, 0), (8, 1)):
-        work = chat.ToSamples(encoder, ChatConfig(seq_length=length))
-        found, facts = work([("prompt and completion", "here", record)])
+        work = chat.ToSamples(encoder.tokenizer, ChatConfig(seq_length=length))
+        notes = Notes()
+        found = work([("prompt and completion", "here", record)], notes).values
         ids = found["ids"].tolist()
         assert ids == whole[: length + 1] and found["learned"].tolist() == learned[: length + 1].tolist()
-        assert (ids[-1] == end) == (not cut) and facts["counts"]["cut"] == cut
+        assert (ids[-1] == end) == (not cut) and notes.counts["cut"] == cut
 
 
 # Weights ---------------------------------------------------------------------------------------------------------------

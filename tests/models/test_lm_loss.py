@@ -56,7 +56,7 @@ class OnlyHead(nn.Module):
     def get_output_embeddings(self):
         return self.head
 
-    def forward(self, input_ids, use_cache):
+    def forward(self, input_ids, **_):
         return SimpleNamespace(logits=self.head(self.hidden[None]))
 
 
