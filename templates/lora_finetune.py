@@ -84,7 +84,7 @@ from shared.text.packing import Packed
 from shared.training import defaults, optim
 
 
-def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Module:
+def build_model(run: Run, tokenizer: Any, train: chat.Conversations) -> nn.Module:
     """The base, frozen and quantised if asked, with trainable adapters in fp32."""
     config = run.config
     base = adapters.load_base(
@@ -93,7 +93,7 @@ def build_model(run: Run, tokenizer: Any, held_out: chat.Conversations) -> nn.Mo
     require_fit(base, tokenizer, config.data.seq_length)
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     model = adapters.add_adapters(base, config.adapter)
-    warn_of_untrained_tokens(model, tokenizer, held_out.some_ids())
+    warn_of_untrained_tokens(model, tokenizer, train.first_ids())
     return model
 
 
@@ -113,7 +113,7 @@ def main(config: Config) -> None:
         config = run.choose("the demo", global_batch_size=16, max_steps=DEMO_STEPS)
     tokenizer = chat.load_tokenizer(config.model_name_or_path)
     train, held_out = read_conversations(config.data, tokenizer, demo_samples=DEMO_SAMPLES)
-    model = build_model(run, tokenizer, held_out)
+    model = build_model(run, tokenizer, train)
     initial = adapters.pissa_start(model, config.adapter)
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, train.context)

@@ -264,7 +264,7 @@ def test_an_upgrade_keeps_edits_brings_improvements_and_marks_conflicts(origin, 
     of_two = {"train.py", "steps.py", "shared/data/loader.py", "shared/data/extra.py", ".template.json"}
     assert changed == of_two | {"accelerate_configs/ddp.yaml", "accelerate_configs/fp8.yaml"}
     train = (project / "train.py").read_text()
-    assert train.startswith('"""Better. ') and train.endswith("# mine\n")
+    assert train.startswith('r"""Better. ') and train.endswith("# mine\n")
     assert (project / "steps.py").read_text().startswith('"""Better. ')
     config = (configs / "ddp.yaml").read_text()
     assert "<<<<<<< HEAD\nmixed_precision: fp16\n" in config

@@ -76,7 +76,7 @@ def shipped() -> Iterator[str]:
     """Every launch of a template that the project shows or starts, on one line."""
     yield from PARTS
     for path in sorted(ROOT.glob("templates/*.py")):
-        lines = path.read_text().split('"""')[1].replace("\\\\\n", " ").splitlines()
+        lines = path.read_text().split('"""')[1].replace("\\\n", " ").splitlines()
         yield from (line.split(" #")[0].strip() for line in lines)
     for path in sorted(ROOT.glob("jobs/*.yaml")):
         for block in re.findall(r"(?:args|command):\n((?: +- .*\n)+)", path.read_text()):
@@ -134,7 +134,7 @@ def test_every_flag_exists():
         known |= {name for name, _, _ in configs.fields(load_template(template).Config)}
     known |= {option.lstrip("-") for action in launch_command_parser()._actions for option in action.option_strings}
     for path in (*commands().values(), ROOT / "benchmarks/quality.py"):
-        known |= set(re.findall(r'add_argument\("--([\w-]+)"', path.read_text()))
+        known |= set(re.findall(r'add_argument\(\s*"--([\w-]+)"', path.read_text()))
     docker = {"build", "build-arg", "gpus", "read-only", "shm-size", "stop-timeout", "tmpfs", "user"}
     cluster = {"dependency", "from-file", "gpus-per-node", "nodes", "time"}
     text = "\n".join(row for row in ALL.splitlines() if kind(row) != "other tool")

@@ -30,7 +30,7 @@ BLOCK = 2**23  # bytes of one request to an object store
 # How hubs and stores say that the name or the rights are wrong. Any other error may pass.
 _REFUSED = re.compile(
     r"(?i)denied|forbidden|not.?found|not.?exist|invalid|unauth|authenticat|authoriz|expired"
-    r"|offline|\b40[0134]\b"
+    r"|offline|(?<![\d,])40[0134](?![\d,])"
 )
 
 

@@ -7,6 +7,7 @@ it is opened. A preparation that was killed goes on where it stood, and ends wit
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -162,16 +163,18 @@ def _fill(folder: Path, source: Source, encode: Encode, processes: int | None) -
 
     notes = Notes()
     writer = _Writer(folder)
-    items = islice(encode.items(source, notes), writer.items, None)
+    if writer.is_whole:  # it was killed while checksums were computed
+        return
+    items = islice(encode.items(source, notes), writer.items_done, None)
     found = parallel_map(partial(_encode_batch, encode), batches(items, encode.size), processes)
     with tqdm(
-        desc=f"tokenising {source.name}", initial=writer.items, leave=False, disable=None
+        desc=f"tokenising {source.name}", initial=writer.items_done, leave=False, disable=None
     ) as bar:
         for count, encoded, of_batch in found:
             writer.add(count, encoded, of_batch)
             bar.update(count)
             faults.point("prepare")
-    if not writer.items:
+    if not writer.items_done:
         raise ConfigError(f"{source.name}: no records in it")
     writer.close(source.name, notes)
 
@@ -188,19 +191,21 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.items = 0  # that are done
-        self.values = 0  # entries of each array in `Encoded.values`
+        self.items_done = 0
+        self.values_written = 0  # of each array in `Encoded.values`
         self.notes = Notes()
         self.arrays: dict[str, list[Any]] = {}  # by name: dtype, shape of a row
         self.sizes: dict[str, int] = {}  # bytes of each file
-        if (file := folder / STATE).exists():
-            state = json.loads(file.read_text())
+        self.is_whole = False
+        with contextlib.suppress(OSError, ValueError):  # none, or lost with the machine's power
+            state = json.loads((folder / STATE).read_text())
             if all(
                 path.exists() and path.stat().st_size >= size
                 for path, size in self._files(state["sizes"])
             ):
-                self.items = state["items"]
-                self.values = state["values"]
+                self.items_done = state["items"]
+                self.values_written = state["values"]
+                self.is_whole = "source" in state
                 self.arrays = state["arrays"]
                 self.notes = Notes(Counter(state["counts"]), state["first"])
                 self.sizes = state["sizes"]
@@ -215,7 +220,7 @@ class _Writer:
 
     def add(self, items: int, encoded: Encoded, notes: Notes) -> None:
         arrays = {**encoded.values, **encoded.table}
-        arrays["ends"] = self.values + np.asarray(encoded.ends, np.int64)
+        arrays["ends"] = self.values_written + np.asarray(encoded.ends, np.int64)
         if encoded.lines:
             texts = (json.dumps(line, default=str) + "\n" for line in encoded.lines)
             lines = [text.encode() for text in texts]
@@ -224,10 +229,11 @@ class _Writer:
             )
             self._append(LINES, b"".join(lines))
         for name, array in arrays.items():
-            self.arrays.setdefault(name, [array.dtype.name, list(array.shape[1:])])
+            kind = [array.dtype.name, list(array.shape[1:])]
+            assert self.arrays.setdefault(name, kind) == kind, (name, kind)
             self._append(f"{name}.bin", np.ascontiguousarray(array).tobytes())
-        self.items += items
-        self.values += len(next(iter(encoded.values.values())))
+        self.items_done += items
+        self.values_written += len(next(iter(encoded.values.values())))
         self.notes.update(notes)
         if monotonic() - self._saved >= SAVE_EVERY:
             self._save(self.notes)
@@ -243,14 +249,17 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
         state = {
-            "items": self.items,
-            "values": self.values,
+            "items": self.items_done,
+            "values": self.values_written,
             "arrays": self.arrays,
             "sizes": self.sizes,
         }
         state |= {"counts": notes.counts, "first": notes.first, **more}
         temporary = self.folder / f"{STATE}.tmp"
-        temporary.write_text(json.dumps(state))
+        with temporary.open("w") as file:
+            file.write(json.dumps(state))
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(self.folder / STATE)
         self._saved = monotonic()
 

@@ -265,8 +265,7 @@ def _find_bad(files: Files, *, in_full: bool, white_level: int) -> list[tuple[in
     work = partial(_bad_of, files=files, in_full=in_full, white_level=white_level)
     chunks = [range(first, min(first + 64, count)) for first in range(0, count, 64)]
     found = parallel_map(work, chunks, None if count > 5000 else 1)
-    on_terminals = None
-    bar = tqdm(found, "checking", len(chunks), unit="image", unit_scale=64, disable=on_terminals)
+    bar = tqdm(found, "checking", len(chunks), unit="image", unit_scale=64, disable=None)
     return [*chain.from_iterable(bar)]
 
 

@@ -86,8 +86,13 @@ def row_mask(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
-) -> RowMask:
-    """A mask of ones, for rows without padding: [batch, seq, ...]."""
+) -> RowMask | None:
+    """A mask of ones, for rows without padding: [batch, seq, ...].
+
+    None for tensors without values, of which an estimate is made: nothing is read from them.
+    """
+    if type(tokens) is not torch.Tensor:
+        return None
     ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
     return with_rows(ones, Rows(False, position_ids, cu_seqlens))
 
@@ -114,7 +119,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
     if "attention_mask" in batch:
-        mask = with_rows(batch["attention_mask"], Rows(are_padded=True))
+        mask: RowMask | None = with_rows(batch["attention_mask"], Rows(are_padded=True))
     elif "position_ids" not in batch:
         mask = row_mask(batch["input_ids"])
     else:

@@ -235,8 +235,8 @@ class Conversations(Split):
         stores: see `Split`.
         numbers: see `Split`.
         end: the token that most learned turns end with, if there is one.
-        own_template: whether the tokenizer came with a chat template.
-        validated: of each store, how the samples to validate on were chosen, for people.
+        own_template: whether the chat template is not the default one.
+        how_held_out: of each store, how the samples to validate on were chosen, for people.
     """
 
     def __init__(
@@ -246,12 +246,12 @@ class Conversations(Split):
         *,
         end: int | None,
         own_template: bool,
-        validated: Sequence[str],
+        how_held_out: Sequence[str],
     ) -> None:
         super().__init__(stores, numbers)
         self.end = end
         self.own_template = own_template
-        self.validated = validated
+        self.how_held_out = how_held_out
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -262,7 +262,7 @@ class Conversations(Split):
     def targets(self) -> np.ndarray:
         return self.column("targets")
 
-    def some_ids(self, count: int = 100_000) -> np.ndarray:
+    def first_ids(self, count: int = 100_000) -> np.ndarray:
         """The first tokens of each source, as many in all: to look for rare ones."""
         return np.concatenate([store["ids"][: count // len(self.stores)] for store in self.stores])
 
@@ -313,7 +313,7 @@ def open_samples(
     held_out: dict[str, Store] = {}
     numbers: list[np.ndarray] = []
     held_out_numbers: list[np.ndarray] = []
-    validated = []
+    how_held_out = []
     for name, of_source in config.sources().items():
         train, validation = records.open_sources(of_source, demo=encode.demo)
         store = trained[name] = _prepare(train, encode, config, config.max_train_samples)
@@ -329,11 +329,11 @@ def open_samples(
         else:
             others = _prepare(validation, encode, config, None)
             how = f"{len(others):,} of {validation.name}"
-            if not held_out:  # the file is the same for all sources
+            if not (held_out and config.validation_file):  # which is the same for all sources
                 held_out[name] = others
                 held_out_numbers.append(np.arange(len(others)))
             numbers.append(np.arange(len(store)))
-        validated.append(how)
+        how_held_out.append(how)
     ends = Notes()
     for store in trained.values():
         ends.update(store.notes)
@@ -341,7 +341,7 @@ def open_samples(
     end = int(max(by_count, key=by_count.__getitem__)) if by_count else None
     own_template = encode.encoder.has_own_template
     splits = [
-        Conversations(stores, chosen, end=end, own_template=own_template, validated=validated)
+        Conversations(stores, chosen, end=end, own_template=own_template, how_held_out=how_held_out)
         for stores, chosen in ((trained, numbers), (held_out, held_out_numbers))
     ]
     if is_main_rank():
@@ -378,7 +378,9 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
     counts.
     """
     parts = []
-    for place, (store, validated) in enumerate(zip(samples.stores, samples.validated, strict=True)):
+    for place, (store, held_out) in enumerate(
+        zip(samples.stores, samples.how_held_out, strict=True)
+    ):
         counts = store.notes.counts
         forms = store.notes.named("form ")
         template = ""
@@ -396,7 +398,7 @@ def describe(samples: Conversations, config: SamplesConfig) -> str:
             f"{len(lengths):,} to train on, {lengths.min()}-{lengths.max()} tokens (mean "
             f"{lengths.mean():.0f}), "
             f"the loss counts {samples.targets[of_source].sum() / lengths.sum():.0%} of them; to "
-            f"validate on: {validated}"
+            f"validate on: {held_out}"
             f"{records.not_used(store.notes.named('unused '))}"
         )
     return "; ".join(parts)

@@ -130,7 +130,7 @@ def open_corpus(
             isolate=isolate,
         )
         trained[name] = split.train
-        if not (validated and given):  # a file to validate on is the same for all
+        if not (validated and config.validation_file):  # which is the same for all sources
             validated[name] = split.validation
         about.append(
             f"{store.source}: {split.train.num_tokens:,} tokens to train on; "

@@ -244,20 +244,18 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
         ConfigError: wrong input, with its place; a class with nothing to train on; only one class.
     """
     encode = EncodeTexts(config, tokenizer)
+    processes = config.preprocessing_num_workers
     stores: dict[str, Store] = {}
-    given: Store | None = None
+    given: dict[str, Store] = {}
     for name, of_source in config.sources().items():
         train, validation = records.open_sources(of_source, demo=DEMO)
-        stores[name] = prepare(
-            "labelled", train, encode, processes=config.preprocessing_num_workers
-        )
-        if validation is not None and given is None:  # the file is the same for all sources
-            given = prepare(
-                "labelled", validation, encode, processes=config.preprocessing_num_workers
+        stores[name] = prepare("labelled", train, encode, processes=processes)
+        if validation is not None and not (given and config.validation_file):  # the same for all
+            given[f"validation {name}"] = prepare(
+                "labelled", validation, encode, processes=processes
             )
     sources = len(stores)
-    if given is not None:
-        stores["to validate on"] = given
+    stores |= given
     bounds = np.cumsum([0, *map(len, stores.values())])
     trained = int(bounds[sources])
     raw = [line["label"] for store in stores.values() for line in store.lines()]
@@ -269,7 +267,7 @@ def open_texts(config: LabelledTextConfig, tokenizer: PreTrainedTokenizerBase) -
     labels = read_labels(raw, config.problem_type or problem_type_of(raw), where, trained=trained)
     warn_of_joined(set(labels.classes), labels.problem_type)
     held_out = np.arange(len(labels)) >= trained
-    if given is None:
+    if not given:
         held_out = labels.hold_out(config.validation_split_percentage)
     labels.take(np.flatnonzero(~held_out)).require_trained(f"{where(0)} and after", "text")
     source = ", ".join(store.source for store in [*stores.values()][:sources])
@@ -307,7 +305,7 @@ def _describe(train: Texts, validation: Texts, config: LabelledTextConfig) -> st
     most = [f"{labels.classes[c]}: {counts[c]:,}" for c in np.argsort(-counts, kind="stable")[:10]]
     most += [f"{len(counts) - 10:,} more classes"] * (len(counts) > 10)
     by_class = f" ({', '.join(most)})" if most else ""
-    how = f"of {validation.stores[-1].source}"
+    how = f"of {', '.join(store.source for store in validation.stores[len(train.stores) :])}"
     if len(validation.stores) == len(train.stores):
         of_each_class = "" if labels.problem_type == "regression" else " of each class"
         how = f"{config.validation_split_percentage:g}%{of_each_class} held out"

@@ -1,5 +1,6 @@
 """Mixtures of sources: shares, the epochs of each source, and what each template makes of them."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
+from transformers import AutoTokenizer
 
 from shared.data.loader import Loader, Share
 from shared.data.mixture import PERIOD, Mixed, Mixture, training_order, turns
 from shared.data.order import permute
+from shared.text import chat, corpus, labelled
+from shared.text.options import ChatConfig, CorpusConfig, LabelledTextConfig
 from shared.text.packing import Packed, best_fit_decreasing
 
 WEIGHTS = st.lists(st.integers(1, 60), min_size=1, max_size=7)
@@ -127,3 +131,28 @@ def test_shares_hold_in_every_stretch(weights):
     assert np.abs(off).max() < 1
     assert (off.max(0) - off.min(0)).max() < 2  # of any stretch
     assert np.abs(before[-1] / len(whose) - share).max() <= 1 / PERIOD
+
+
+@pytest.mark.parametrize("kind", ["chat", "labelled", "corpus"])
+def test_each_source_of_a_mixture_is_validated_on_its_own_split(kind, tiny_model, tmp_path, monkeypatch):
+    """One that is named for all, --validation_split_name, is another in each data set."""
+    monkeypatch.setenv("TEMPLATES_CACHE", str(tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    words = {"a": "the model reads", "b": "a line of text"}
+    for name, text in words.items():
+        (tmp_path / name).mkdir()
+        for split, count in (("train", 12), ("validation", 3)):
+            rows = [{"text": f"{text} {number} " * 9, "label": number % 2} for number in range(count)]
+            file = tmp_path / name / f"{split}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = {"dataset_name": tuple(str(tmp_path / name) for name in words), "mix_weights": (1.0, 1.0)}
+    named |= {"validation_split_name": "validation", "preprocessing_num_workers": 1}
+    if kind == "chat":
+        _, validation = chat.open_samples(ChatConfig(**named, allow_unused_columns=("label",)), tokenizer)
+    elif kind == "labelled":
+        validation = labelled.open_texts(LabelledTextConfig(**named), tokenizer).validation
+    else:
+        validation = corpus.open_corpus(CorpusConfig(**named), tokenizer, 16).validation
+    texts = [tokenizer.decode(validation[number]["input_ids"]) for number in range(len(validation))]
+    assert all(any(text in found for found in texts) for text in words.values())
+    assert len(texts) == 6 or kind == "corpus"

