@@ -77,7 +77,8 @@ class RowMask(torch.Tensor):
 
 
 def with_rows(mask: torch.Tensor, rows: Rows) -> RowMask:
-    result = mask.as_subclass(RowMask)
+    """`mask` as a `RowMask`. A fake tensor, with which `plan` estimates, gets the attribute alone."""
+    result: Any = mask.as_subclass(RowMask) if type(mask) is torch.Tensor else mask
     result.rows = rows
     return result
 
@@ -86,14 +87,11 @@ def row_mask(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
-) -> RowMask | None:
-    """A mask of ones, for rows without padding: [batch, seq, ...].
-
-    None for tensors without values, of which an estimate is made: nothing is read from them.
-    """
-    if type(tokens) is not torch.Tensor:
-        return None
-    ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+) -> RowMask:
+    """A mask of ones, for rows without padding: [batch, seq, ...]."""
+    # Fake tensors lose the attribute when transformers casts them to bool.
+    dtype = torch.int64 if type(tokens) is torch.Tensor else torch.bool
+    ones = torch.ones(tokens.shape[:2], dtype=dtype, device=tokens.device)
     return with_rows(ones, Rows(False, position_ids, cu_seqlens))
 
 
@@ -119,7 +117,7 @@ def forward_rows(model: nn.Module, batch: dict[str, torch.Tensor], *, like: Any 
     names = ("input_ids", "token_type_ids", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
     if "attention_mask" in batch:
-        mask: RowMask | None = with_rows(batch["attention_mask"], Rows(are_padded=True))
+        mask = with_rows(batch["attention_mask"], Rows(are_padded=True))
     elif "position_ids" not in batch:
         mask = row_mask(batch["input_ids"])
     else:
@@ -169,9 +167,9 @@ def _mask_of_rows(
 ) -> Any:
     """What transformers' `make_mask` returns, without a read from the device if it gets a
     `RowMask`."""
-    if not isinstance(attention_mask, RowMask):
+    rows = getattr(attention_mask, "rows", None)
+    if attention_mask is None or rows is None:
         return make_mask(attention_mask=attention_mask, **named)
-    rows = attention_mask.rows
     if rows.are_padded:
         named["allow_is_causal_skip"] = named["allow_is_bidirectional_skip"] = False
         return make_mask(attention_mask=attention_mask.as_subclass(torch.Tensor), **named)
@@ -191,7 +189,7 @@ def _sdpa_mask_of_rows(
     for backward.
     """
     dtype = computed_in(torch.device(named["device"]), dtype)
-    rows = attention_mask.rows if isinstance(attention_mask, RowMask) else Rows()
+    rows = getattr(attention_mask, "rows", Rows())
     if rows.cu_seqlens is not None and dtype.itemsize == 2 and _is_causal_alone(**named):
         # another number of documents must not recompile
         torch._dynamo.maybe_mark_dynamic(rows.cu_seqlens, 0)
