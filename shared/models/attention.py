@@ -77,7 +77,7 @@ class RowMask(torch.Tensor):
 
 
 def with_rows(mask: torch.Tensor, rows: Rows) -> RowMask:
-    """`mask` as a `RowMask`. A fake tensor, with which `plan` estimates, gets the attribute alone."""
+    """`mask` as a `RowMask`. A fake tensor, for estimates, gets the attribute alone."""
     result: Any = mask.as_subclass(RowMask) if type(mask) is torch.Tensor else mask
     result.rows = rows
     return result
