@@ -110,16 +110,35 @@ def _pretrain(size: str, shape: str, more: str, expected: int, environment: dict
     return Row(f"{LABEL[size]}, {shape}{more}", measures.pretraining, expected, options, needs, environment or {})
 
 
-def _lora(size: str, rows: int, more: str, expected: int, **options: Any) -> Row:
+def _lora(
+    size: str, rows: int, more: str, expected: int, environment: dict | None = None, length: int = 2048, **options: Any
+) -> Row:
     four_bits = options.get("quantised", False)
-    name = f"{'QLoRA' if four_bits else 'LoRA'} {LABEL[size]}, {rows} x 2048{more}"
+    name = f"{'QLoRA' if four_bits else 'LoRA'} {LABEL[size]}, {rows} x {length}{more}"
     needs = (*SHARED, "peft", *(["bitsandbytes"] if four_bits else []))
-    return Row(name, measures.lora, expected, options | {"size": size, "rows": rows}, needs)
+    options |= {"size": size, "rows": rows, "length": length}
+    return Row(name, measures.lora, expected, options, needs, environment or {})
 
 
 def _images(kind: str, rows: int, more: str, expected: int, **options: Any) -> Row:
     options |= {"kind": kind, "batch_size": rows}
     return Row(f"{kind}, {rows} images{more}", measures.image_step, expected, options, (*SHARED, *IMAGES))
+
+
+def _timm(name: str, rows: int, expected: int) -> Row:
+    options = {"name": name, "batch_size": rows}
+    return Row(f"timm's {name}, {rows} images, compiled", measures.timm_step, expected, options, ("timm",))
+
+
+def _trl(size: str, rows: int, expected: int) -> Row:
+    name = f"TRL with Liger, LoRA {LABEL[size]}, {rows} x 2048, gradient checkpointing"
+    needs = (*SHARED, "peft", "datasets", "trl", "liger_kernel")
+    return Row(name, measures.trl_lora, expected, {"size": size, "rows": rows}, needs)
+
+
+def _texts(rows: int, length: int, more: str, expected: int, **options: Any) -> Row:
+    options |= {"rows": rows, "length": length}
+    return Row(f"BERT-base, {rows} texts of {length} tokens{more}", measures.texts, expected, options, SHARED)
 
 
 def _losses(more: str, tolerance: float | None, environment: dict | None = None, **options: Any) -> Row:
@@ -166,7 +185,9 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     _lora("8B", 4, ", gradient checkpointing", 15, checkpointing="full"),
     _images("ResNet-50", 256, ", channels last", 10, channels_last=True),
     _images("ViT-B/16", 128, "", 10),
-    _images("ViT-S/16", 256, ", compiled", 45, compiled=True),
+    _images("ViT-B/16", 128, ", compiled", 20, compiled=True),
+    _images("ViT-S/16", 256, ", compiled", 20, compiled=True),
+    _timm("vit_small_patch16_224", 256, 45),
     _losses("plain", None),
     _losses("plain once more", 0.0),
     _losses("whole logits", 0.02, fused=False),
@@ -182,6 +203,12 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     Row("attention of variable lengths", measures.packed_attention, 20, {}, SHARED, timed=False),
     Row("matrix product, fp8", measures.matrix_product, 4, {"fp8": True}),
     _pretrain("1B", "4 x 2048", ", fp8, compiled", 25, FP8, compiled=True),
+    _pretrain("1B", "8 x 2048", ", fp8, compiled", 25, FP8, compiled=True, alone=True),
+    _pretrain("1B", "16 x 2048", ", fp8, compiled", 30, FP8, compiled=True, alone=True),
+    _pretrain("125M", "16 x 2048", ", Muon, compiled", 20, compiled=True, alone=True, optim="muon"),
+    _pretrain("1B", "4 x 2048", ", bf16 weights, compiled", 20, compiled=True, alone=True, bf16_weights=True),
+    _pretrain("1B", "4 x 2048", ", 8-bit AdamW, compiled", 40, compiled=True, alone=True, optim="adamw_8bit"),
+    _texts(128, 128, ", compiled", 20, compiled=True),
     _pretrain("125M", "4 x 8192", "", 10),
     _pretrain("125M", "4 x 8192", ", packed", 10, documents=True),
     _pretrain("125M", "4 x 8192", ", packed by a mask", 10, documents=True, masked=True),
@@ -190,16 +217,38 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     Row("checkpoint of 1.2B, in the background", measures.save_stall, 60, {"in_background": True}, SHARED),
     Row("checkpoint of 1.2B", measures.save_stall, 45, {"in_background": False}, SHARED),
     _images("ResNet-50", 256, ", channels last, compiled", 60, channels_last=True, compiled=True),
+    _images("ResNet-50", 256, ", channels last, compiled, autotuned", 60, channels_last=True, compiled=True, autotuned=True),
+    _timm("resnet50", 256, 60),
     Row("image input", measures.image_input, 20, {}, (*SHARED, *IMAGES)),
     _lora("8B", 2, ", compiled", 30, compiled=True),
+    _lora("8B", 2, ", not packed, compiled", 30, length=4096, packed=False, compiled=True),
+    _lora("8B", 4, ", compiled", 30, compiled=True),
+    _lora("8B", 4, ", gradient checkpointing, compiled", 30, checkpointing="full", compiled=True),
+    _trl("8B", 4, 45),
     _lora("8B", 2, ", packed by a mask", 12, masked=True),
     _lora("8B", 2, ", whole logits", 12, fused=False),
     _lora("8B", 4, ", gradient checkpointing", 15, checkpointing="full", quantised=True),
     _lora("8B", 1, ", gradient checkpointing", 12, checkpointing="full", quantised=True),
+    _lora("8B", 4, ", gradient checkpointing, compiled", 35, checkpointing="full", quantised=True, compiled=True),
+    _lora("8B", 1, ", gradient checkpointing, compiled", 35, checkpointing="full", quantised=True, compiled=True),
     _lora("1B", 4, "", 10),
     _pretrain("1B", "4 x 2048", ", checkpointing every 2nd block, compiled", 16, compiled=True, checkpointing="2"),
     _pretrain("1B", "4 x 2048", ", checkpointing every block, compiled", 16, compiled=True, checkpointing="full"),
     _pretrain("1B", "1 x 8192", ", compiled", 18, compiled=True),
+]
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+ROWS += [  # what a setting would gain
+    _pretrain(
+        "1B", "8 x 2048", ", head in chunks of 2**28 logits, compiled", 22, compiled=True, alone=True, max_logits=2**28
+    ),
+    _pretrain("1B", "8 x 2048", ", head in one chunk, compiled", 22, compiled=True, alone=True, max_logits=2**32),
+    _pretrain("1B", "8 x 2048", ", expandable segments, compiled", 22, EXPANDABLE, compiled=True, alone=True),
+    _lora("8B", 2, ", expandable segments, compiled", 30, EXPANDABLE, compiled=True),
+    _images(
+        "ResNet-50", 256, ", channels last, compiled as matrices", 60, channels_last=True, compiled=True, as_matrices=True
+    ),
 ]
 
 
@@ -411,6 +460,19 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def largest_kernels(results: dict[str, dict[str, Any]]) -> str:
+    """The kernels that take most of a step, of rows below 60 % of the matrix product's rate."""
+    rate = results.get("matrix product, bf16", {}).get("figures", {}).get("measured_tflops", H100_TFLOPS)
+    lines = ["| what | GPU busy | launches | ms of a step, launches, kernel |", "|---|---|---|---|"]
+    for name, outcome in results.items():
+        figures = outcome.get("figures", {})
+        if "kernels" in figures and figures.get("tflops", 0) < 0.6 * rate:
+            most = [f"{ms:.2f}, {count}, {kernel[:90]}" for kernel, (ms, count) in figures["kernels"].items()]
+            said = "<br>".join(most).replace("|", "/")
+            lines.append(f"| {name} | {figures['busy']:.0%} | {figures['launches']} | {said} |")
+    return "\n".join(lines)
+
+
 def schedule(limit: float) -> str:
     """The rows, the call of so many seconds that measures each at the latest, and the seconds of that call up to it."""
     lines, call, total = [], 1, 0
@@ -467,7 +529,9 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and their files are cleared away
     run(rows, START + options.limit, record)
-    print(f"{table(content['rows'])}\n\nTokens or images a second: medians of 4 blocks; ratios with their ranges.")
+    print(
+        f"{table(content['rows'])}\n\n{largest_kernels(content['rows'])}\n\nTokens or images a second: medians of 4 blocks; ratios with their ranges."
+    )
     print(f"Taken in {time.monotonic() - START:.0f} s." + (" At toy size: no figure means anything." if options.toy else ""))
     print(line(facts))
 

@@ -11,6 +11,7 @@
 """
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,25 @@ def pace(step: Callable[[], Any], units: int, flops: float | None, other: Callab
         figures["tflops"] = flops * units / median / 1e12
     if others:
         figures["ratios"] = [b / a for a, b in zip(own, others, strict=True)]
-    return figures
+    return figures | (kernels(step) if device().type == "cuda" else {})
+
+
+def kernels(step: Callable[[], Any], times: int = 2) -> dict[str, Any]:
+    """The ten kernels of a step that take most of the device's time, by name: [ms, launches]; the device's busy share."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        taken = seconds(step, times)
+    found = [
+        (e.self_device_time_total / 1000 / times, e.count // times, e.key)
+        for e in profile.key_averages()
+        if not e.is_user_annotation
+    ]
+    found = sorted((f for f in found if f[0] > 0), reverse=True)
+    busy = sum(ms for ms, _, _ in found) * times / 1000 / taken
+    return {
+        "kernels": {name[:160]: [ms, count] for ms, count, name in found[:10]},
+        "busy": busy,
+        "launches": sum(f[1] for f in found),
+    }
 
 
 # Limits of the device --------------------------------------------------------------------------------------------------
@@ -282,21 +302,36 @@ def language_model(size: str, length: int, *, compiled: bool = False, checkpoint
 
 
 def pretraining(
-    size: str, length: int, rows: int, *, documents: bool = False, masked: bool = False, **settings: Any
+    size: str,
+    length: int,
+    rows: int,
+    *,
+    documents: bool = False,
+    masked: bool = False,
+    optim: str = "adamw",
+    bf16_weights: bool = False,
+    alone: bool = False,
+    max_logits: int | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents."""
+    """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents or it is asked to be
+    alone. With `bf16_weights` it is the step of full_finetune.py with --weights_dtype bf16."""
+    from shared.models import loss
     from shared.models.counts import flops_per_token
 
     if settings.get("attention") == "flex_attention" and device().type == "cpu":
         raise Skipped("flex attention has no backward on a CPU")
     length, rows = (64, 2) if toy else (length, rows)
+    loss.MAX_LOGITS = max_logits or loss.MAX_LOGITS
     accelerator = start_accelerator()
     model = language_model(size, length, **settings)
+    if bf16_weights:
+        model.to(torch.bfloat16)
     batch = token_batch(size, rows, length, documents=documents)
     flops = flops_per_token(model, seen(batch, length))
-    compiled = settings.get("compiled", False)
-    loop, said = language_loop(accelerator, model, size, [batch], masked=masked, compiled=compiled)
-    bare = None if documents else bare_step(model, batch, loop.optimizers[0])
+    how: dict[str, Any] = {"masked": masked, "compiled": settings.get("compiled", False), "optim": optim}
+    loop, said = language_loop(accelerator, model, size, [batch], **how)
+    bare = None if documents or alone else bare_step(model, batch, loop.optimizers[0])
     return said | pace(loop.step, rows * length, flops, bare)
 
 
@@ -321,21 +356,38 @@ def lora(
     checkpointing: str = "none",
     compiled: bool = False,
     fused: bool = True,
+    length: int = 2048,
     masked: bool = False,
+    packed: bool = True,
     quantised: bool = False,
 ) -> dict[str, Any]:
-    """Tokens a second of the fine-tuning step on full packed rows of 2048 tokens: all of them are useful."""
+    """Tokens a second of the fine-tuning step on full rows, packed unless said otherwise: all of their tokens are useful."""
+    accelerator, model, batch = lora_model(
+        size, rows, length, checkpointing=checkpointing, compiled=compiled, packed=packed, quantised=quantised
+    )
+    from shared.models.counts import flops_per_token
+
+    rows, length = batch["input_ids"].shape
+    flops = flops_per_token(model, seen(batch, length))
+    how: dict[str, Any] = {"fused": fused, "masked": masked, "compiled": compiled}
+    loop, said = language_loop(accelerator, model, size, [batch], **how, weight_decay=0.0)
+    return said | pace(loop.step, rows * length, flops)
+
+
+def lora_model(
+    size: str, rows: int, length: int, *, checkpointing: str, compiled: bool, packed: bool, quantised: bool
+) -> tuple[Any, nn.Module, dict[str, torch.Tensor]]:
+    """(accelerator, the base with adapters as lora_finetune.py has it, a batch)."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from shared.models.adapters import trained_in_fp32
     from shared.models.blocks import compile_blocks, set_gradient_checkpointing
-    from shared.models.counts import flops_per_token
     from shared.models.hub import from_architecture
     from shared.models.options import PRESETS
 
     accelerator = start_accelerator()
-    length, rows = (64, min(2, rows)) if toy else (2048, rows)
+    length, rows = (64, min(2, rows)) if toy else (length, rows)
     presets = PRESETS | {"8B": (4096, 32, 32, 8, 14336)}
     hidden, blocks, heads, kv_heads, feed_forward = (64, 2, 4, 2, 128) if toy else presets[size]
     architecture = LlamaConfig(
@@ -358,20 +410,130 @@ def lora(
     model = trained_in_fp32(get_peft_model(base, adapters))
     if compiled:
         compile_blocks(model)
-    batch = token_batch(size, rows, length, documents=True)
-    flops = flops_per_token(model, seen(batch, length))
-    how: dict[str, Any] = {"fused": fused, "masked": masked, "compiled": compiled}
-    loop, said = language_loop(accelerator, model, size, [batch], **how, weight_decay=0.0)
-    return said | pace(loop.step, rows * length, flops)
+    return accelerator, model, token_batch(size, rows, length, documents=packed)
+
+
+def trl_lora(size: str, rows: int, *, steps: int = 12) -> dict[str, Any]:
+    """TRL's SFTTrainer with Liger's kernels and gradient checkpointing, its default, on the same base, adapters and rows."""
+    import transformers
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from shared.models.counts import flops_per_token
+
+    _, model, batch = lora_model(size, rows, 2048, checkpointing="none", compiled=False, packed=False, quantised=False)
+    rows, length = batch["input_ids"].shape
+    flops, ends = flops_per_token(model, length), []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **more: Any) -> None:
+            if device().type == "cuda":
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    ids = batch["input_ids"].repeat(steps, 1).tolist()
+    settings: dict[str, Any] = {"per_device_train_batch_size": rows, "max_steps": steps, "max_length": length}
+    settings |= {
+        "bf16": True,
+        "use_cpu": device().type == "cpu",
+        "use_liger_kernel": device().type == "cuda",
+        "gradient_checkpointing": True,
+        "report_to": "none",
+    }
+    config = SFTConfig(output_dir=tempfile.mkdtemp(), save_strategy="no", logging_steps=steps, **settings)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_one_word_tokenizer(), pad_token="<pad>", eos_token="<pad>"
+    )
+    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    trainer = SFTTrainer(model=model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+    trainer.train()
+    step = statistics.median(b - a for a, b in itertools.pairwise(ends[2:]))
+    units, figures = rows * length, {"step_ms": 1000 * step, "a_second": rows * length / step}
+    figures |= {"tflops": flops * units / step / 1e12} if flops else {}
+    if device().type == "cuda":
+        figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return figures | {"note": f"rows of one document; trl {version('trl')}, liger-kernel {version('liger-kernel')}"}
+
+
+def _one_word_tokenizer() -> Any:
+    import tokenizers
+
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+
+
+def texts(rows: int, length: int, *, compiled: bool = False) -> dict[str, Any]:
+    """Texts a second of the step of text_classification.py: BERT-base's size, all texts equally long."""
+    from transformers import AutoModelForSequenceClassification, BertConfig
+
+    from shared.models.blocks import compile_blocks
+    from shared.models.counts import measure
+    from shared.models.hub import from_architecture
+
+    accelerator = start_accelerator()
+    rows, length = (2, 16) if toy else (rows, length)
+    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    architecture = BertConfig(**(small if toy else {}), num_labels=8)
+    with device():
+        model: Any = from_architecture(AutoModelForSequenceClassification, architecture, dtype=torch.float32)
+        batch = {"input_ids": torch.randint(0, architecture.vocab_size, (rows, length)), "labels": torch.arange(rows) % 8}
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
+    with accelerator.autocast():
+        flops = measure(model, {name: value[:1] for name, value in inputs.items()})
+    if compiled:
+        compile_blocks(model)
+
+    def loss(prepared: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(prepared(**inputs).logits.float(), batch["labels"], reduction="sum")
+
+    return pace(Loop(accelerator, model.train(), [batch], loss).step, rows, flops)
 
 
 # Images ----------------------------------------------------------------------------------------------------------------
 
 
-def image_step(kind: str, batch_size: int, *, compiled: bool = False, channels_last: bool = False) -> dict[str, Any]:
-    """Images a second of the image template's step on uint8 images that lie on the device."""
+def image_step(
+    kind: str,
+    batch_size: int,
+    *,
+    compiled: bool = False,
+    channels_last: bool = False,
+    autotuned: bool = False,
+    as_matrices: bool = False,
+) -> dict[str, Any]:
+    """Images a second of the image template's step on uint8 images that lie on the device. `autotuned`: cuDNN times its
+    kernels; `as_matrices`: the compiler makes matrix products of convolutions of one pixel."""
+    torch.backends.cudnn.benchmark = autotuned
+    if as_matrices:
+        torch._inductor.config.conv_1x1_as_mm = True  # type: ignore[attr-defined]
     loop, flops = image_loop(kind, batch_size, compiled=compiled, channels_last=channels_last)
     return pace(loop.step, len(loop.windows[0].indices[0]), flops)
+
+
+def timm_step(name: str, batch_size: int) -> dict[str, Any]:
+    """The step of timm's train.py on images that lie normalised on the device: autocast, clip, AdamW, compiled whole."""
+    import timm
+
+    rows, classes = (4, 10) if toy else (batch_size, 1000)
+    model = timm.create_model(name, num_classes=classes).to(device())
+    if name.startswith("resnet"):
+        model.to(memory_format=torch.channels_last)
+    torch.backends.cudnn.benchmark = True  # as its train.py sets it
+    compiled: Any = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05, fused=True)
+    images = torch.randn(rows, 3, 224, 224, device=device())
+    if name.startswith("resnet"):
+        images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.arange(rows, device=device()) % classes
+
+    def step() -> None:
+        with torch.autocast(device().type, torch.bfloat16):
+            loss = F.cross_entropy(compiled(images), labels, label_smoothing=0.1)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return pace(step, rows, None) | {"note": f"timm {version('timm')}"}
 
 
 def waiting(*, of: str) -> dict[str, Any]:
@@ -404,6 +566,7 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
 
     from shared.images.processor import ToModel, image_processor
     from shared.models import image_classifier
+    from shared.models.blocks import compile_images
     from shared.models.counts import measure
     from shared.models.hub import from_architecture
 
@@ -424,7 +587,7 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
     with accelerator.autocast():
         flops = measure(model, {"pixel_values": torch.zeros(1, 3, size, size, device=accelerator.device)})
     if compiled:
-        model.compile()
+        compile_images(model)
     image_classifier.training_mode(model)
     batch = {"pixel_values": torch.randint(0, 256, (rows, 3, size, size)).to(torch.uint8)}
     batch = {k: v.to(accelerator.device) for k, v in (batch | {"labels": torch.arange(rows) % classes}).items()}

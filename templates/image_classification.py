@@ -125,7 +125,7 @@ from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
 from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.blocks import compile_blocks, compile_images, set_gradient_checkpointing
 from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
@@ -241,7 +241,8 @@ def prepare_model(
     if config.sync_batchnorm:
         model = synchronise_batch_norm(model, run.device)
     if config.speed.torch_compile:
-        compile_blocks(model) if sharded else model.compile()  # FSDP gathers the blocks one by one
+        # FSDP gathers the blocks one by one
+        compile_blocks(model) if sharded else compile_images(model)
     return model, flops
 
 
