@@ -239,6 +239,8 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
 
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+COMBINED = {"combo_kernels": True}  # independent small kernels, such as the casts of weights, in one
+AS_MATRICES = {"conv_1x1_as_mm": True}
 ROWS += [  # what a setting would gain
     _pretrain(
         "1B", "8 x 2048", ", head in chunks of 2**28 logits, compiled", 22, compiled=True, alone=True, max_logits=2**28
@@ -246,8 +248,15 @@ ROWS += [  # what a setting would gain
     _pretrain("1B", "8 x 2048", ", head in one chunk, compiled", 22, compiled=True, alone=True, max_logits=2**32),
     _pretrain("1B", "8 x 2048", ", expandable segments, compiled", 22, EXPANDABLE, compiled=True, alone=True),
     _lora("8B", 2, ", expandable segments, compiled", 30, EXPANDABLE, compiled=True),
+    _pretrain("125M", "16 x 2048", ", combined kernels, compiled", 15, compiled=True, alone=True, inductor=COMBINED),
+    _images("ViT-S/16", 256, ", combined kernels, compiled", 20, compiled=True, inductor=COMBINED),
+    _lora("8B", 2, ", combined kernels, compiled", 30, compiled=True, inductor=COMBINED),
     _images(
-        "ResNet-50", 256, ", channels last, compiled as matrices", 60, channels_last=True, compiled=True, as_matrices=True
+        *("ResNet-50", 256, ", channels last, autotuned, as matrices, compiled", 60),
+        channels_last=True,
+        compiled=True,
+        autotuned=True,
+        inductor=AS_MATRICES,
     ),
 ]
 
@@ -467,7 +476,7 @@ def largest_kernels(results: dict[str, dict[str, Any]]) -> str:
     for name, outcome in results.items():
         figures = outcome.get("figures", {})
         if "kernels" in figures and figures.get("tflops", 0) < 0.6 * rate:
-            most = [f"{ms:.2f}, {count}, {kernel[:90]}" for kernel, (ms, count) in figures["kernels"].items()]
+            most = [f"{ms:.2f}, {count}, {kernel[:90]}" for kernel, (ms, count) in [*figures["kernels"].items()][:10]]
             said = "<br>".join(most).replace("|", "/")
             lines.append(f"| {name} | {figures['busy']:.0%} | {figures['launches']} | {said} |")
     return "\n".join(lines)
@@ -529,9 +538,8 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and their files are cleared away
     run(rows, START + options.limit, record)
-    print(
-        f"{table(content['rows'])}\n\n{largest_kernels(content['rows'])}\n\nTokens or images a second: medians of 4 blocks; ratios with their ranges."
-    )
+    print(table(content["rows"]), largest_kernels(content["rows"]), sep="\n\n")
+    print("\nTokens or images a second: medians of 4 blocks; ratios with their ranges.")
     print(f"Taken in {time.monotonic() - START:.0f} s." + (" At toy size: no figure means anything." if options.toy else ""))
     print(line(facts))
 

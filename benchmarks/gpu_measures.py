@@ -10,11 +10,14 @@
 - Losses are those of ten steps of one small model with what --deterministic sets, and once without it.
 """
 
+import cProfile
 import importlib
+import io
 import itertools
 import json
 import math
 import os
+import pstats
 import random
 import re
 import shutil
@@ -95,21 +98,30 @@ def pace(step: Callable[[], Any], units: int, flops: float | None, other: Callab
 
 
 def kernels(step: Callable[[], Any], times: int = 2) -> dict[str, Any]:
-    """The ten kernels of a step that take most of the device's time, by name: [ms, launches]; the device's busy share."""
+    """The kernels of a step that take most of the device's time, by name: [ms, launches]; the device's busy share; and the
+    host's own work, where that share is small."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         taken = seconds(step, times)
-    found = [
-        (e.self_device_time_total / 1000 / times, e.count // times, e.key)
-        for e in profile.key_averages()
-        if not e.is_user_annotation
-    ]
-    found = sorted((f for f in found if f[0] > 0), reverse=True)
+    events = [event for event in profile.key_averages() if not event.is_user_annotation]
+    found = [(e.self_device_time_total / 1000 / times, e.count // times, e.key[:160]) for e in events]
+    found = sorted((row for row in found if row[0] > 0), reverse=True)
     busy = sum(ms for ms, _, _ in found) * times / 1000 / taken
-    return {
-        "kernels": {name[:160]: [ms, count] for ms, count, name in found[:10]},
-        "busy": busy,
-        "launches": sum(f[1] for f in found),
-    }
+    figures: dict[str, Any] = {"kernels": {name: [ms, count] for ms, count, name in found[:40]}}
+    figures |= {"busy": busy, "launches": sum(count for _, count, _ in found)}
+    if busy < 0.8:
+        host = cProfile.Profile()
+        host.runcall(seconds, step, times)
+        text = io.StringIO()
+        for order in ("tottime", "cumtime"):
+            pstats.Stats(host, stream=text).sort_stats(order).print_stats(45)
+        figures["host"] = re.sub(r"/\S*/(site|dist)-packages/", "", text.getvalue())
+    return figures
+
+
+def set_inductor(settings: dict[str, Any] | None) -> None:
+    """Set options of PyTorch's compiler, by name."""
+    for name, value in (settings or {}).items():
+        setattr(torch._inductor.config, name, value)  # type: ignore[attr-defined]
 
 
 # Limits of the device --------------------------------------------------------------------------------------------------
@@ -312,6 +324,7 @@ def pretraining(
     bf16_weights: bool = False,
     alone: bool = False,
     max_logits: int | None = None,
+    inductor: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents or it is asked to be
@@ -323,6 +336,7 @@ def pretraining(
         raise Skipped("flex attention has no backward on a CPU")
     length, rows = (64, 2) if toy else (length, rows)
     loss.MAX_LOGITS = max_logits or loss.MAX_LOGITS
+    set_inductor(inductor)
     accelerator = start_accelerator()
     model = language_model(size, length, **settings)
     if bf16_weights:
@@ -360,8 +374,10 @@ def lora(
     masked: bool = False,
     packed: bool = True,
     quantised: bool = False,
+    inductor: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Tokens a second of the fine-tuning step on full rows, packed unless said otherwise: all of their tokens are useful."""
+    set_inductor(inductor)
     accelerator, model, batch = lora_model(
         size, rows, length, checkpointing=checkpointing, compiled=compiled, packed=packed, quantised=quantised
     )
@@ -498,13 +514,12 @@ def image_step(
     compiled: bool = False,
     channels_last: bool = False,
     autotuned: bool = False,
-    as_matrices: bool = False,
+    inductor: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Images a second of the image template's step on uint8 images that lie on the device. `autotuned`: cuDNN times its
-    kernels; `as_matrices`: the compiler makes matrix products of convolutions of one pixel."""
+    kernels."""
     torch.backends.cudnn.benchmark = autotuned
-    if as_matrices:
-        torch._inductor.config.conv_1x1_as_mm = True  # type: ignore[attr-defined]
+    set_inductor(inductor)
     loop, flops = image_loop(kind, batch_size, compiled=compiled, channels_last=channels_last)
     return pace(loop.step, len(loop.windows[0].indices[0]), flops)
 

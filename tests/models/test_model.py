@@ -11,10 +11,12 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoTokenizer,
     BartConfig,
     BertConfig,
@@ -26,13 +28,20 @@ from transformers import (
     LlamaConfig,
     Qwen3MoeConfig,
     ResNetConfig,
+    SwinConfig,
     ViTConfig,
     ViTForImageClassification,
     XLNetConfig,
 )
 
 from shared.models.adapters import add_adapters, pissa_to_lora, refuse_tied_embeddings, trained_in_fp32
-from shared.models.blocks import compile_blocks, repeated_blocks, set_gradient_checkpointing, uncompiled
+from shared.models.blocks import (
+    compile_blocks,
+    compile_images,
+    repeated_blocks,
+    set_gradient_checkpointing,
+    uncompiled,
+)
 from shared.models.card import model_card
 from shared.models.checks import require_fit
 from shared.models.counts import flops_per_token, measure
@@ -126,6 +135,25 @@ def test_evaluations_and_texts_leave_the_compiled_training_step_its_constant_siz
         causal_lm_loss(subject, {"input_ids": tokens(4, 16), "labels": tokens(4, 16)}).backward()
     assert sizes_are_constants(graphs[-1]) is aside
     assert len(graphs) == (1 if aside else 3)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "compiled"),
+    [
+        (ViTConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48), [1]),
+        (SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[1, 2], window_size=4), [2]),  # stages of several widths
+        (ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1]), [0]),
+    ],
+)
+def test_image_models_of_equal_blocks_are_compiled_by_blocks_and_others_whole(graphs, architecture, compiled):
+    architecture.image_size = 64
+    subject = AutoModelForImageClassification.from_config(architecture)
+    compile_images(subject)
+    subject(pixel_values=torch.zeros(2, 3, 64, 64)).logits.sum().backward()
+    attention = [[n for n in graph.graph.nodes if n.target is F.scaled_dot_product_attention] for graph in graphs]
+    assert [len(nodes) for nodes in attention] == compiled  # of three blocks of a ViT one graph
+    if isinstance(architecture, ViTConfig):
+        assert attention[0][0].kwargs["attn_mask"] is None  # transformers 5.17 makes one where it is compiled whole
 
 
 # Loss ----------------------------------------------------------------------------------------------------------------
