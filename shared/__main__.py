@@ -11,7 +11,7 @@ from shared.process.signals import clean_exit
 
 ROOT = Path(__file__).resolve().parents[1]
 # in tools/, which only a checkout of the templates has
-TOOLS = ("new", "plan", "recipes", "selftest")
+TOOLS = ("new", "plan", "recipes", "selftest", "shrink")
 
 
 def commands() -> dict[str, Path]:
@@ -42,7 +42,7 @@ def main() -> None:
         if command not in modules:
             checkout = (
                 "; a checkout of the templates has new, plan, recipes, ask, "
-                "evaluate and selftest, too"
+                "evaluate, selftest and shrink, too"
             )
             raise ConfigError(
                 f"no command {command!r}: there is "

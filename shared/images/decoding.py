@@ -102,12 +102,12 @@ def largest_of_16_bits(source: Source) -> tuple[str, int]:
         image = _open(source)
         if image.mode.startswith("I"):
             return "greys", int(np.asarray(image).max())
-        if _has_16_bit_colours(image):
+        if has_16_bit_colours(image):
             return "colours", 256 * int(np.asarray(image.convert("RGB")).max()) + 255
     return "", 0
 
 
-def _has_16_bit_colours(image: Image.Image) -> bool:
+def has_16_bit_colours(image: Image.Image) -> bool:
     """Call before the image is loaded."""
     return ";16" in str(image.tile) and not image.mode.startswith("I")  # type: ignore[attr-defined]
 
@@ -133,7 +133,7 @@ def decode(source: Source, at_least: int | None = None, white_level: int = 0) ->
         image: Image.Image = _open(source)
         if at_least is not None and min(image.size) >= 2 * at_least:
             image.draft(None, (at_least, at_least))  # type: ignore[arg-type]  # None: keep the mode
-        if white_level and _has_16_bit_colours(image):
+        if white_level and has_16_bit_colours(image):
             raise BadImage(
                 "colours of 16 bits, which --white_level cannot scale: convert them to 8 bits"
             )

@@ -34,7 +34,7 @@ def find(config: ImageConfig) -> tuple[list[Path], list[Path]] | None:
     if not validation:
         if other := config.validation_dir or " ".join(config.validation_file):
             raise ConfigError(f"to validate on {other}: no tar file, but --train_file names some")
-        names_validation = [file for file in train if _is_to_validate(file)]
+        names_validation = [file for file in train if is_to_validate(file)]
         if 0 < len(names_validation) < len(train):
             raise ConfigError(
                 f"--train_file {config.train_file[0]}: names tar files to validate on, too, "
@@ -55,7 +55,7 @@ def _tars(names: tuple[str, ...], flag: str) -> list[Path]:
     return tars
 
 
-def _is_to_validate(file: Path) -> bool:
+def is_to_validate(file: Path) -> bool:
     return not set(VALIDATION).isdisjoint(re.split("[^a-z]+", file.stem.lower()))
 
 
@@ -68,7 +68,7 @@ def list_images(train: list[Path], validation: list[Path], config: ImageConfig) 
     files = [*train, *validation]
     print_main(f"listing the images in {len(files):,} tar files once")
     listed = Listed()
-    work = partial(_list_file, config=config)
+    work = partial(list_file, config=config)
     found = parallel_map(work, files, None if len(files) > 1 else 1)
     for number, (images, left_out) in enumerate(found):
         if number == len(train):
@@ -97,7 +97,7 @@ class Sample:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-def _list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]:
+def list_file(file: Path, config: ImageConfig) -> tuple[list[Any], Counter[str]]:
     """The images of a tar file and what is left out.
 
     Returns:
