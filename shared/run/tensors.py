@@ -12,6 +12,7 @@ import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,9 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+# Bytes. The allocator keeps blocks of this size and gives them again; for larger ones the system
+# makes new pages each time, which takes four times as long as the copy.
+CHUNK = 2**24
 
 
 class Piece(NamedTuple):
@@ -107,7 +111,8 @@ def share_out(held: Sequence[Mapping[str, Piece]]) -> list[dict[str, Piece]]:
 def write(
     path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
 ) -> dict[str, Any]:
-    """Write this rank's part of `tensors`; of those on a GPU, one at a time is copied to the host.
+    """Write this rank's part of `tensors`. While a chunk from a GPU is written, the next is copied
+    and hashed: the host holds these two, and the whole of a tensor that is not contiguous.
 
     Args:
         pieces: what is to be written, of what `pieces_of` found here.
@@ -132,27 +137,29 @@ def write(
     }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    checksum = xxhash.xxh3_128()
-    with path.open("xb") as file:
-        for part in (len(text).to_bytes(8, "little"), text):
-            file.write(part)
-            checksum.update(part)
+    head = len(text).to_bytes(8, "little") + text
+    checksum = xxhash.xxh3_128(head)
+    with path.open("xb") as file, ThreadPoolExecutor(1) as writer:
+        file.write(head)
+        written: Future[int] | None = None
         for name in pieces:
-            data = (
-                local_part(tensors[name])
-                .detach()
-                .cpu()
-                .contiguous()
-                .view(-1)
-                .view(torch.uint8)
-                .numpy()
-                .data
-            )
-            file.write(data)
-            checksum.update(data)
+            local = local_part(tensors[name]).detach()
+            if not local.is_contiguous():
+                local = local.cpu().contiguous()
+            for chunk in local.view(-1).view(torch.uint8).split(CHUNK):
+                data = chunk.cpu().numpy().data
+                checksum.update(data)
+                if written:
+                    written.result()
+                if chunk.is_cuda:
+                    written = writer.submit(file.write, data)
+                else:  # perhaps in the background, where Python's end allows no new thread
+                    file.write(data)
+        if written:
+            written.result()
         file.flush()
         os.fsync(file.fileno())
-    return {"xxh3_128": checksum.hexdigest(), "size": 8 + len(text) + end}
+    return {"xxh3_128": checksum.hexdigest(), "size": len(head) + end}
 
 
 class TensorReader:
