@@ -212,15 +212,17 @@ class Run:
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
-        more: Any = {
-            "data": data,
-            "base": base,
-            "ema": self.ema,
-            "extra": self._kept,
-            "replicas": self.replicas,
-        }
         self.saver = Checkpointer(
-            self.accelerator, self.models, self.optimizers, self.dir, config, **more
+            self.accelerator,
+            self.models,
+            self.optimizers,
+            self.dir,
+            config,
+            data=data,
+            base=base,
+            ema=self.ema,
+            extra=self._kept,
+            replicas=self.replicas,
         )
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
         if self.state.place:
@@ -311,14 +313,12 @@ class Run:
             },
         )
         self.logger = metrics.Logger(
-            *(
-                self.accelerator,
-                config.log,
-                self.dir,
-                self.state,
-                self.total_steps,
-                configs.flatten(self.config),
-            ),
+            self.accelerator,
+            config.log,
+            self.dir,
+            self.state,
+            self.total_steps,
+            configs.flatten(self.config),
             template=self.name,
             unit=self.unit,
             flops=flops,
@@ -357,15 +357,18 @@ class Run:
             # now, so that an evaluation in the loop's body knows its step
             self.state.advance(window)
             self.is_last = self.state.step == self.total_steps
-            given: Any = {
-                "number": self.state.step,
-                "rate": rate,
-                "verdict": self.guard.finite,
-                "group": group,
-            }
-            self._step = Step(self.accelerator, models, window, **given)
+            self._step = Step(
+                self.accelerator,
+                models,
+                window,
+                number=self.state.step,
+                rate=rate,
+                verdict=self.guard.finite,
+                group=group,
+            )
             yield self._step
             self._complete_step()
+            self.saver.make_room()
             evaluated, best = (
                 self.state.step == step for step in (self.state.evaluated, self.state.best_step)
             )

@@ -112,7 +112,7 @@ def write(
     path: Path, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]
 ) -> dict[str, Any]:
     """Write this rank's part of `tensors`. While a chunk from a GPU is written, the next is copied
-    and hashed: the host holds these two, and the whole of a tensor that is not contiguous.
+    and hashed: the host holds these two.
 
     Args:
         pieces: what is to be written, of what `pieces_of` found here.
@@ -143,10 +143,8 @@ def write(
         file.write(head)
         written: Future[int] | None = None
         for name in pieces:
-            local = local_part(tensors[name]).detach()
-            if not local.is_contiguous():
-                local = local.cpu().contiguous()
-            for chunk in local.view(-1).view(torch.uint8).split(CHUNK):
+            whole = local_part(tensors[name]).detach().contiguous().view(-1)
+            for chunk in whole.view(torch.uint8).split(CHUNK):
                 data = chunk.cpu().numpy().data
                 checksum.update(data)
                 if written:
@@ -249,9 +247,7 @@ def read_weights(folder: Path, *, dtype: torch.dtype | None = None) -> dict[str,
     """The model's tensors in a checkpoint by their own names, whole, on the CPU. Call on one
     rank.
     """
-    tensors = read_tensors(folder, "model.")
-    cast = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in tensors.items()
+    return {
+        name.removeprefix("model."): value.to(dtype) if value.is_floating_point() else value
+        for name, value in read_tensors(folder, "model.").items()
     }
-    return {name.removeprefix("model."): value for name, value in cast.items()}
