@@ -128,8 +128,11 @@ class Run:
             if any(given.get(name) is not None for name in configs.BUDGETS)
             else set()
         )
-        left_open = [name for name in values if name not in budgets and not given[name]]
-        values = {name: self._before.get(name) or values[name] for name in left_open}
+        values = {
+            name: self._before.get(name) or value
+            for name, value in values.items()
+            if name not in budgets and not given[name]
+        }
         if values:
             self.config = configs.replace(self.config, **values)
             said = (
@@ -157,18 +160,18 @@ class Run:
         if self.models and zero.is_used(self.accelerator):
             raise ConfigError("DeepSpeed takes one model: use ddp.yaml or fsdp2.yaml")
         options = self.config.optim
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            if group["lr"] != options.peak:
-                group.setdefault("lr_scale", group["lr"] / options.peak)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if group["lr"] != options.peak:
+                    group.setdefault("lr_scale", group["lr"] / options.peak)
         apart = options.sync_every > 1
         if spread:
-            hook = self.config.speed.ddp_comm_hook
             model, optimizers = sharding.prepare(
                 self.accelerator,
                 model,
                 optimizers,
                 max_grad_norm=options.max_grad_norm,
-                comm_hook=hook,
+                comm_hook=self.config.speed.ddp_comm_hook,
                 replicas=apart,
             )
         self.models[name] = model
@@ -323,10 +326,12 @@ class Run:
             unit=self.unit,
             flops=flops,
         )
-        models = list(self.models.values())
-        allowed = config.optim.max_skipped_steps
         self.guard = Guard(
-            self.accelerator, models, self.state, max_skipped=allowed, replicas=self.replicas
+            self.accelerator,
+            list(self.models.values()),
+            self.state,
+            max_skipped=config.optim.max_skipped_steps,
+            replicas=self.replicas,
         )
 
     # Training -------------------------------------------------------------------------------------
@@ -369,9 +374,8 @@ class Run:
             yield self._step
             self._complete_step()
             self.saver.make_room()
-            evaluated, best = (
-                self.state.step == step for step in (self.state.evaluated, self.state.best_step)
-            )
+            evaluated = self.state.step == self.state.evaluated
+            best = self.state.step == self.state.best_step
             saving = self.is_last or best or self._is_due(self.save_steps)
             self._stop_if_asked(now=evaluated or saving)
             with self.logger.pause():

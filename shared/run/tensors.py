@@ -126,14 +126,14 @@ def write(
     end = 0
     for name, piece in pieces.items():
         begin = end
-        end = end + piece.bytes
+        end += piece.bytes
         header[name] = {"dtype": piece.dtype, "shape": piece.sizes, "data_offsets": [begin, end]}
     places = {name: {"saved_offsets": piece.offset} for name, piece in pieces.items()}
-    shapes = {name: piece.shape for name, piece in pieces.items()}
-    told = {"DCP_SHARDING_INFO": places, "DCP_VERSION": 1.0, "shapes": shapes}
     header["__metadata__"] = {
         "format": "pt",
-        **{key: json.dumps(value) for key, value in told.items()},
+        "DCP_SHARDING_INFO": json.dumps(places),
+        "DCP_VERSION": "1.0",
+        "shapes": json.dumps({name: piece.shape for name, piece in pieces.items()}),
     }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -235,9 +235,10 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     rank.
     """
     reader = TensorReader(folder)
-    found = {name: saved[0][1] for name, saved in reader.pieces.items() if name.startswith(prefix)}
     tensors = {
-        name: torch.empty(piece.shape, dtype=_DTYPES[piece.dtype]) for name, piece in found.items()
+        name: torch.empty(piece.shape, dtype=_DTYPES[piece.dtype])
+        for name, ((_, piece), *_) in reader.pieces.items()
+        if name.startswith(prefix)
     }
     reader.read(tensors)
     return tensors
