@@ -22,6 +22,12 @@ def log_answers(
         return
     config = run.config
     prompts = [held_out.prompt(i) for i in range(min(config.num_generations, len(held_out)))]
-    options = {"max_new_tokens": config.max_new_tokens, "end": held_out.end}
-    rows = answers(model, tokenizer, prompts, step=run.state.step, **options)
+    rows = answers(
+        model,
+        tokenizer,
+        prompts,
+        step=run.state.step,
+        max_new_tokens=config.max_new_tokens,
+        end=held_out.end,
+    )
     run.logger.log_table("generations", ["step", "prompt", expected, "output"], rows)

@@ -28,7 +28,7 @@ from shared.config import parse as configs
 from shared.config.options import CheckpointConfig
 from shared.models.weights import WeightCopy, average_buffers, persistent_buffers
 from shared.parallel import zero
-from shared.parallel.gradients import reshard
+from shared.parallel.gradients import local_part, reshard
 from shared.parallel.sharding import sharding_shares
 from shared.process import faults
 from shared.process.collectives import on_main
@@ -114,22 +114,22 @@ class Checkpointer:
             self.trainable |= {
                 prefix + n: p for n, p in whole.named_parameters() if p.requires_grad
             }
-            self.buffers |= {prefix + n: b for n, b in persistent_buffers(whole).items()}
+            self.buffers |= _named(prefix, persistent_buffers(whole))
         self.model = accelerator.unwrap_model(models["model"])
         self.run: str = on_main(partial(run_id, run_dir))
         self.latest: Path | None = None
         self.passed_over: list[Path] = []  # newer ones than the one that was resumed
-        self.pending: Future[None] | None = None
+        self.pending: Future[Any] | None = None
         # its own, so that the writing thread's collectives do not mix with training's
         self.group: Any = None
+        on_gpu = accelerator.device.type == "cuda"
+        # DeepSpeed's tensors are copies that each save makes
+        self.lacks_room = self.options.async_save and on_gpu and not zero.is_used(accelerator)
         if self.options.async_save:
             self.thread = ThreadPoolExecutor(1, "checkpoint")
             # Not DefaultStager: in PyTorch 2.11 it drops its pinned memory after each save. Tensors
             # below 1 MiB are not pinned: two of them on one page cannot both be.
-            self.on_gpu = accelerator.device.type == "cuda"
-            self.stager = StateDictStager(
-                pin_memory=self.on_gpu, share_memory=False, pin_memory_min_bytes=2**20
-            )
+            self.stager = StateDictStager(pin_memory=on_gpu, pin_memory_min_bytes=2**20)
             if dist.is_initialized():
                 self.group = dist.new_group(
                     backend="gloo", timeout=timedelta(seconds=config.speed.ddp_timeout)
@@ -140,8 +140,7 @@ class Checkpointer:
 
         They differ from rank to rank: each rank's are of the images that it saw.
         """
-        live = {f"model.{name}": b for name, b in self.buffers.items()}
-        live |= {f"ema.{name}": b for name, b in (self.ema.buffers if self.ema else {}).items()}
+        live = _named("model.", self.buffers) | _named("ema.", self.ema.buffers if self.ema else {})
         return {name: b for name, b in live.items() if b.is_floating_point()}
 
     def _live(
@@ -149,18 +148,11 @@ class Checkpointer:
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(live tensors by name, scalars by name) of trained parameters, buffers and optimizers."""
         own = self.own
-        tensors: dict[str, torch.Tensor] = {
-            f"{own}model.{name}": b for name, b in self.buffers.items()
-        }
+        tensors = _named(f"{own}model.", self.buffers) | _named("extra.", self.extra)
         if self.replicas:
-            tensors |= {
-                f"model.{name}": value for name, value in self.replicas.agreed.tensors.items()
-            }
-            tensors |= self.replicas.state(saved)
-        tensors |= {f"extra.{name}": value for name, value in self.extra.items()}
-        tensors |= {
-            f"ema.{name}": value for name, value in (self.ema.tensors if self.ema else {}).items()
-        }
+            tensors |= _named("model.", self.replicas.agreed.tensors) | self.replicas.state(saved)
+        if self.ema:
+            tensors |= _named("ema.", self.ema.tensors)
         scalars: dict[str, Any] = {}
         if zero.is_used(self.accelerator):
             return tensors | zero.state(self.accelerator, self.trainable, step), scalars
@@ -182,8 +174,7 @@ class Checkpointer:
             # saving changes nothing in the live model
             mean = {name: value.clone() for name, value in own.items()}
             average_buffers(self.accelerator, [mean])
-            rank = self.accelerator.process_index
-            tensors |= mean | {f"rank{rank}.{name}": value for name, value in own.items()}
+            tensors |= mean | _named(f"rank{self.accelerator.process_index}.", own)
         return tensors, scalars
 
     def save(self, state: TrainState) -> None:
@@ -222,25 +213,48 @@ class Checkpointer:
         content = dataclasses.asdict(state) | {"scalars": scalars}
         if self.accelerator.scaler is not None:  # fp16's loss scale
             content["scaler"] = self.accelerator.scaler.state_dict()
-        manifest = {"run": self.run, "step": state.step}
-        manifest |= {"best_step": state.best_step, "started_from": state.started_from}
-        manifest |= {
+        manifest = {
+            "run": self.run,
+            "step": state.step,
+            "best_step": state.best_step,
+            "started_from": state.started_from,
             "world_size": self.accelerator.num_processes,
             "strategy": strategy(self.accelerator),
-        }
-        manifest |= {
             "held": sharding_shares(self.accelerator, self.model, self.optimizers),
             "versions": versions(),
+            "replicas": self.replicas.count if self.replicas else 0,
+            "data": self.data,
+            "base": self.base,
+            "settings": self.settings,
         }
-        manifest |= {"replicas": self.replicas.count if self.replicas else 0}
-        manifest |= {"data": self.data, "base": self.base, "settings": self.settings}
         if self.options.async_save:
-            staged = self.stager.stage(tensors, non_blocking=self.on_gpu)
-            if self.on_gpu:  # once for all copies
-                torch.cuda.current_stream().synchronize()
-            self.pending = self.thread.submit(self._write, folder, staged, content, manifest)
+            self.pending = self.thread.submit(
+                self._write, folder, self._stage(tensors), content, manifest
+            )
         else:
             self._write(folder, tensors, content, manifest)
+
+    def make_room(self) -> None:
+        """Begin to make the memory that background saves of a GPU's tensors go through. Every rank
+        calls this after each step. It acts once, when the optimizers have their state.
+
+        Pinning 3 GB takes about a second, here in the background of the next steps. A save waits
+        for it.
+        """
+        if self.lacks_room and not self.pending and any(o.state for o in self.optimizers):
+            self.lacks_room = False
+            tensors = [local_part(tensor) for tensor in self._live(0)[0].values()]
+            # the stager copies, too: on another stream, so that training does not wait for that
+            stream = torch.cuda.Stream(self.accelerator.device)
+            self.pending = self.thread.submit(self._stage, tensors, stream)
+
+    def _stage(self, tensors: Any, stream: torch.cuda.Stream | None = None) -> Any:
+        """A copy on the host. The next copy of the same tensors goes to the same memory."""
+        with torch.cuda.stream(stream):
+            staged = self.stager.stage(tensors, non_blocking=self.stager.pin_memory)
+            if self.stager.pin_memory:  # once for all copies
+                torch.cuda.current_stream().synchronize()
+        return staged
 
     def save_and_load(self, state: TrainState) -> int:
         """Save, verify, read back and delete, to see whether it works. Returns bytes on disk. Every
@@ -529,10 +543,7 @@ class Checkpointer:
             != self.accelerator.num_processes
         ):
             return {}
-        return {
-            f"rank{self.accelerator.process_index}.{name}": b
-            for name, b in self._statistics().items()
-        }
+        return _named(f"rank{self.accelerator.process_index}.", self._statistics())
 
     def load_best(self, step: int) -> bool:
         """Load the best checkpoint, that of `step`, at the end. False if it is damaged. Every rank
@@ -544,8 +555,8 @@ class Checkpointer:
         except CheckpointError as error:
             print_main(f"warning: {error}; final/ holds the last weights, not the best")
             return False
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        self._load(folder, content["scalars"], step)
+        scalars = json.loads((folder / STATE).read_text(encoding="utf-8"))["scalars"]
+        self._load(folder, scalars, step)
         return True
 
     def _load(self, folder: Path, scalars: dict[str, Any], step: int) -> None:
@@ -567,13 +578,12 @@ class Checkpointer:
 
         if zero.is_used(self.accelerator):
             zero.load(self.accelerator, self.trainable, step, read)
-            read({f"model.{name}": b for name, b in self.buffers.items()})
+            read(_named("model.", self.buffers))
             return
         replicas = {name.partition(".")[0] for name in saved if name.startswith("replica")}
         # as --allow_changed replicas allows
         if self.replicas and self.replicas.count != len(replicas):
-            agreed = self.replicas.agreed.tensors
-            read({f"model.{name}": value for name, value in agreed.items()} | self.replicas.state())
+            read(_named("model.", self.replicas.agreed.tensors) | self.replicas.state())
             self.replicas.begin_from_agreed()
             print_main("each replica begins at the agreed weights, with a new optimizer")
             return
@@ -581,7 +591,8 @@ class Checkpointer:
             optim.fill_state(optimizer)
         tensors, _ = self._live(step, saved)
         self._drop_unsaved(saved, tensors, scalars)
-        if self.ema and not any(name.startswith("ema.") for name in saved):
+        begins = not any(name.startswith("ema.") for name in saved)
+        if begins:
             tensors = {
                 name: value for name, value in tensors.items() if not name.startswith("ema.")
             }
@@ -590,7 +601,7 @@ class Checkpointer:
                 name: value for name, value in tensors.items() if name not in self._statistics()
             } | own
         read(tensors)
-        if self.ema and not any(name.startswith("ema.") for name in tensors):
+        if self.ema and begins:
             self.ema.begin()
             print_main(f"the moving average begins at the weights of step {step}")
         for optimizer in self.optimizers:
@@ -600,6 +611,10 @@ class Checkpointer:
                         optimizer.state[parameter][key] = scalars[
                             f"{self.own}optimizer.{name}.{key}"
                         ]
+
+
+def _named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: value for name, value in tensors.items()}
 
 
 def _step_of(folder: Path) -> int:

@@ -128,8 +128,11 @@ class Run:
             if any(given.get(name) is not None for name in configs.BUDGETS)
             else set()
         )
-        left_open = [name for name in values if name not in budgets and not given[name]]
-        values = {name: self._before.get(name) or values[name] for name in left_open}
+        values = {
+            name: self._before.get(name) or value
+            for name, value in values.items()
+            if name not in budgets and not given[name]
+        }
         if values:
             self.config = configs.replace(self.config, **values)
             said = (
@@ -157,18 +160,18 @@ class Run:
         if self.models and zero.is_used(self.accelerator):
             raise ConfigError("DeepSpeed takes one model: use ddp.yaml or fsdp2.yaml")
         options = self.config.optim
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            if group["lr"] != options.peak:
-                group.setdefault("lr_scale", group["lr"] / options.peak)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if group["lr"] != options.peak:
+                    group.setdefault("lr_scale", group["lr"] / options.peak)
         apart = options.sync_every > 1
         if spread:
-            hook = self.config.speed.ddp_comm_hook
             model, optimizers = sharding.prepare(
                 self.accelerator,
                 model,
                 optimizers,
                 max_grad_norm=options.max_grad_norm,
-                comm_hook=hook,
+                comm_hook=self.config.speed.ddp_comm_hook,
                 replicas=apart,
             )
         self.models[name] = model
@@ -212,15 +215,17 @@ class Run:
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
-        more: Any = {
-            "data": data,
-            "base": base,
-            "ema": self.ema,
-            "extra": self._kept,
-            "replicas": self.replicas,
-        }
         self.saver = Checkpointer(
-            self.accelerator, self.models, self.optimizers, self.dir, config, **more
+            self.accelerator,
+            self.models,
+            self.optimizers,
+            self.dir,
+            config,
+            data=data,
+            base=base,
+            ema=self.ema,
+            extra=self._kept,
+            replicas=self.replicas,
         )
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
         if self.state.place:
@@ -311,22 +316,22 @@ class Run:
             },
         )
         self.logger = metrics.Logger(
-            *(
-                self.accelerator,
-                config.log,
-                self.dir,
-                self.state,
-                self.total_steps,
-                configs.flatten(self.config),
-            ),
+            self.accelerator,
+            config.log,
+            self.dir,
+            self.state,
+            self.total_steps,
+            configs.flatten(self.config),
             template=self.name,
             unit=self.unit,
             flops=flops,
         )
-        models = list(self.models.values())
-        allowed = config.optim.max_skipped_steps
         self.guard = Guard(
-            self.accelerator, models, self.state, max_skipped=allowed, replicas=self.replicas
+            self.accelerator,
+            list(self.models.values()),
+            self.state,
+            max_skipped=config.optim.max_skipped_steps,
+            replicas=self.replicas,
         )
 
     # Training -------------------------------------------------------------------------------------
@@ -357,18 +362,20 @@ class Run:
             # now, so that an evaluation in the loop's body knows its step
             self.state.advance(window)
             self.is_last = self.state.step == self.total_steps
-            given: Any = {
-                "number": self.state.step,
-                "rate": rate,
-                "verdict": self.guard.finite,
-                "group": group,
-            }
-            self._step = Step(self.accelerator, models, window, **given)
+            self._step = Step(
+                self.accelerator,
+                models,
+                window,
+                number=self.state.step,
+                rate=rate,
+                verdict=self.guard.finite,
+                group=group,
+            )
             yield self._step
             self._complete_step()
-            evaluated, best = (
-                self.state.step == step for step in (self.state.evaluated, self.state.best_step)
-            )
+            self.saver.make_room()
+            evaluated = self.state.step == self.state.evaluated
+            best = self.state.step == self.state.best_step
             saving = self.is_last or best or self._is_due(self.save_steps)
             self._stop_if_asked(now=evaluated or saving)
             with self.logger.pause():
