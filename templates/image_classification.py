@@ -240,8 +240,6 @@ def prepare_model(
     make_shardable(model)
     if config.sync_batchnorm:
         model = synchronise_batch_norm(model, run.device)
-    if config.speed.torch_compile:
-        compile_blocks(model) if sharded else model.compile()  # FSDP gathers the blocks one by one
     return model, flops
 
 
@@ -351,6 +349,10 @@ def main(config: Config) -> None:
         image_loss, model, to_model=to_model, num_classes=len(classes), **options
     )
     steps = config.batch.total_steps(train.steps_per_epoch)
+    sharded = run.accelerator.distributed_type == DistributedType.FSDP
+    how = compile_blocks if sharded else nn.Module.compile  # FSDP gathers the blocks one by one
+    # by flag, or where it saves time
+    config = run.compile(model, steps, how, least=defaults.STEPS_TO_COMPILE_IMAGES)
     run.resume(
         train,
         data=data.identity,

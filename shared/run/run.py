@@ -4,6 +4,7 @@ A template holds its own code and the optimizer step. The rest is the same for a
 
     run = Run(config, "pretrain")                         # processes; the run's folder
     model, optimizers = run.prepare(model, optimizers)    # on the device, sharded
+    config = run.compile(model, 100)                      # --torch_compile, or where it saves time
     run.resume(train, data=fingerprint, total_steps=100)  # the newest checkpoint, if any
     run.rehearse(loss)                                    # --find_batch_size, --dress_rehearsal
     run.start(model="...")                                # summary, logs; signals are obeyed
@@ -28,7 +29,7 @@ from shared.config import parse as configs
 from shared.data.loader import Window
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
-from shared.models.blocks import uncompiled
+from shared.models.blocks import compile_blocks, uncompiled
 from shared.models.card import model_card
 from shared.models.hub import identity_of_frozen
 from shared.models.weights import (
@@ -40,7 +41,7 @@ from shared.models.weights import (
 from shared.parallel import sharding, zero
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main, summary
+from shared.process.printing import note, print_main, summary
 from shared.process.version import version
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
@@ -49,9 +50,14 @@ from shared.run.folder import open_run
 from shared.run.guard import Guard
 from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
-from shared.training import optim
+from shared.training import defaults, optim
 from shared.training.step import Step
 from shared.training.sync import Replicas
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a setting is not given: None, or 0 of a size; not False."""
+    return not value and value is not False
 
 
 class Run:
@@ -128,12 +134,13 @@ class Run:
             if any(given.get(name) is not None for name in configs.BUDGETS)
             else set()
         )
-        left_open = [name for name in values if name not in budgets and not given[name]]
-        values = {name: self._before.get(name) or values[name] for name in left_open}
+        left_open = [name for name in values if name not in budgets and _is_open(given[name])]
+        before = {name: value for name, value in self._before.items() if not _is_open(value)}
+        values = {name: before.get(name, values[name]) for name in left_open}
         if values:
             self.config = configs.replace(self.config, **values)
             said = (
-                f"{name} {value if isinstance(value, str) else f'{value:g}'}"
+                f"{name} {f'{value:g}' if isinstance(value, float) else value}"
                 for name, value in values.items()
             )
             self._chosen.append(f"{', '.join(said)} ({reason})")
@@ -179,6 +186,50 @@ class Run:
             self.ema = WeightCopy(self.accelerator, model)
         return model, optimizers
 
+    def compile(
+        self,
+        model: Any,
+        steps: int,
+        how: Callable[[Any], Any] = compile_blocks,
+        *,
+        least: int = defaults.STEPS_TO_COMPILE,
+        one_length: bool = True,
+    ) -> Any:
+        """Compile `model` in place if --torch_compile is given or, if it is not, where that saves
+        time. A run that continues keeps what it did. Call before `resume`.
+
+        Args:
+            steps: optimizer steps of the whole run.
+            how: compiles a model without wrappers.
+            least: steps from which on compiling saves more time than it takes.
+            one_length: whether all rows have one length. Others would be compiled anew, or slower.
+
+        Returns:
+            The config, which says whether the model is compiled.
+
+        Raises:
+            ConfigError: the checkpoint's run was compiled, and no compiler is installed here.
+        """
+        asked = self.config.speed.torch_compile
+        if asked is None:
+            on_gpu = self.device.type == "cuda"
+            saves = on_gpu and one_length and steps >= least
+            why = f"a {'GPU' if on_gpu else 'CPU'}, {steps:,} steps"
+            if not one_length:
+                why += " of many lengths"
+            if saves and not launch.has_compiler():
+                saves = False
+                why += ", no C compiler"
+                note("no C compiler is installed, so nothing is compiled: apt install g++")
+            self.choose(why, torch_compile=saves)
+            if self.config.speed.torch_compile and not saves:  # as before its checkpoint
+                launch.require_compiler(self.device)
+        if self.config.speed.torch_compile:
+            # unless asked for it, run what does not compile as it is
+            torch._dynamo.config.suppress_errors = asked is None
+            how(self.unwrap(model))
+        return self.config
+
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Save more tensors in checkpoints, and load them in place on resume. Call before `resume`;
         not with DeepSpeed.
@@ -212,15 +263,17 @@ class Run:
         if config.optim.sync_every > 1:
             self.replicas = Replicas(self.accelerator, model, config.optim, total_steps)
         base = identity_of_frozen(given.get("model_name_or_path") or "", self.unwrap(model))
-        more: Any = {
-            "data": data,
-            "base": base,
-            "ema": self.ema,
-            "extra": self._kept,
-            "replicas": self.replicas,
-        }
         self.saver = Checkpointer(
-            self.accelerator, self.models, self.optimizers, self.dir, config, **more
+            self.accelerator,
+            self.models,
+            self.optimizers,
+            self.dir,
+            config,
+            data=data,
+            base=base,
+            ema=self.ema,
+            extra=self._kept,
+            replicas=self.replicas,
         )
         self.state = self.saver.resume(config.checkpoint.resume_from_checkpoint)
         if self.state.place:
@@ -311,14 +364,12 @@ class Run:
             },
         )
         self.logger = metrics.Logger(
-            *(
-                self.accelerator,
-                config.log,
-                self.dir,
-                self.state,
-                self.total_steps,
-                configs.flatten(self.config),
-            ),
+            self.accelerator,
+            config.log,
+            self.dir,
+            self.state,
+            self.total_steps,
+            configs.flatten(self.config),
             template=self.name,
             unit=self.unit,
             flops=flops,
@@ -357,13 +408,15 @@ class Run:
             # now, so that an evaluation in the loop's body knows its step
             self.state.advance(window)
             self.is_last = self.state.step == self.total_steps
-            given: Any = {
-                "number": self.state.step,
-                "rate": rate,
-                "verdict": self.guard.finite,
-                "group": group,
-            }
-            self._step = Step(self.accelerator, models, window, **given)
+            self._step = Step(
+                self.accelerator,
+                models,
+                window,
+                number=self.state.step,
+                rate=rate,
+                verdict=self.guard.finite,
+                group=group,
+            )
             yield self._step
             self._complete_step()
             evaluated, best = (
