@@ -32,24 +32,20 @@ T = TypeVar("T")
 
 
 MOST_USED = (
-    *(
-        "model_name_or_path",
-        "model_preset",
-        "train_file",
-        "train_dir",
-        "dataset_name",
-        "output_dir",
-        "num_train_epochs",
-    ),
-    *(
-        "max_tokens",
-        "learning_rate",
-        "global_batch_size",
-        "per_device_train_batch_size",
-        "seq_length",
-        "image_size",
-    ),
-    *("gradient_checkpointing",),
+    "model_name_or_path",
+    "model_preset",
+    "train_file",
+    "train_dir",
+    "dataset_name",
+    "output_dir",
+    "num_train_epochs",
+    "max_tokens",
+    "learning_rate",
+    "global_batch_size",
+    "per_device_train_batch_size",
+    "seq_length",
+    "image_size",
+    "gradient_checkpointing",
 )
 
 
@@ -181,10 +177,11 @@ def parse_or_exit(config_class: type[T]) -> T:
         config = parse(config_class, description=about)
     with contextlib.suppress(OSError):  # where HOME is read-only, torch takes /tmp
         # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters
-        # empty /tmp.
+        # empty /tmp. `accelerate launch` has imported torch, which sets that default.
         compiled = cache_dir() / "inductor"
         compiled.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        if "/torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/torchinductor_"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):
