@@ -214,17 +214,19 @@ class Run:
         if asked is None:
             on_gpu = self.device.type == "cuda"
             saves = on_gpu and one_length and steps >= least
-            why = f"a {'GPU' if on_gpu else 'CPU'}, {steps:,} steps"
+            why = f"a {'GPU' if on_gpu else self.device.type.upper()}, {steps:,} steps"
             if not one_length:
                 why += " of many lengths"
-            if saves and not launch.has_compiler():
+            if "torch_compile" in self._before:
+                why = "as before"
+            elif saves and not launch.has_compiler():
                 saves = False
                 why += ", no C compiler"
                 note("no C compiler is installed, so nothing is compiled: apt install g++")
             self.choose(why, torch_compile=saves)
-            if self.config.speed.torch_compile and not saves:  # as before its checkpoint
-                launch.require_compiler(self.device)
         if self.config.speed.torch_compile:
+            if asked is None:
+                launch.require_compiler(self.device)  # a checkpoint may be of another machine
             # unless asked for it, run what does not compile as it is
             torch._dynamo.config.suppress_errors = asked is None
             how(self.unwrap(model))

@@ -83,7 +83,7 @@ def compile_errors():
 def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: bool | None = None) -> tuple[Run, list]:
     """(a run on a device that need not be there, what it compiles)"""
     own = run_of("pretrain", *argv)
-    own.device, own._before, compiled = device, {"torch_compile": before}, []
+    own.device, own._before, compiled = device, {} if before is None else {"torch_compile": before}, []
     monkeypatch.setattr(Run, "unwrap", lambda self, model: model)
     return own, compiled
 
@@ -123,6 +123,7 @@ def test_a_flag_decides_whether_a_run_is_compiled(monkeypatch, device, flag, com
 def test_a_run_continues_compiled_or_not_as_it_began(monkeypatch, device, steps, before):
     own, models = compiling_run(monkeypatch, device=device, before=before)
     assert own.compile("model", steps, models.append).speed.torch_compile is before
+    assert own._chosen == [f"torch_compile {before} (as before)"]
     assert models == ["model"] * before
 
 
@@ -139,6 +140,7 @@ def test_without_a_compiler_a_note_says_so_and_what_was_compiled_does_not_contin
     own, models = compiling_run(monkeypatch, before=True)
     with pytest.raises(ConfigError, match="--torch_compile needs a compiler"):
         own.compile("model", 4_000, models.append)
+    assert "nothing is compiled" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
