@@ -95,7 +95,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shared.models import adapters, attention
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loading import dtype_of, load_causal_lm
@@ -128,10 +128,7 @@ def build_model(run: Run, tokenizer: Any) -> nn.Module:
     set_gradient_checkpointing(base, config.speed.gradient_checkpointing)
     if config.full:
         learn_padding_token(base)
-    model = base.train() if config.full else adapters.add_adapters(base, config.adapter)
-    if config.speed.torch_compile:
-        compile_blocks(model)
-    return model
+    return base.train() if config.full else adapters.add_adapters(base, config.adapter)
 
 
 def losses_and_rewards(
@@ -235,6 +232,13 @@ def main(config: Config) -> None:
     # on the device, sharded
     model, optimizers = run.prepare(model, optim.build(model, config.optim))
     packed, packing = choose_packing(model, tokenizer, config.data, config.batch, run.device)
+    fitting = defaults.batch_and_epochs(
+        config.batch, len(train), len(train), most=16, least=8, epochs=1
+    )
+    config = run.choose(f"{len(train):,} pairs", **fitting)
+    data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
+    steps = config.batch.total_steps(data.train.steps_per_epoch)
+    config = run.compile(model, steps, one_length=False)  # by flag, or where it saves time
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     reference = "none"
     # the model is at its start here, also in a run that continues
@@ -251,12 +255,6 @@ def main(config: Config) -> None:
         reference = (
             f"{whose} before training; log-probabilities {told[0]}, no second model in memory"
         )
-    fitting = defaults.batch_and_epochs(
-        config.batch, len(train), len(train), most=16, least=8, epochs=1
-    )
-    config = run.choose(f"{len(train):,} pairs", **fitting)
-    data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
-    steps = config.batch.total_steps(data.train.steps_per_epoch)
     makes = "merged" if config.adapter.merge_adapter else "final"
     # the newest checkpoint
     run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)

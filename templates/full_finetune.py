@@ -88,7 +88,7 @@ if __name__ == "__main__":
 from torch import nn
 
 from shared.models import attention
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import learn_padding_token, require_fit
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loading import dtype_of, freeze, load_causal_lm
@@ -116,8 +116,6 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
     learn_padding_token(model)
     freeze(model, config.freeze)
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
-    if config.speed.torch_compile:
-        compile_blocks(model)
     return model.train()  # from_pretrained leaves dropout off
 
 
@@ -151,6 +149,7 @@ def main(config: Config) -> None:
     config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
+    config = run.compile(model, steps, one_length=packed)  # by flag, or where it saves time
     # the newest checkpoint, if there is one
     run.resume(data.train, data=data.fingerprint, total_steps=steps)
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)

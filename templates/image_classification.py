@@ -125,7 +125,7 @@ from shared.images.augment import eval_row, mix, training_rows
 from shared.images.processor import ToModel, image_processor, timm_settings
 from shared.models import image_classifier
 from shared.models.batch_norm import batch_norm_advice, has_batch_norm, synchronise_batch_norm
-from shared.models.blocks import compile_blocks, compile_images, set_gradient_checkpointing
+from shared.models.blocks import compile_images, set_gradient_checkpointing
 from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
 from shared.models.hub import attention_option, from_hub, override
@@ -240,9 +240,6 @@ def prepare_model(
     make_shardable(model)
     if config.sync_batchnorm:
         model = synchronise_batch_norm(model, run.device)
-    if config.speed.torch_compile:
-        # FSDP gathers the blocks one by one
-        compile_blocks(model) if sharded else compile_images(model)
     return model, flops
 
 
@@ -352,6 +349,8 @@ def main(config: Config) -> None:
         image_loss, model, to_model=to_model, num_classes=len(classes), **options
     )
     steps = config.batch.total_steps(train.steps_per_epoch)
+    # by flag, or where it saves time
+    config = run.compile(model, steps, compile_images, least=defaults.STEPS_TO_COMPILE_IMAGES)
     run.resume(
         train,
         data=data.identity,

@@ -70,7 +70,7 @@ if __name__ == "__main__":
 from torch import nn
 
 from shared.models import adapters, attention, targets
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_fit, warn_of_untrained_tokens
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.loss import causal_lm_loss, fuse_head
@@ -118,8 +118,6 @@ def main(config: Config) -> None:
     trained, parameters = count_parameters(model)
     flops = flops_per_token(model, train.context)
     carriers = targets.describe(model)
-    if config.speed.torch_compile:
-        compile_blocks(model)
 
     width = defaults.width(model)
     config = run.choose(f"LoRA, width {width}", learning_rate=defaults.lora_rate(width))
@@ -131,6 +129,7 @@ def main(config: Config) -> None:
     config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
+    config = run.compile(model, steps, one_length=packed)  # by flag, or where it saves time
     makes = "merged" if config.adapter.merge_adapter else "final"
     # the newest checkpoint
     run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)

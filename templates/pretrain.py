@@ -79,7 +79,7 @@ from shared.data import records
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order, Samples
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.generation import continuations
 from shared.models.hub import from_hub
@@ -171,8 +171,6 @@ def build_model(config: Config, tokenizer: Any) -> nn.Module:
         tie_word_embeddings=True,
     )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
-    if config.speed.torch_compile:
-        compile_blocks(model)
     return model.train()  # from_pretrained leaves dropout off
 
 
@@ -248,6 +246,7 @@ def main(config: Config) -> None:
     tokens_per_step = config.batch.global_batch_size * config.seq_length
     steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
     steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
+    config = run.compile(model, steps)  # by flag, or where it saves time
     # the newest checkpoint, if there is one
     run.resume(data.train, data=data.fingerprint, total_steps=steps)
     head = fuse_head(

@@ -98,7 +98,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shared.data.loader import Loader
 from shared.data.mixture import training_order
 from shared.data.order import EvenSubset, Order
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.blocks import set_gradient_checkpointing
 from shared.models.counts import count_parameters, flops_per_token
 from shared.models.hub import from_hub
 from shared.models.pipeline import Pipeline
@@ -169,8 +169,6 @@ def build_model(config: Config, tokenizer: Any) -> Any:
         tie_word_embeddings=False,
     )
     set_gradient_checkpointing(model, config.speed.gradient_checkpointing)
-    if config.speed.torch_compile:
-        compile_blocks(model)
     return model.train()  # from_pretrained leaves dropout off
 
 
@@ -233,6 +231,10 @@ def main(config: Config) -> None:
         learning_rate=rate,
         optim=defaults.pretraining_optimizer(run.accelerator, trained=trained),
     )
+    tokens_per_step = config.batch.global_batch_size * config.seq_length
+    steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
+    steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
+    config = run.compile(model, steps)  # by flag, or where it saves time
     shape = {"ranks": config.pipeline_ranks, "stages_per_rank": config.stages_per_rank}
     pipeline = Pipeline(
         run.accelerator, model, micro_batches=config.batch.micro_batch()[1], **shape
@@ -240,9 +242,6 @@ def main(config: Config) -> None:
     _, own = count_parameters(model)  # of this rank's blocks: the others are gone
 
     model, optimizers = run.prepare(model, optim.build(model, config.optim), spread=False)
-    tokens_per_step = config.batch.global_batch_size * config.seq_length
-    steps = max(1, config.max_tokens // tokens_per_step) if config.max_tokens else None
-    steps = steps or config.batch.total_steps(data.train.steps_per_epoch)
     # the newest checkpoint, if there is one
     run.resume(data.train, data=data.fingerprint, total_steps=steps)
     about = {"each_process_holds": f"its own blocks, here {own:,} parameters", "data": data.about}

@@ -90,7 +90,7 @@ from shared.evaluation.kinds import (
 )
 from shared.models import adapters
 from shared.models.attention import forward_rows
-from shared.models.blocks import compile_blocks, set_gradient_checkpointing
+from shared.models.blocks import set_gradient_checkpointing
 from shared.models.checks import require_tokens_fit
 from shared.models.classifier import make_shardable
 from shared.models.counts import count_parameters, measure
@@ -150,8 +150,6 @@ def prepare_model(
         flops = measure(
             model, {key: value.to(device) for key, value in sample.items() if key != "labels"}
         )
-    if config.speed.torch_compile:
-        compile_blocks(model)
     return model.train(), flops
 
 
@@ -282,9 +280,9 @@ def main(config: Config) -> None:
 
     # on the device, sharded
     model, optimizers = run.prepare(model, optim.build(model, config.optim))
-    run.resume(
-        train, data=data.identity, total_steps=config.batch.total_steps(train.steps_per_epoch)
-    )
+    steps = config.batch.total_steps(train.steps_per_epoch)
+    config = run.compile(model, steps, one_length=False)  # by flag, or where it saves time
+    run.resume(train, data=data.identity, total_steps=steps)
     weights = (
         data.class_weights(config.data.mix_weights).to(run.device)
         if config.class_weights == "balanced"

@@ -39,6 +39,7 @@ SOURCES = ("train_file", "train_dir", "dataset_name")
 KEPT = {"load_in_4bit", "load_in_8bit", "text_only", "lora_experts"}  # of AdapterConfig
 ONLY = {
     "max_steps": 0,
+    "torch_compile": False,
     "report_to": "none",
     "num_generations": 0,
     "eval_samples": 10**9,

@@ -232,9 +232,10 @@ class SpeedConfig:
 
     # none, full, or N: recompute activations of every N-th block in the backward pass
     gradient_checkpointing: str = "none"
-    # torch.compile each block, and the loss (image models whole); needs a C compiler. Pays off from
-    # some minutes of training on, or from the second start, which reuses what the first compiled.
-    torch_compile: bool = False
+    # torch.compile each block, and the loss (image models whole); needs a C compiler. If not given,
+    # on GPUs, in runs of so many steps that it saves time, where all batches have one length: the
+    # summary shows it
+    torch_compile: bool | None = None
     # On GPUs, too, repeat and resume bit for bit: only kernels that add up in a fixed order, some
     # of which are slower
     deterministic: bool = False

@@ -32,24 +32,20 @@ T = TypeVar("T")
 
 
 MOST_USED = (
-    *(
-        "model_name_or_path",
-        "model_preset",
-        "train_file",
-        "train_dir",
-        "dataset_name",
-        "output_dir",
-        "num_train_epochs",
-    ),
-    *(
-        "max_tokens",
-        "learning_rate",
-        "global_batch_size",
-        "per_device_train_batch_size",
-        "seq_length",
-        "image_size",
-    ),
-    *("gradient_checkpointing",),
+    "model_name_or_path",
+    "model_preset",
+    "train_file",
+    "train_dir",
+    "dataset_name",
+    "output_dir",
+    "num_train_epochs",
+    "max_tokens",
+    "learning_rate",
+    "global_batch_size",
+    "per_device_train_batch_size",
+    "seq_length",
+    "image_size",
+    "gradient_checkpointing",
 )
 
 
@@ -181,10 +177,11 @@ def parse_or_exit(config_class: type[T]) -> T:
         config = parse(config_class, description=about)
     with contextlib.suppress(OSError):  # where HOME is read-only, torch takes /tmp
         # Keep the cache of torch.compile after the job. By default it is in /tmp, and clusters
-        # empty /tmp.
+        # empty /tmp. `accelerate launch` has imported torch, which sets that default.
         compiled = cache_dir() / "inductor"
         compiled.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        if "/torchinductor_" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/torchinductor_"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     folder = flatten(config).get("output_dir")
     if folder and is_main_rank():
         with contextlib.suppress(OSError):
@@ -308,8 +305,9 @@ def _read_command_line(tokens: list[str], kinds: dict[str, Any]) -> dict[str, li
 
 
 def _is_switch(kind: Any) -> bool:
-    """A bool, or a choice that has on and off."""
-    return kind is bool or {"on", "off"} <= set(get_args(kind))
+    """A bool, also one that may be left open, or a choice that has on and off."""
+    values = {kind, *get_args(kind)}
+    return bool in values or {"on", "off"} <= values
 
 
 def _read_yaml(
@@ -367,12 +365,15 @@ def _as_tokens(key: str, kind: Any, texts: list[str]) -> list[str]:
     several = get_origin(kind) is tuple
     if not several and len(texts) != 1:
         raise ConfigError(f"--{key} takes one value, not {len(texts)}: {' '.join(texts)}")
-    if kind is bool:
-        if texts[0].lower() not in SWITCH:
+    on = SWITCH.get(texts[0].lower()) if _is_switch(kind) else None
+    if kind is bool or (bool in get_args(kind) and texts != ["None"]):
+        if on is None:
             raise ConfigError(f"--{key} is true or false, not {texts[0]!r}")
-        return [f"--{key}" if SWITCH[texts[0].lower()] else f"--no_{key}"]
-    if _is_switch(kind) and texts[0].lower() in SWITCH:
-        texts = ["on" if SWITCH[texts[0].lower()] else "off"]
+        if kind is bool:
+            return [f"--{key}" if on else f"--no_{key}"]
+        texts = [str(on)]
+    elif on is not None:
+        texts = ["on" if on else "off"]
     texts = [_checked(key, kind, text) for text in texts]
     if several and any(text.startswith("-") for text in texts):
         raise ConfigError(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
@@ -119,7 +120,7 @@ def set_gradient_checkpointing(model: nn.Module, setting: str) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each block in place. Call it before the model is prepared.
+    """Compile each block in place.
 
     Regional: the compile time does not grow with depth, since equal blocks share the code; and the
     attention mask is chosen outside, so that SDPA keeps `is_causal` and the kernels for it, which
@@ -133,8 +134,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def compile_images(model: nn.Module) -> None:
-    """Compile an image classifier in place: by blocks where all are alike, as in a ViT, else whole.
-    Call it before the model is prepared.
+    """Compile an image classifier in place: by blocks where all are alike, as in a ViT, and under
+    FSDP, which gathers them one by one; else whole.
 
     Whole, a ViT's attention gets a mask that masks nothing (transformers before 5.23), and twelve
     blocks take twelve times as long to compile.
@@ -142,4 +143,5 @@ def compile_images(model: nn.Module) -> None:
     shapes: set[tuple[torch.Size, ...]] = set()
     with contextlib.suppress(ConfigError):  # a timm model has no list of blocks
         shapes = {tuple(p.shape for p in block.parameters()) for block in repeated_blocks(model)}
-    compile_blocks(model) if len(shapes) == 1 else model.compile()
+    by_blocks = len(shapes) == 1 or isinstance(model, FSDPModule)
+    compile_blocks(model) if by_blocks else model.compile()

@@ -295,7 +295,7 @@ class FusedHead:
         compiled: see `fuse_head`.
     """
 
-    def __init__(self, model: Any, function: Any, compiled: bool = False) -> None:
+    def __init__(self, model: Any, function: Any, compiled: bool | None = False) -> None:
         self.function = function
         self.compiled = compiled
         # Labels, targets, and whether each target's log-probability is asked for
@@ -415,7 +415,7 @@ def _measure_head(model: nn.Module, whole: Any, batch: dict[str, torch.Tensor]) 
 
 @torch.no_grad()
 def fuse_head(
-    accelerator: Accelerator, model: Any, vocab_size: int, *, compiled: bool = False
+    accelerator: Accelerator, model: Any, vocab_size: int, *, compiled: bool | None = False
 ) -> str:
     """Let the model's head compute the loss, if the result is the same. Returns a line for the
     summary.

@@ -4,6 +4,7 @@ A template holds its own code and the optimizer step. The rest is the same for a
 
     run = Run(config, "pretrain")                         # processes; the run's folder
     model, optimizers = run.prepare(model, optimizers)    # on the device, sharded
+    config = run.compile(model, 100)                      # --torch_compile, or where it saves time
     run.resume(train, data=fingerprint, total_steps=100)  # the newest checkpoint, if any
     run.rehearse(loss)                                    # --find_batch_size, --dress_rehearsal
     run.start(model="...")                                # summary, logs; signals are obeyed
@@ -28,7 +29,7 @@ from shared.config import parse as configs
 from shared.data.loader import Window
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
-from shared.models.blocks import uncompiled
+from shared.models.blocks import compile_blocks, uncompiled
 from shared.models.card import model_card
 from shared.models.hub import identity_of_frozen
 from shared.models.weights import (
@@ -40,7 +41,7 @@ from shared.models.weights import (
 from shared.parallel import sharding, zero
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
-from shared.process.printing import print_main, summary
+from shared.process.printing import note, print_main, summary
 from shared.process.version import version
 from shared.run import exits, launch, metrics
 from shared.run.checkpoint import Checkpointer
@@ -49,9 +50,14 @@ from shared.run.folder import open_run
 from shared.run.guard import Guard
 from shared.run.rehearsal import Rehearsal
 from shared.run.state import TrainState
-from shared.training import optim
+from shared.training import defaults, optim
 from shared.training.step import Step
 from shared.training.sync import Replicas
+
+
+def _is_open(value: Any) -> bool:
+    """Whether a setting is not given: None, or 0 of a size; not False."""
+    return not value and value is not False
 
 
 class Run:
@@ -128,15 +134,16 @@ class Run:
             if any(given.get(name) is not None for name in configs.BUDGETS)
             else set()
         )
+        before = {name: value for name, value in self._before.items() if not _is_open(value)}
         values = {
-            name: self._before.get(name) or value
+            name: before.get(name, value)
             for name, value in values.items()
-            if name not in budgets and not given[name]
+            if name not in budgets and _is_open(given[name])
         }
         if values:
             self.config = configs.replace(self.config, **values)
             said = (
-                f"{name} {value if isinstance(value, str) else f'{value:g}'}"
+                f"{name} {f'{value:g}' if isinstance(value, float) else value}"
                 for name, value in values.items()
             )
             self._chosen.append(f"{', '.join(said)} ({reason})")
@@ -181,6 +188,52 @@ class Run:
         if name == "model" and self.config.evaluation.ema_decay:
             self.ema = WeightCopy(self.accelerator, model)
         return model, optimizers
+
+    def compile(
+        self,
+        model: Any,
+        steps: int,
+        how: Callable[[Any], Any] = compile_blocks,
+        *,
+        least: int = defaults.STEPS_TO_COMPILE,
+        one_length: bool = True,
+    ) -> Any:
+        """Compile `model` in place if --torch_compile is given or, if it is not, where that saves
+        time. A run that continues keeps what it did. Call before `resume`.
+
+        Args:
+            steps: optimizer steps of the whole run.
+            how: compiles a model without wrappers.
+            least: steps from which on compiling saves more time than it takes.
+            one_length: whether all rows have one length. Others would be compiled anew, or slower.
+
+        Returns:
+            The config, which says whether the model is compiled.
+
+        Raises:
+            ConfigError: the checkpoint's run was compiled, and no compiler is installed here.
+        """
+        asked = self.config.speed.torch_compile
+        if asked is None:
+            on_gpu = self.device.type == "cuda"
+            saves = on_gpu and one_length and steps >= least
+            why = f"a {'GPU' if on_gpu else self.device.type.upper()}, {steps:,} steps"
+            if not one_length:
+                why += " of many lengths"
+            if "torch_compile" in self._before:
+                why = "as before"
+            elif saves and not launch.has_compiler():
+                saves = False
+                why += ", no C compiler"
+                note("no C compiler is installed, so nothing is compiled: apt install g++")
+            self.choose(why, torch_compile=saves)
+        if self.config.speed.torch_compile:
+            if asked is None:
+                launch.require_compiler(self.device)  # a checkpoint may be of another machine
+            # unless asked for it, run what does not compile as it is
+            torch._dynamo.config.suppress_errors = asked is None
+            how(self.unwrap(model))
+        return self.config
 
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Save more tensors in checkpoints, and load them in place on resume. Call before `resume`;

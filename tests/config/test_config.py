@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shared.config import options
 from shared.config import parse as configs
-from shared.config.options import BatchConfig, EvaluationConfig, OptimConfig
+from shared.config.options import BatchConfig, EvaluationConfig, OptimConfig, SpeedConfig
 from shared.data.options import DataConfig
 from shared.process import ranks, signals
 from shared.process.errors import CleanExit, ConfigError
@@ -120,6 +120,17 @@ def test_every_spelling_of_a_switch(from_yaml):
         assert configs.parse(Config, [*argv, "--rate", "2"]) == Config(rate=2.0, careful=False)
     for text, value in {"true": True, "yes": True, "'True'": True, "false": False, "no": False, "Off": False}.items():
         assert from_yaml(f"shuffle: {text}\n").shuffle is value
+        assert from_yaml(f"torch_compile: {text}\n", config_class=SpeedConfig).torch_compile is value
+
+
+def test_a_switch_may_be_left_open(from_yaml):
+    spellings = {"": None, "--torch_compile": True, "--no-torch-compile": False, "--torch_compile=no": False}
+    for text, value in spellings.items():
+        assert configs.parse(SpeedConfig, text.split()).torch_compile is value
+    assert from_yaml("torch_compile: null\n", config_class=SpeedConfig).torch_compile is None
+    assert from_yaml("torch_compile: true\n", "--no_torch_compile", config_class=SpeedConfig).torch_compile is False
+    with pytest.raises(ConfigError, match="--torch_compile is true or false, not 'perhaps'"):
+        configs.parse(SpeedConfig, ["--torch_compile", "perhaps"])
 
 
 def test_numbers_in_every_spelling(from_yaml):

@@ -57,6 +57,7 @@ def test_a_template_trains_stops_and_resumes_bit_for_bit(case, on_cuda, tmp_path
     strategy = f"{kind} on cuda: NVIDIA H100 80GB HBM3 (9.0), bf16, deterministic"
     assert strategy in straight.output and straight.manifest(6)["strategy"] == strategy
     assert straight.manifest(6)["world_size"] == processes
+    assert straight.manifest(6)["settings"]["torch_compile"] is False  # so few steps
 
     words, kernels = CHOSEN[template]
     assert words in straight.output

@@ -5,6 +5,7 @@ import torch
 
 from shared.config import parse as configs
 from shared.config.options import BatchConfig, OptimConfig
+from shared.process.errors import ConfigError
 from shared.run.run import Run
 from shared.training import defaults, optim
 from tests.conftest import load_template, run
@@ -67,6 +68,79 @@ def test_an_optimizer_is_chosen_by_name_unless_one_was_given():
     assert own.choose("random", optim="muon", learning_rate=1e-3).optim.optim == "muon"
     assert own._chosen == ["optim muon, learning_rate 0.001 (random)"]
     assert run_of("pretrain", "--optim", "sgd").choose("random", optim="muon").optim.optim == "sgd"
+
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def compile_errors():
+    """The process's settings are put back."""
+    with torch._dynamo.config.patch(suppress_errors=False):
+        yield
+
+
+def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: bool | None = None) -> tuple[Run, list]:
+    """(a run on a device that need not be there, what it compiles)"""
+    own = run_of("pretrain", *argv)
+    own.device, own._before, compiled = device, {} if before is None else {"torch_compile": before}, []
+    monkeypatch.setattr(Run, "unwrap", lambda self, model: model)
+    return own, compiled
+
+
+@pytest.mark.parametrize(
+    ("device", "steps", "options", "compiled", "said"),
+    [
+        (GPU, 4_000, {}, True, "a GPU, 4,000 steps"),
+        (GPU, 500, {}, True, "a GPU, 500 steps"),
+        (GPU, 499, {}, False, "a GPU, 499 steps"),
+        (GPU, 2_999, {"least": defaults.STEPS_TO_COMPILE_IMAGES}, False, "a GPU, 2,999 steps"),
+        (GPU, 4_000, {"one_length": False}, False, "a GPU, 4,000 steps of many lengths"),
+        (CPU, 4_000, {}, False, "a CPU, 4,000 steps"),
+    ],
+)
+def test_long_runs_on_gpus_are_compiled(monkeypatch, device, steps, options, compiled, said):
+    own, models = compiling_run(monkeypatch, device=device)
+    config = own.compile("model", steps, models.append, **options)
+    assert config.speed.torch_compile is own.config.speed.torch_compile is compiled
+    assert own._chosen == [f"torch_compile {compiled} ({said})"]
+    assert models == ["model"] * compiled
+    assert torch._dynamo.config.suppress_errors is compiled  # nobody asked for it
+
+
+@pytest.mark.parametrize("device", [GPU, CPU])
+@pytest.mark.parametrize(("flag", "compiled"), [("--torch_compile", True), ("--no_torch_compile", False)])
+def test_a_flag_decides_whether_a_run_is_compiled(monkeypatch, device, flag, compiled):
+    own, models = compiling_run(monkeypatch, flag, device=device, before=not compiled)
+    assert own.compile("model", 4_000 * (not compiled), models.append).speed.torch_compile is compiled
+    assert (own._chosen, models) == ([], ["model"] * compiled)
+    assert not torch._dynamo.config.suppress_errors
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("steps", [10, 4_000])
+@pytest.mark.parametrize("device", [GPU, CPU])
+def test_a_run_continues_compiled_or_not_as_it_began(monkeypatch, device, steps, before):
+    own, models = compiling_run(monkeypatch, device=device, before=before)
+    assert own.compile("model", steps, models.append).speed.torch_compile is before
+    assert own._chosen == [f"torch_compile {before} (as before)"]
+    assert models == ["model"] * before
+
+
+def test_without_a_compiler_a_note_says_so_and_what_was_compiled_does_not_continue(monkeypatch, capsys):
+    for name, value in (("PATH", "/nowhere"), ("CC", ""), ("CXX", "")):
+        monkeypatch.setenv(name, value)
+    own, models = compiling_run(monkeypatch)
+    assert own.compile("model", 4_000, models.append).speed.torch_compile is False
+    assert own._chosen == ["torch_compile False (a GPU, 4,000 steps, no C compiler)"] and not models
+    assert "no C compiler is installed, so nothing is compiled: apt install g++" in capsys.readouterr().err
+    own, models = compiling_run(monkeypatch)
+    own.compile("model", 10, models.append)
+    assert "compiler" not in capsys.readouterr().err
+    own, models = compiling_run(monkeypatch, before=True)
+    with pytest.raises(ConfigError, match="--torch_compile needs a compiler"):
+        own.compile("model", 4_000, models.append)
+    assert "nothing is compiled" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
