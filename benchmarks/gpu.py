@@ -220,6 +220,7 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
     _images("ResNet-50", 256, ", channels last, compiled, autotuned", 60, channels_last=True, compiled=True, autotuned=True),
     _timm("resnet50", 256, 60),
     Row("image input", measures.image_input, 20, {}, (*SHARED, *IMAGES)),
+    Row("image input, shrunk", measures.image_input, 20, {"shrunk": True}, (*SHARED, *IMAGES)),
     _lora("8B", 2, ", compiled", 30, compiled=True),
     _lora("8B", 2, ", not packed, compiled", 30, length=4096, packed=False, compiled=True),
     _lora("8B", 4, ", compiled", 30, compiled=True),
@@ -440,7 +441,7 @@ def cells(outcome: dict[str, Any], results: dict[str, dict[str, Any]]) -> list[s
     for key, form in {
         "measured_tflops": "{:,.0f} TFLOP/s",
         "tb_per_second": "{:.2f} TB/s",
-        "stands_still_seconds": "stands still for {:.1f} s",
+        "stands_still_seconds": "stands still for {:.2f} s",
         "note": "{}",
         "beside": "{}",
         "first_step_seconds": "first step {:.1f} s",

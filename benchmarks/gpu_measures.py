@@ -77,6 +77,7 @@ def pace(step: Callable[[], Any], units: int, flops: float | None, other: Callab
     once = seconds(step)
     if device().type == "cuda":
         figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        figures["grows_in_place"] = all(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
     times = 1 if toy else max(2, min(50, math.ceil(0.5 / once)))
     if other is not None:
         try:
@@ -614,8 +615,9 @@ def image_loop(kind: str, batch_size: int, *, compiled: bool = False, channels_l
     return Loop(accelerator, model, [batch], loss), flops
 
 
-def image_input() -> dict[str, Any]:
-    """Images a second that the image template's loader decodes, augments and puts on the device, with no model."""
+def image_input(*, shrunk: bool = False) -> dict[str, Any]:
+    """Images a second that the image template's loader decodes, augments and puts on the device, with no model; of a copy
+    that `python -m shared shrink` has made, if asked."""
     import numpy as np
     from PIL import Image
 
@@ -641,6 +643,11 @@ def image_input() -> dict[str, Any]:
 
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(make, range(count)))
+    if shrunk:
+        command = [sys.executable, "-m", "shared", "shrink", str(folder / "images"), str(folder / "small")]
+        subprocess.run([*command, "--size", "24" if toy else "256"], check=True)
+        shutil.rmtree(folder / "images")
+        (folder / "small").rename(folder / "images")
     config = classify.Config(
         data=ImageConfig(train_dir=(folder / "images",)),
         batch=BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows, dataloader_num_workers=workers),
@@ -659,7 +666,7 @@ def image_input() -> dict[str, Any]:
     warm, times = (6, 6) if toy else (5 * workers, 200)  # 4 batches a worker are read ahead
     seconds(read, warm)
     rate = rows * times / seconds(read, times)
-    return {"a_second": rate, "note": f"{workers} workers, JPEGs of {width} x {height} pixels"}
+    return {"a_second": rate, "note": f"{workers} workers, JPEGs of {width} x {height} pixels" + ", shrunk to 256" * shrunk}
 
 
 # Checkpoints -----------------------------------------------------------------------------------------------------------
@@ -684,28 +691,35 @@ def save_stall(*, in_background: bool) -> dict[str, Any]:
     size, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(folder).free
     if free < (1.5 if in_background else 1.2) * size:
         raise Skipped(f"a checkpoint has {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free in {folder.parent}")
-    call = seconds(partial(saver.save, loop.state))
-    figures: dict[str, Any] = {"stands_still_seconds": call, "gb": size / 1e9, "usual_step_ms": 1000 * usual}
     note = f"{size / 1e9:.1f} GB; a step takes {1000 * usual:.0f} ms"
-    if not in_background:
-        shutil.rmtree(folder)
-        folder.mkdir()
-        beside = seconds(lambda: torch.save(tensors, folder / "all.pt"))
-        figures["torch_save_seconds"] = beside
-        note += f"; torch.save of the same stands still for {beside:.1f} s"
-    if in_background and saver.pending is not None:
+    figures: dict[str, Any] = {"gb": size / 1e9, "usual_step_ms": 1000 * usual}
+
+    def meanwhile(what: str) -> str:
+        """Train while something is done in the background."""
         start, taken = time.perf_counter(), 0
-        while not saver.pending.done() and time.perf_counter() - start < 10:
+        while saver.pending is not None and not saver.pending.done() and time.perf_counter() - start < 20:
             seconds(loop.step)
             taken += 1
-        slower = time.perf_counter() - start - taken * usual
-        written = "written by then" if saver.pending.done() else "not all written by then"
+        figures[f"slower_{what}_seconds"] = slower = time.perf_counter() - start - taken * usual
+        done = "" if saver.pending is None or saver.pending.done() else ", not all done by then"
+        return f"; in {taken} steps beside {what} training lost {slower:.1f} s{done}"
+
+    if in_background:
+        saver.make_room()
+        note += meanwhile("making memory")
+        saver.wait()
+    figures["stands_still_seconds"] = seconds(partial(saver.save, loop.state))
+    if in_background:
+        note += meanwhile("writing")
         saver.wait()  # raises what went wrong
         loop.state.step += 1
-        again = seconds(partial(saver.save, loop.state))  # the memory that it goes through is there already
-        figures |= {"slower_seconds": slower, "steps_meanwhile": taken, "stands_still_again_seconds": again}
-        note += f"; the next {taken} steps took {slower:.1f} s longer than usual, {written}; a second save stands still "
-        note += f"for {again:.2f} s"
+        figures["stands_still_again_seconds"] = again = seconds(partial(saver.save, loop.state))
+        note += f"; a second save stands still for {again:.2f} s"
+    else:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        figures["torch_save_seconds"] = beside = seconds(lambda: torch.save(tensors, folder / "all.pt"))
+        note += f"; torch.save of the same stands still for {beside:.1f} s"
     return figures | {"note": note}
 
 
