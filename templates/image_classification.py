@@ -351,8 +351,9 @@ def main(config: Config) -> None:
     steps = config.batch.total_steps(train.steps_per_epoch)
     sharded = run.accelerator.distributed_type == DistributedType.FSDP
     how = compile_blocks if sharded else nn.Module.compile  # FSDP gathers the blocks one by one
-    # by flag, or where it saves time
-    config = run.compile(model, steps, how, least=defaults.STEPS_TO_COMPILE_IMAGES)
+    # by flag, or where it saves time; blocks of a ResNet have images of many sizes
+    least = defaults.STEPS_TO_COMPILE_IMAGES
+    config = run.compile(model, steps, how, least=least, one_shape=not sharded)
     run.resume(
         train,
         data=data.identity,

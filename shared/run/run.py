@@ -193,7 +193,7 @@ class Run:
         how: Callable[[Any], Any] = compile_blocks,
         *,
         least: int = defaults.STEPS_TO_COMPILE,
-        one_length: bool = True,
+        one_shape: bool = True,
     ) -> Any:
         """Compile `model` in place if --torch_compile is given or, if it is not, where that saves
         time. A run that continues keeps what it did. Call before `resume`.
@@ -202,7 +202,8 @@ class Run:
             steps: optimizer steps of the whole run.
             how: compiles a model without wrappers.
             least: steps from which on compiling saves more time than it takes.
-            one_length: whether all rows have one length. Others would be compiled anew, or slower.
+            one_shape: whether what is compiled gets batches of one shape. For others it would be
+                compiled anew, and slower.
 
         Returns:
             The config, which says whether the model is compiled.
@@ -213,10 +214,10 @@ class Run:
         asked = self.config.speed.torch_compile
         if asked is None:
             on_gpu = self.device.type == "cuda"
-            saves = on_gpu and one_length and steps >= least
+            saves = on_gpu and one_shape and steps >= least
             why = f"a {'GPU' if on_gpu else self.device.type.upper()}, {steps:,} steps"
-            if not one_length:
-                why += " of many lengths"
+            if not one_shape:
+                why += " of many shapes"
             if "torch_compile" in self._before:
                 why = "as before"
             elif saves and not launch.has_compiler():
