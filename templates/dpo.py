@@ -238,7 +238,7 @@ def main(config: Config) -> None:
     config = run.choose(f"{len(train):,} pairs", **fitting)
     data = build_loaders(train, held_out, config.data, config.batch, run.accelerator, packed=packed)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps, one_length=False)  # by flag, or where it saves time
+    config = run.compile(model, steps, one_shape=False)  # by flag, or where it saves time
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
     reference = "none"
     # the model is at its start here, also in a run that continues

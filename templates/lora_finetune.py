@@ -129,7 +129,7 @@ def main(config: Config) -> None:
     config = run.choose(f"{len(train):,} samples in {len(rows):,} rows", **fitting)
     data = build_loaders(rows, held_out, config.data, config.batch, run.accelerator)
     steps = config.batch.total_steps(data.train.steps_per_epoch)
-    config = run.compile(model, steps, one_length=packed)  # by flag, or where it saves time
+    config = run.compile(model, steps, one_shape=packed)  # by flag, or where it saves time
     makes = "merged" if config.adapter.merge_adapter else "final"
     # the newest checkpoint
     run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)

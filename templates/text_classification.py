@@ -281,7 +281,7 @@ def main(config: Config) -> None:
     # on the device, sharded
     model, optimizers = run.prepare(model, optim.build(model, config.optim))
     steps = config.batch.total_steps(train.steps_per_epoch)
-    config = run.compile(model, steps, one_length=False)  # by flag, or where it saves time
+    config = run.compile(model, steps, one_shape=False)  # by flag, or where it saves time
     run.resume(train, data=data.identity, total_steps=steps)
     weights = (
         data.class_weights(config.data.mix_weights).to(run.device)

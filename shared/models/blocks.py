@@ -134,14 +134,20 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def compile_images(model: nn.Module) -> None:
-    """Compile an image classifier in place: by blocks where all are alike, as in a ViT, and under
-    FSDP, which gathers them one by one; else whole.
+    """Compile an image classifier in place: by blocks where all are alike, as in a ViT, else whole.
 
     Whole, a ViT's attention gets a mask that masks nothing (transformers before 5.23), and twelve
     blocks take twelve times as long to compile.
+
+    Raises:
+        ConfigError: it is sharded, and its blocks are not alike.
     """
     shapes: set[tuple[torch.Size, ...]] = set()
     with contextlib.suppress(ConfigError):  # a timm model has no list of blocks
         shapes = {tuple(p.shape for p in block.parameters()) for block in repeated_blocks(model)}
-    by_blocks = len(shapes) == 1 or isinstance(model, FSDPModule)
-    compile_blocks(model) if by_blocks else model.compile()
+    if len(shapes) == 1:
+        compile_blocks(model)
+    elif isinstance(model, FSDPModule):
+        raise ConfigError("under FSDP, --torch_compile takes models of equal blocks, such as a ViT")
+    else:
+        model.compile()

@@ -193,46 +193,35 @@ class Run:
         self,
         model: Any,
         steps: int,
-        how: Callable[[Any], Any] = compile_blocks,
+        how: Callable[[Any], None] = compile_blocks,
         *,
         least: int = defaults.STEPS_TO_COMPILE,
-        one_length: bool = True,
+        one_shape: bool = True,
     ) -> Any:
-        """Compile `model` in place if --torch_compile is given or, if it is not, where that saves
-        time. A run that continues keeps what it did. Call before `resume`.
+        """Compile `model` in place, if --torch_compile says so or, where it is not given, if that
+        saves time on this device. A run that continues keeps what it did. Call before `resume`.
 
         Args:
             steps: optimizer steps of the whole run.
             how: compiles a model without wrappers.
             least: steps from which on compiling saves more time than it takes.
-            one_length: whether all rows have one length. Others would be compiled anew, or slower.
+            one_shape: all batches have one; each other shape would be compiled anew, and slower.
 
         Returns:
             The config, which says whether the model is compiled.
-
-        Raises:
-            ConfigError: the checkpoint's run was compiled, and no compiler is installed here.
         """
         asked = self.config.speed.torch_compile
-        if asked is None:
-            on_gpu = self.device.type == "cuda"
-            saves = on_gpu and one_length and steps >= least
-            why = f"a {'GPU' if on_gpu else self.device.type.upper()}, {steps:,} steps"
-            if not one_length:
-                why += " of many lengths"
-            if "torch_compile" in self._before:
-                why = "as before"
-            elif saves and not launch.has_compiler():
-                saves = False
-                why += ", no C compiler"
-                note("no C compiler is installed, so nothing is compiled: apt install g++")
-            self.choose(why, torch_compile=saves)
+        saves = self.device.type == "cuda" and one_shape and steps >= least
+        saves = saves and not zero.is_used(self.accelerator)  # never measured
+        if saves and asked is None and not launch.has_compiler():
+            saves = False
+            note("no C compiler is installed, so nothing is compiled: apt install g++")
+        self.choose(f"{steps:,} steps on a {self.device.type.upper()}", torch_compile=saves)
         if self.config.speed.torch_compile:
-            if asked is None:
-                launch.require_compiler(self.device)  # a checkpoint may be of another machine
-            # unless asked for it, run what does not compile as it is
+            # what nobody asked for must not end the run
             torch._dynamo.config.suppress_errors = asked is None
-            how(self.unwrap(model))
+            with contextlib.suppress(ConfigError if asked is None else ()):
+                how(self.unwrap(model))
         return self.config
 
     def keep(self, name: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -95,7 +95,7 @@ def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: b
         (GPU, 500, {}, True, "a GPU, 500 steps"),
         (GPU, 499, {}, False, "a GPU, 499 steps"),
         (GPU, 2_999, {"least": defaults.STEPS_TO_COMPILE_IMAGES}, False, "a GPU, 2,999 steps"),
-        (GPU, 4_000, {"one_length": False}, False, "a GPU, 4,000 steps of many lengths"),
+        (GPU, 4_000, {"one_shape": False}, False, "a GPU, 4,000 steps of many shapes"),
         (CPU, 4_000, {}, False, "a CPU, 4,000 steps"),
     ],
 )
