@@ -220,7 +220,7 @@ class Run:
         if self.config.speed.torch_compile:
             # what nobody asked for must not end the run
             torch._dynamo.config.suppress_errors = asked is None
-            with contextlib.suppress(ConfigError if asked is None else ()):
+            with contextlib.suppress(*[ConfigError] * (asked is None)):
                 how(self.unwrap(model))
         return self.config
 
