@@ -77,9 +77,6 @@ def start(
             "Put ACCELERATE_USE_CPU=true before the command to rehearse this launch config on CPU"
         )
     _use_all_cores(world_size)
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # read when a GPU first gives memory: no holes between tensors of changing sizes
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         # cuBLAS reads it when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -216,7 +216,7 @@ class Run:
         if saves and asked is None and not launch.has_compiler():
             saves = False
             note("no C compiler is installed, so nothing is compiled: apt install g++")
-        self.choose(f"{steps:,} steps on a {self.device.type.upper()}", torch_compile=saves)
+        self.choose(f"{steps:,} steps on a {self.device.type.upper()} device", torch_compile=saves)
         if self.config.speed.torch_compile:
             # what nobody asked for must not end the run
             torch._dynamo.config.suppress_errors = asked is None

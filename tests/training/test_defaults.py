@@ -1,5 +1,7 @@
 """The settings that a run gets which gives none."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -84,6 +86,7 @@ def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: b
     """(a run on a device that need not be there, what it compiles)"""
     own = run_of("pretrain", *argv)
     own.device, own._before, compiled = device, {} if before is None else {"torch_compile": before}, []
+    own.accelerator = SimpleNamespace(distributed_type="NO")  # type: ignore[assignment]
     monkeypatch.setattr(Run, "unwrap", lambda self, model: model)
     return own, compiled
 
@@ -91,12 +94,12 @@ def compiling_run(monkeypatch, *argv: str, device: torch.device = GPU, before: b
 @pytest.mark.parametrize(
     ("device", "steps", "options", "compiled", "said"),
     [
-        (GPU, 4_000, {}, True, "a GPU, 4,000 steps"),
-        (GPU, 500, {}, True, "a GPU, 500 steps"),
-        (GPU, 499, {}, False, "a GPU, 499 steps"),
-        (GPU, 2_999, {"least": defaults.STEPS_TO_COMPILE_IMAGES}, False, "a GPU, 2,999 steps"),
-        (GPU, 4_000, {"one_shape": False}, False, "a GPU, 4,000 steps of many shapes"),
-        (CPU, 4_000, {}, False, "a CPU, 4,000 steps"),
+        (GPU, 4_000, {}, True, "4,000 steps on a CUDA device"),
+        (GPU, 500, {}, True, "500 steps on a CUDA device"),
+        (GPU, 499, {}, False, "499 steps on a CUDA device"),
+        (GPU, 2_999, {"least": defaults.STEPS_TO_COMPILE_IMAGES}, False, "2,999 steps on a CUDA device"),
+        (GPU, 4_000, {"one_shape": False}, False, "4,000 steps on a CUDA device"),
+        (CPU, 4_000, {}, False, "4,000 steps on a CPU device"),
     ],
 )
 def test_long_runs_on_gpus_are_compiled(monkeypatch, device, steps, options, compiled, said):
@@ -123,24 +126,26 @@ def test_a_flag_decides_whether_a_run_is_compiled(monkeypatch, device, flag, com
 def test_a_run_continues_compiled_or_not_as_it_began(monkeypatch, device, steps, before):
     own, models = compiling_run(monkeypatch, device=device, before=before)
     assert own.compile("model", steps, models.append).speed.torch_compile is before
-    assert own._chosen == [f"torch_compile {before} (as before)"]
+    assert own._chosen[0].startswith(f"torch_compile {before} (")
     assert models == ["model"] * before
 
 
-def test_without_a_compiler_a_note_says_so_and_what_was_compiled_does_not_continue(monkeypatch, capsys):
+def test_without_a_compiler_nothing_is_compiled_and_a_note_says_so(monkeypatch, capsys):
     for name, value in (("PATH", "/nowhere"), ("CC", ""), ("CXX", "")):
         monkeypatch.setenv(name, value)
-    own, models = compiling_run(monkeypatch)
-    assert own.compile("model", 4_000, models.append).speed.torch_compile is False
-    assert own._chosen == ["torch_compile False (a GPU, 4,000 steps, no C compiler)"] and not models
-    assert "no C compiler is installed, so nothing is compiled: apt install g++" in capsys.readouterr().err
-    own, models = compiling_run(monkeypatch)
-    own.compile("model", 10, models.append)
-    assert "compiler" not in capsys.readouterr().err
-    own, models = compiling_run(monkeypatch, before=True)
-    with pytest.raises(ConfigError, match="--torch_compile needs a compiler"):
-        own.compile("model", 4_000, models.append)
-    assert "nothing is compiled" not in capsys.readouterr().err
+    for steps in (4_000, 10):
+        own, models = compiling_run(monkeypatch)
+        assert own.compile("model", steps, models.append).speed.torch_compile is False and not models
+        said = "no C compiler is installed, so nothing is compiled: apt install g++" in capsys.readouterr().err
+        assert said is (steps == 4_000)
+
+
+def test_a_model_that_cannot_be_compiled_trains_unless_that_was_asked_for(monkeypatch):
+    own, _ = compiling_run(monkeypatch)
+    own.compile(torch.nn.Linear(2, 2), 4_000)
+    own, _ = compiling_run(monkeypatch, "--torch_compile")
+    with pytest.raises(ConfigError, match="no list of equal blocks"):
+        own.compile(torch.nn.Linear(2, 2), 4_000)
 
 
 @pytest.mark.parametrize("given", [("--max_steps", "0"), ("--max_tokens", "1000")])
