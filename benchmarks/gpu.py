@@ -239,16 +239,9 @@ ROWS = [  # the most telling first: the first call answers whether all trains an
 ]
 
 
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 COMBINED = {"combo_kernels": True}  # independent small kernels, such as the casts of weights, in one
 AS_MATRICES = {"conv_1x1_as_mm": True}
 ROWS += [  # what a setting would gain
-    _pretrain(
-        "1B", "8 x 2048", ", head in chunks of 2**28 logits, compiled", 22, compiled=True, alone=True, max_logits=2**28
-    ),
-    _pretrain("1B", "8 x 2048", ", head in one chunk, compiled", 22, compiled=True, alone=True, max_logits=2**32),
-    _pretrain("1B", "8 x 2048", ", expandable segments, compiled", 22, EXPANDABLE, compiled=True, alone=True),
-    _lora("8B", 2, ", expandable segments, compiled", 30, EXPANDABLE, compiled=True),
     _pretrain("125M", "16 x 2048", ", combined kernels, compiled", 15, compiled=True, alone=True, inductor=COMBINED),
     _images("ViT-S/16", 256, ", combined kernels, compiled", 20, compiled=True, inductor=COMBINED),
     _lora("8B", 2, ", combined kernels, compiled", 30, compiled=True, inductor=COMBINED),

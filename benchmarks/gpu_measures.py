@@ -324,19 +324,16 @@ def pretraining(
     optim: str = "adamw",
     bf16_weights: bool = False,
     alone: bool = False,
-    max_logits: int | None = None,
     inductor: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Tokens a second of the pretraining step, and of a bare loop unless rows are packed documents or it is asked to be
     alone. With `bf16_weights` it is the step of full_finetune.py with --weights_dtype bf16."""
-    from shared.models import loss
     from shared.models.counts import flops_per_token
 
     if settings.get("attention") == "flex_attention" and device().type == "cpu":
         raise Skipped("flex attention has no backward on a CPU")
     length, rows = (64, 2) if toy else (length, rows)
-    loss.MAX_LOGITS = max_logits or loss.MAX_LOGITS
     set_inductor(inductor)
     accelerator = start_accelerator()
     model = language_model(size, length, **settings)
