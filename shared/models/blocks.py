@@ -1,7 +1,6 @@
 """The repeated blocks of a model: checkpointing and compiling them."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,27 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from shared.process.errors import ConfigError
-
-
-@contextlib.contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run a model's modules without their compiled forwards, for an evaluation.
-
-    Its varying sizes would be compiled as variables, which are slower, and from then on training
-    would use these, too.
-    """
-    compiled = {
-        module: call
-        for module in model.modules()
-        if (call := module._compiled_call_impl) is not None
-    }
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from shared.data.order import IGNORED, Batch
 from shared.models.attention import row_mask
-from shared.models.blocks import uncompiled
 from shared.models.loss import can_balance
 from shared.process.errors import ConfigError, first_line, is_out_of_memory
 
@@ -88,7 +87,8 @@ def require_same(model: Any, cuts: list[int]) -> None:
     if is_flash:
         model.set_attn_implementation("sdpa")
     try:
-        with uncompiled(model.eval()):
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
             whole = model(input_ids=x, use_cache=False).logits
             for number in range(len(cuts) - 1):
                 x = _Stage(model, cuts, number, nullcontext)(x)

@@ -291,21 +291,8 @@ def _refuse_fewer_processes_than_asked_for() -> None:
 
 def has_compiler() -> bool:
     """Whether a C compiler is installed, which torch.compile needs on GPUs, too."""
-    own = os.environ.get("CC", ""), os.environ.get("CXX", "")
-    return any(map(shutil.which, (*own, "gcc", "g++", "clang")))
-
-
-def require_compiler(device: torch.device) -> None:
-    """Raise ConfigError where nothing is installed that compiles what --torch_compile writes. Note
-    that a CPU takes long.
-    """
-    if not has_compiler():
-        raise ConfigError(
-            "--torch_compile needs a compiler: apt install g++, in an image "
-            "--build-arg EXTRA_PACKAGES=g++"
-        )
-    if device.type == "cpu":
-        note("compiling for a CPU takes minutes before the first step; --no_torch_compile does not")
+    names = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "clang"
+    return any(map(shutil.which, names))
 
 
 def _refuse_to_leave_gpus_idle() -> None:

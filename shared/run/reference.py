@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from shared.config.parse import cache_dir
 from shared.data import prepared
-from shared.models.blocks import uncompiled
 from shared.models.hub import identity_of_weights
 from shared.models.loss import log_probabilities
 from shared.models.options import AdapterConfig
@@ -75,7 +74,7 @@ def add_reference(
     training = model.training
     steps = loader.steps_per_epoch or 0
     model.eval()
-    with uncompiled(model):
+    with torch.compiler.set_stance("force_eager"):
         for window in tqdm(loader.windows(0, steps), "reference", steps, leave=False, disable=None):
             for indices, batch in zip(window.indices, window.micro_batches, strict=True):
                 values = log_probabilities(

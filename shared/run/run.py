@@ -29,7 +29,7 @@ from shared.config import parse as configs
 from shared.data.loader import Window
 from shared.data.mixture import Mixture
 from shared.data.order import Batch
-from shared.models.blocks import compile_blocks, uncompiled
+from shared.models.blocks import compile_blocks
 from shared.models.card import model_card
 from shared.models.hub import identity_of_frozen
 from shared.models.weights import (
@@ -96,8 +96,11 @@ class Run:
         self.dir = Path()
         # preprocessing makes no run folder, and compiles nothing
         if not getattr(config.data, "preprocess_only", False):
-            if speed.torch_compile:
-                launch.require_compiler(self.device)
+            if speed.torch_compile and not launch.has_compiler():
+                raise ConfigError(
+                    "--torch_compile needs a compiler: apt install g++, in an image "
+                    "--build-arg EXTRA_PACKAGES=g++"
+                )
             self.dir = open_run(self.accelerator, config.checkpoint.output_dir, name)
         self.state = TrainState()
         self.total_steps = 0
@@ -211,8 +214,8 @@ class Run:
             The config, which says whether the model is compiled.
         """
         asked = self.config.speed.torch_compile
-        saves = self.device.type == "cuda" and one_shape and steps >= least
-        saves = saves and not zero.is_used(self.accelerator)  # never measured
+        measured = self.device.type == "cuda" and not zero.is_used(self.accelerator)
+        saves = measured and one_shape and steps >= least
         if saves and asked is None and not launch.has_compiler():
             saves = False
             note("no C compiler is installed, so nothing is compiled: apt install g++")
@@ -391,7 +394,7 @@ class Run:
         # No `with` or `try` around the yield: after a break, Python closes this generator at
         # another time on each rank.
         config = self.config
-        models = list(self.models.values())
+        models = [*self.models.values()]
         until = self.state.step if self.is_last else self.total_steps
         group = self.replicas.inner if self.replicas else None
         for window in self.logger.waiting(self.train.windows(self.state.step, until)):
@@ -519,7 +522,14 @@ class Run:
             self.replicas.agreed if self.replicas else self.ema,
         )
         try:
-            with self.logger.pause(), weights, uncompiled(model), torch.no_grad():
+            # An evaluation's varying sizes would be compiled as variables, which are slower, and
+            # from then on training would use these, too.
+            with (
+                self.logger.pause(),
+                weights,
+                torch.compiler.set_stance("force_eager"),
+                torch.no_grad(),
+            ):
                 model.eval()
                 yield
         except exits.Stopped:

@@ -4,16 +4,19 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import parse_flag_from_env
 
+from shared.config import parse as configs
 from shared.process.errors import ConfigError, NotNow
 from shared.process.ranks import data_parallel_size, env_flag
 from shared.run import launch
-from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, run, slow
+from shared.run import run as shared_run
+from tests.conftest import LAUNCHER, ROOT, Run, command, free_port, load_template, run, slow
 
 
 def test_two_processes_that_each_believe_they_are_alone_are_refused(tmp_path):
@@ -51,11 +54,13 @@ def test_no_value_has_two_owners(monkeypatch, variables, message):
 
 
 def test_compiling_without_a_compiler_is_one_line_before_training(monkeypatch):
-    launch.require_compiler(torch.device("cpu"))
+    assert launch.has_compiler()
     for name, value in (("PATH", "/nowhere"), ("CC", ""), ("CXX", "")):
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "start", lambda *_, **__: SimpleNamespace(device=None, is_main_process=True))
+    config = configs.parse(load_template("pretrain").Config, ["--torch_compile"])
     with pytest.raises(ConfigError, match="--torch_compile needs a compiler: apt install g"):
-        launch.require_compiler(torch.device("cpu"))
+        shared_run.Run(config, "pretrain")
 
 
 @pytest.mark.parametrize(
