@@ -232,7 +232,7 @@ class SpeedConfig:
 
     # none, full, or N: recompute activations of every N-th block in the backward pass
     gradient_checkpointing: str = "none"
-    # torch.compile each block, and the loss (image models whole); needs a C compiler. If not given,
+    # torch.compile each block, and the loss (a ResNet whole); needs a C compiler. If not given,
     # on GPUs, in runs of so many steps that it saves time, where all batches have one length: the
     # summary shows it
     torch_compile: bool | None = None
