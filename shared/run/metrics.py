@@ -108,8 +108,8 @@ class Logger:
         for sums in saved:
             for name, value in sums.items():
                 self.sums[name] += value / len(saved)
-        self.mark = self.drawn = self.printed = self.begun = time.perf_counter()
-        self.drawing = 0.5  # seconds that the curves take, the first time by a guess
+        self.mark = self.printed = self.begun = time.perf_counter()
+        self.draw_after = self.mark + 25
 
     def _begin_interval(self) -> None:
         device = self.accelerator.device
@@ -126,15 +126,11 @@ class Logger:
         if self.accelerator.device.type == "cuda":
             # what was tried before may have taken more
             torch.cuda.reset_peak_memory_stats(self.accelerator.device)
-        iterator = iter(windows)
-        while True:
-            start = time.perf_counter()
-            try:
-                window = next(iterator)
-            except StopIteration:
-                return
+        start = time.perf_counter()
+        for window in windows:
             self.waited += time.perf_counter() - start
             yield window
+            start = time.perf_counter()
 
     def bar_of(self, windows: Iterable[T], total: int) -> Iterable[T]:
         """Pass the windows of an evaluation on, with a second bar if it takes some seconds."""
@@ -220,15 +216,13 @@ class Logger:
             values["mfu"] = self.flops * rate / self.accelerator.num_processes / peak
         if self.state.skipped:
             values["skipped_steps"] = self.state.skipped
-        epochs = {name: drawn / size for name, (size, drawn) in step.window.sources.items()}
-        values |= {f"epochs/{name}": done for name, done in epochs.items()}
+        sources = step.window.sources.items()
+        epochs = {f"epochs/{name}": drawn / size for name, (size, drawn) in sources}
+        values |= epochs
         loss = means.get("loss", math.nan)
         self._warn_of_a_spike(loss)
         progress = f"loss {loss:.3f}, {rate:,.0f} {self.passed}/s"
-        if epochs:
-            progress += ", epochs " + ", ".join(
-                f"{name} {done:.2f}" for name, done in epochs.items()
-            )
+        progress += "".join(f", {name} {done:.2f}" for name, done in epochs.items())
         self.bar.set_postfix_str(progress, refresh=False)
         if self.bar.disable:
             # with evaluations; the first step is no measure
@@ -297,10 +291,10 @@ class Logger:
         The main rank acts.
         """
         start = time.perf_counter()
-        if self.main and (now or start - self.drawn > 50 * self.drawing):
+        if self.main and (now or start > self.draw_after):
             draw_curves(self.file, self.run_dir / "curves.png", self.best_metric)
-            self.drawn = time.perf_counter()
-            self.drawing = self.drawn - start
+            end = time.perf_counter()
+            self.draw_after = end + 50 * (end - start)
 
 
 def _keep_whole_lines(file: Path, state: TrainState) -> None:

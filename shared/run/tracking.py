@@ -71,13 +71,10 @@ class Tracker:
 
     def _start(self, project: str, settings: dict[str, Any]) -> None:
         self.accelerator.project_configuration.logging_dir = str(self.run_dir)
-        plain = {
-            k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in settings.items()
-        }
-        options = {}
-        if self.name == "tensorboard":  # what a killed run wrote after its checkpoint is not shown
-            options[self.name] = {"purge_step": self.state.step + (self.state.step > 0)}
-        self.accelerator.init_trackers(project, plain, options)
+        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
+        # TensorBoard then does not show what a killed run wrote after its checkpoint
+        purge = self.state.step + (self.state.step > 0)
+        self.accelerator.init_trackers(project, plain, {"tensorboard": {"purge_step": purge}})
 
     def _start_wandb(self, project: str, name: str, settings: dict[str, Any]) -> None:
         import wandb
