@@ -287,7 +287,7 @@ def save_final(
     if not run.is_main:
         return
     for picture in evaluation.write(run.dir, data.validation):
-        run.logger.log_picture(picture.stem, picture)
+        run.logger.tracker.log_picture(picture.stem, picture)
     with whole_folder(run.dir / "final") as folder:
         whole = run.unwrap(model)
         evaluation.update(whole.config)

@@ -230,9 +230,9 @@ def save_final(run: Run, model: nn.Module, data: LabelledData, evaluation: Evalu
     if not run.is_main:
         return
     for picture in evaluation.write(run.dir, data.validation):
-        run.logger.log_picture(picture.stem, picture)
+        run.logger.tracker.log_picture(picture.stem, picture)
     mistakes = evaluation.records(data.validation)[:SHOWN]
-    run.logger.log_table(
+    run.logger.tracker.log_table(
         "mistakes",
         [*mistakes[0]] if mistakes else [],
         [[*map(str, row.values())] for row in mistakes],

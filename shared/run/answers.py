@@ -30,4 +30,4 @@ def log_answers(
         max_new_tokens=config.max_new_tokens,
         end=held_out.end,
     )
-    run.logger.log_table("generations", ["step", "prompt", expected, "output"], rows)
+    run.logger.tracker.log_table("generations", ["step", "prompt", expected, "output"], rows)

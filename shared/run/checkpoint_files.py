@@ -16,7 +16,7 @@ from shared.process.printing import note
 
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
-FORMAT = 4
+FORMAT = 5
 NAME = re.compile(r"checkpoint-(\d{6,})")
 
 

@@ -93,7 +93,7 @@ def start(
         group["backend"] = "cuda:nccl,cpu:gloo"
     accelerator = Accelerator(
         log_with=log_with,
-        # Trackers that write files insist on a folder; `metrics.Logger` names the run's.
+        # Trackers that write files insist on a folder; `tracking.Tracker` names the run's.
         project_config=ProjectConfiguration(logging_dir="."),
         # No copy of the gradients into buckets, and no broadcast of buffers that do not change in
         # training.

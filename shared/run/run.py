@@ -43,7 +43,7 @@ from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import note, print_main, summary
 from shared.process.version import version
-from shared.run import exits, launch, metrics
+from shared.run import exits, launch, metrics, tracking
 from shared.run.checkpoint import Checkpointer
 from shared.run.checkpoint_files import settings_of
 from shared.run.folder import open_run
@@ -83,7 +83,7 @@ class Run:
         self.config = config
         self.name = name
         self.unit = unit
-        tracker = metrics.tracker_name(config.log.report_to)
+        tracker = tracking.tracker_name(config.log.report_to)
         speed = config.speed
         self.accelerator = launch.start(
             config.batch.seed,

@@ -34,8 +34,8 @@ class TrainState:
     stopped_early: list[int] = field(default_factory=list)
     started_from: str = ""  # checkpoint of this run that it was taken back to
     tracker_run_id: str = ""  # so that a resumed run is the same run in W&B
-    # what the next log line is made of: steps, readers, each rank's sums
-    interval: list[Any] = field(default_factory=list)
+    # what the next log line is made of so far: each rank's sums by name
+    interval: list[dict[str, float]] = field(default_factory=list)
     place: dict[str, Any] | None = None  # where the data go on
     next_rate: float | None = None  # learning rate that the next step was to have
     notes: dict[str, Any] = field(default_factory=dict)  # the template's own, JSON

@@ -86,17 +86,14 @@ class Step:
         return self._batches
 
     def _read(self) -> Iterator[Batch]:
-        batches = iter(self.window.micro_batches)
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
+        start = time.perf_counter()
+        for batch in self.window.micro_batches:
             self.waited += time.perf_counter() - start
-            if batch is None:
-                return
             # tokens or classes; numbers, or a yes or no for each class, are one target a row
             labels = batch["labels"]
             self.positions += len(labels) if labels.is_floating_point() else labels.numel()
             yield batch
+            start = time.perf_counter()
 
     def backward(self, loss: torch.Tensor, name: str = "loss") -> None:
         """Add the gradients of `loss`, a scalar summed over the micro-batch's targets. It is logged

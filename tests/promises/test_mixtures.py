@@ -58,7 +58,7 @@ def test_chats_that_were_killed_continue_on_another_number_of_processes(tiny_mod
     )
     assert f"few.jsonl: 8 used of {(few := rows['few.jsonl'])} samples, {8 / few:.2f} epochs" in done.stdout
     assert again.last("epochs/few.jsonl") == 8 / few and again.last("epochs/chats.jsonl") == 24 / rows["chats.jsonl"]
-    assert "epochs chats.jsonl" in again.output and "75.0% chats.jsonl" in again.output
+    assert "epochs/chats.jsonl" in again.output and "75.0% chats.jsonl" in again.output
     with pytest.raises(ConfigError, match="mix_weights"):
         run_here("lora_finetune", *flags, "--mix_weights", 1, 3, "--output_dir", folder)
     path = folder / "audit" / "rank-00000.jsonl"  # one sample comes again too soon

@@ -1,6 +1,7 @@
 """What is logged is what happened (curves: tests/evaluation; the profile: test_profiling.py)."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +18,71 @@ from shared.training.step import Step
 QUIET = LogConfig(report_to="none", logging_steps=2)
 
 
+class Ranks(SimpleNamespace):
+    """As many processes as it says, of which this is the first."""
+
+    is_main_process, process_index, device = True, 0, torch.device("cpu")
+
+    def log(self, *_, **__):
+        pass
+
+
+def a_step(accelerator, state, loss, finite=True):
+    """A step of 2 targets among 3 positions, done."""
+    state.step += 1
+    batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
+    window = SimpleNamespace(micro_batches=[batch], num_targets=2, indices=[[0]], sources={})
+    made = Step(accelerator, [], window, number=state.step, rate=0.1, verdict=None)
+    for _ in made.micro_batches():
+        made.record(torch.tensor(loss))
+    made.finite, made.grad_norm = torch.tensor(finite), torch.tensor(0.5)
+    return made
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_skipped_step_counts_by_its_positions_alone(monkeypatch, tmp_path):
+    clock = [0.0]
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(metrics, "total", lambda _, own: own)
+    one, state = Ranks(num_processes=1), TrainState()
+    logger = metrics.Logger(one, QUIET, tmp_path, state, 9, {}, template="x")
+    for loss, finite in ((4.0, True), (math.nan, False), (8.0, True)):
+        clock[0] += 2
+        logger.step(a_step(one, state, loss, finite), due=state.step == 3)
+    clock[0] += 2
+    logger.step(a_step(one, state, math.inf, False), due=True)
+    first, second = rows_of(tmp_path)
+    assert first["loss"] == (4 + 8) / 2 / 2 and first["processed_tokens_per_second"] == 3 * 3 / 6
+    assert second["loss"] is None  # nothing was learned
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_resumed_run_logs_the_whole_interval_on_any_number_of_processes(processes, monkeypatch, tmp_path):
+    """Two processes save after two steps of losses 1 and 3, of which the second was skipped on the other one alone."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setattr(metrics, "total", lambda _, own: processes * own)
+    each = [{metrics.STEPS: 2.0, "loss": 4.0}, {metrics.STEPS: 1.0, "loss": 1.0}]
+    state, ranks = TrainState(step=2, interval=json.loads(json.dumps(each))), Ranks(num_processes=processes)
+    logger = metrics.Logger(ranks, QUIET, tmp_path, state, 9, {}, template="x")
+    monkeypatch.setattr(metrics, "gather_object", lambda own: own)
+    logger.note_interval()
+    kept = {metrics.STEPS: 1.5, "loss": 2.5} if processes != 2 else each[0]
+    assert state.interval == [kept]
+    logger.step(a_step(ranks, state, 5.0 * 2 / processes), due=True)  # the mean of a target is 5
+    (row,) = rows_of(tmp_path)
+    assert row["loss"] == (kept["loss"] + 5) / (kept[metrics.STEPS] + 1)
+
+
 def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(metrics, "peak_flops", lambda _: PEAK_FLOPS["H100"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(metrics, "total", lambda _, own: 2 * own)  # a second rank's are the same
-    two = SimpleNamespace(num_processes=2, is_main_process=True, device=torch.device("cpu"), log=lambda *_, **__: None)
+    two = Ranks(num_processes=2)
     state = TrainState()
     logger = metrics.Logger(two, QUIET, tmp_path, state, 4, {}, template="x", flops=3.0)
     batch = {"labels": torch.tensor([[1, 2, IGNORED]])}
@@ -52,7 +111,7 @@ def test_rates_count_every_position_and_the_time_of_training_alone(monkeypatch, 
         logger.step(made, due=state.step % 2 == 0)
         with logger.pause():
             clock[0] += 100
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [2, 4]
     for row in rows:  # 2 steps of 1 + 2 seconds, with 8 targets and 2 x 6 positions in each
         assert row["loss"] == pytest.approx(2 * 12 / 8) and row["entropy"] == pytest.approx(2 * 24 / 8)

@@ -1,0 +1,173 @@
+"""W&B, or another tracker that Accelerate knows. metrics.jsonl does not depend on it."""
+
+import contextlib
+import os
+import secrets
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from shared.config.options import LogConfig
+from shared.process.errors import ConfigError, first_line
+from shared.process.printing import print_main
+from shared.process.redaction import redact
+from shared.run.state import TrainState
+
+
+def tracker_name(report_to: str) -> str | None:
+    """The tracker for `launch.start`, None for none. Raises ConfigError for one that is unknown or
+    not installed.
+    """
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    if report_to == "none":
+        return None
+    if report_to not in LOGGER_TYPE_TO_CLASS:
+        raise ConfigError(
+            f"--report_to {report_to}: expected none or one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
+        )
+    if report_to not in {str(name) for name in get_available_trackers()}:
+        raise ConfigError(
+            f"--report_to {report_to}: not installed (pip install {report_to}), or use none"
+        )
+    return report_to
+
+
+class Tracker:
+    """A run as its tracker shows it. If the tracker fails, that is printed once, and the run goes
+    on without it. Every rank may make one and call it; the main rank acts.
+
+    Args:
+        accelerator: of the run, made with `log_with`.
+        config: the logging group.
+        run_dir: where trackers that write files put them.
+        state: of the run; W&B's run id is put into it.
+        settings: the flat config, stored in the tracker.
+        template: names the project.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: LogConfig,
+        run_dir: Path,
+        state: TrainState,
+        settings: dict[str, Any],
+        template: str,
+    ) -> None:
+        self.accelerator = accelerator
+        self.run_dir = run_dir
+        self.state = state
+        self.name = tracker_name(config.report_to) if accelerator.is_main_process else None
+        project = redact(config.project_name or template)
+        if self.name == "wandb":
+            self._start_wandb(project, redact(config.run_name or run_dir.name), redact(settings))
+        elif self.name:
+            self._start(project, redact(settings))
+
+    def _start(self, project: str, settings: dict[str, Any]) -> None:
+        self.accelerator.project_configuration.logging_dir = str(self.run_dir)
+        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
+        # TensorBoard then does not show what a killed run wrote after its checkpoint
+        purge = self.state.step + (self.state.step > 0)
+        self.accelerator.init_trackers(project, plain, {"tensorboard": {"purge_step": purge}})
+
+    def _start_wandb(self, project: str, name: str, settings: dict[str, Any]) -> None:
+        import wandb
+
+        self.state.tracker_run_id = self.state.tracker_run_id or secrets.token_hex(4)
+        options: dict[str, Any] = {
+            "id": self.state.tracker_run_id,
+            "name": name,
+            "dir": str(self.run_dir),
+            "resume": "allow",
+            "mode": os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline"),
+            # Its metadata are the command line, where secrets may stand, and machine, user and
+            # repository.
+            "settings": wandb.Settings(
+                quiet=True,
+                silent=True,
+                console="off",
+                save_code=False,
+                x_disable_meta=True,
+                init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", "30")),
+            ),
+        }
+        try:
+            self.accelerator.init_trackers(project, settings, {"wandb": options})
+        except wandb.errors.Error as error:
+            print_main(f"warning: W&B cannot be reached ({first_line(error)})")
+            self.accelerator.trackers.clear()
+            wandb.teardown()  # its service still holds the run's id
+            options["mode"] = "offline"
+            try:
+                self.accelerator.init_trackers(project, settings, {"wandb": options})
+            except wandb.errors.Error as error:  # nor without a network: it is what was asked for
+                raise ConfigError(f"W&B does not take this run ({first_line(error)})") from None
+        if options["mode"] == "offline":
+            kept = shlex.quote(str(self.run_dir / "wandb"))
+            print_main(
+                "W&B: this run is logged offline; to upload it: wandb login && "
+                f"wandb sync {kept}/offline-*"
+            )
+        run = self.accelerator.get_tracker("wandb", unwrap=True)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+    @contextlib.contextmanager
+    def _or_without(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.name:
+                print_main(
+                    f"warning: {self.name} failed and is left out from here on "
+                    f"({first_line(error)})"
+                )
+            self.name = None
+            self.accelerator.trackers.clear()
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Show values of the present step."""
+        # W&B gets the step as a value alone: by its own step, it drops what a resumed run repeats.
+        step = None if self.name == "wandb" else self.state.step
+        with self._or_without():
+            self.accelerator.log({**values, "step": self.state.step}, step=step)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Show a table of texts in W&B; other trackers have none."""
+        if rows and self.name == "wandb":
+            with self._or_without():
+                tracker = self.accelerator.get_tracker(self.name)
+                tracker.log_table(name, columns=columns, data=redact(rows))
+
+    def log_picture(self, name: str, file: Path) -> None:
+        """Show a picture, a PNG file, where the tracker takes pictures."""
+        if self.name not in ("wandb", "tensorboard"):
+            return
+        from PIL import Image
+
+        picture = np.asarray(Image.open(file, formats=["PNG"]).convert("RGB"))
+        with self._or_without():
+            tracker = self.accelerator.get_tracker(self.name)
+            if self.name == "wandb":
+                tracker.log_images({name: [picture]})
+            else:
+                tracker.log_images({name: picture[None]}, self.state.step, dataformats="NHWC")
+
+    def close(self) -> None:
+        """End the tracker's run, and the process group. Every rank calls this."""
+        with self._or_without():
+            self.accelerator.end_training()
+
+
+def _wandb_login() -> bool:
+    import wandb
+
+    with contextlib.suppress(Exception):  # no key, or none that W&B takes
+        return bool(wandb.login(prompt=False, verify=False))
+    return False
