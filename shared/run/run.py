@@ -94,6 +94,7 @@ class Run:
         )
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
+        self.made_by = f"version {version()}, {launch.strategy(self.accelerator)}"
         self.dir = Path()
         # preprocessing makes no run folder, and compiles nothing
         if not getattr(config.data, "preprocess_only", False):
@@ -338,7 +339,6 @@ class Run:
         config = configs.replace(self.config, output_dir=self.dir)
         if self.is_main:
             configs.save(config, self.dir / "config.yaml")
-            self.made_by = f"version {version()}, {launch.strategy(self.accelerator)}"
         epochs = ""
         if epoch := self.train.steps_per_epoch:
             epochs = f", {(self.total_steps - self.train.order.extra_steps) / epoch:.2f} epochs"

@@ -98,7 +98,7 @@ def test_skipped_updates_are_read_every_100_steps_or_every_minute(monkeypatch, c
     made.count_skipped()
     train(10, 25)
     assert read[2:] == [253, 256, 259]
-    with pytest.raises(guard.NonFiniteError, match="step 261: .* No weight was changed, and 2 steps had been skipped"):
+    with pytest.raises(guard.NonFiniteError, match=r"step 261: .* No weight was changed, and 2 steps had been skipped"):
         train(3, 25, bad=(261,))
     assert state.step == 262
 
