@@ -259,7 +259,7 @@ def main(config: Config) -> None:
     # the newest checkpoint
     run.resume(data.train, data=f"{data.fingerprint} {start}", total_steps=steps, makes=makes)
     loss_of = partial(preference_loss, config, model)
-    run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
+    config = run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
     about = {
         "data": data.about,
         "model": f"{config.model_name_or_path}, {parameters:,} parameters",

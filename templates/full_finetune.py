@@ -153,7 +153,7 @@ def main(config: Config) -> None:
     # the newest checkpoint, if there is one
     run.resume(data.train, data=data.fingerprint, total_steps=steps)
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
     about = {"data": data.about, "model": f"{config.model_name_or_path}, {parameters:,} parameters"}
     about |= {
         "weights": WEIGHTS[config.weights_dtype],

@@ -357,7 +357,7 @@ def main(config: Config) -> None:
         total_steps=steps,
         makes="final/model.onnx" if config.export_onnx else "final",
     )
-    run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
+    config = run.rehearse(loss_of, multiple=2 if config.recipe.mixes else 1)
     about_model = (
         f"{type(run.unwrap(model)).__name__}, {trained:,} of {parameters:,} parameters trained"
     )

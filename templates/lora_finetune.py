@@ -134,7 +134,7 @@ def main(config: Config) -> None:
     # the newest checkpoint
     run.resume(data.train, data=data.fingerprint, total_steps=steps, makes=makes)
     head = fuse_head(run.accelerator, model, len(tokenizer), compiled=config.speed.torch_compile)
-    run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
     about = {
         "data": data.about,
         "model": f"{config.model_name_or_path}, {parameters:,} parameters",

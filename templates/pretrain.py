@@ -254,7 +254,7 @@ def main(config: Config) -> None:
     head = fuse_head(
         run.accelerator, model, len(data.tokenizer), compiled=config.speed.torch_compile
     )
-    run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
+    config = run.rehearse(partial(causal_lm_loss, model))  # --find_batch_size, --dress_rehearsal
     about = {
         "data": data.about,
         "model": f"{type(run.unwrap(model)).__name__}, {parameters:,} parameters",

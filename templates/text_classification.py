@@ -289,7 +289,7 @@ def main(config: Config) -> None:
         else None
     )
     loss_of = partial(text_loss, model, weight=weights, label_smoothing=config.label_smoothing)
-    run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
+    config = run.rehearse(loss_of)  # --find_batch_size, --dress_rehearsal
     about = f"{config.model_name_or_path}, {trained:,} of {parameters:,} parameters trained"
     how = f"class_weights {config.class_weights}, label_smoothing {config.label_smoothing:g}"
     run.start(samples="texts", flops=flops, data=data.about, model=about, labels=how)

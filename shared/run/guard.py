@@ -1,12 +1,14 @@
-"""What all ranks agree on once a step: is everything finite, and does a signal ask to stop."""
+"""What all ranks agree on: which updates were skipped, and at which step a signal stops them."""
 
 import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,6 @@ from torch import nn
 
 from shared.models.weights import persistent_buffers
 from shared.parallel import zero
-from shared.process import faults
 from shared.process.errors import CleanExit
 from shared.process.printing import print_main
 from shared.process.ranks import is_main_rank
@@ -26,8 +27,6 @@ from shared.run.exits import Stopped, stop_at_once
 from shared.run.state import TrainState
 from shared.training.sync import Replicas
 
-T = TypeVar("T")
-
 
 class NonFiniteError(CleanExit):
     """Loss or gradient is not finite, too often. All ranks raise it together."""
@@ -35,39 +34,33 @@ class NonFiniteError(CleanExit):
     exit_code = 4
 
 
-class _OnItsWay:
-    """A small tensor's copy to the host. Reading it waits for what came before it on the device,
-    not for what followed.
-    """
+@dataclass(frozen=True)
+class _Skipped:
+    """A micro-batch of an update that was skipped."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.values = tensor.to("cpu", non_blocking=tensor.is_cuda)  # then to pinned memory
-        self.arrived = None
-        if tensor.is_cuda:
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
-
-    def read(self) -> Any:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values.tolist()
+    step: int
+    norm: float  # of the update's gradient
+    is_finite: bool  # the loss
+    is_spoiled: bool  # running statistics have taken it in
+    name: str
 
 
 class Guard:
-    """What all ranks agree on once a step: is everything finite, and does a signal ask to stop.
+    """Skips updates that are not finite, and stops all ranks after the same step.
 
-    The answer is on the device. The host reads it one step later, so that it need not wait for the
-    device. It reads at once where steps take more than a second, or where something else waits for
-    the device anyway. From construction on, `STOP_SIGNALS` are noted, and acted on between steps.
-    All ranks call the same methods in the same order.
+    Signals are agreed on between hosts: a step sends, the next one reads, and no device waits.
+    Where steps take more than a second, a step waits for what it has sent. Which updates were
+    skipped is read from the device with log lines, evaluations and saves, else after 100 steps or a
+    minute. From construction on, `STOP_SIGNALS` are noted, and acted on between steps. All ranks
+    call the same methods in the same order.
 
     Args:
         accelerator: the run's.
         models: as prepared.
-        state: of the run; skipped steps are counted in it.
-        max_skipped: so many steps may be skipped in the whole run.
-        replicas: where these train apart, each decides on its own updates, and all meet now and
-            then.
+        state: of the run; skipped updates are counted in it.
+        max_skipped: so many updates may be skipped in the whole run.
+        replicas: where these train apart, each decides on its own updates.
+        timeout: seconds that a rank waits for the others.
     """
 
     def __init__(
@@ -78,18 +71,23 @@ class Guard:
         *,
         max_skipped: int,
         replicas: Replicas | None = None,
+        timeout: float = 1800,
     ) -> None:
         self.accelerator = accelerator
         self.models = models
         self.state = state
         self.max_skipped = max_skipped
         self.replicas = replicas
-        self.own_skips = 0
-        self.asked = 0  # the signal that a rank of this replica has received
-        self.last_step: int | None = None  # after which all replicas stop
-        self.received = self.agreed = self.slow = 0
-        self.began = self.looked = time.perf_counter()
-        self.unread: Callable[[], None] | None = None  # acts on the last step's verdict
+        self.group: Any = None
+        if accelerator.num_processes > 1:  # of hosts, whatever the devices use; DeepSpeed has none
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        # whether an update was finite, and what describes it if it was not
+        self.unread: list[tuple[torch.Tensor, Callable[[], list[_Skipped]]]] = []
+        self.unread_for = 0.0  # seconds, the same on all ranks
+        self.received = 0  # the signal that this rank has received
+        self.seconds = 0.0  # that the last step took, on the slowest rank
+        self.sent_at = time.perf_counter()
+        self.sent: list[tuple[torch.Tensor, Any]] = []  # flags of the last step, on their way
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
@@ -101,33 +99,7 @@ class Guard:
         if self.received != signal.SIGINT:  # Ctrl-C ends the launcher, too, whose SIGTERM follows
             self.received = number
 
-    def _agree(
-        self, good: torch.Tensor, *, slow: bool = False, apart: bool = False
-    ) -> tuple[torch.Tensor, Callable[[], bool]]:
-        """Whether it is `good` on all ranks, as a bool on the device; the same as a function that
-        fetches it, with the signal that any rank has received and whether any is `slow`. `apart`:
-        on the ranks of this replica, without signals.
-        """
-        apart = apart and self.replicas is not None
-        group = self.replicas.inner if apart and self.replicas else None
-        if self.accelerator.num_processes == 1 or (apart and group is None):
-            alone = _OnItsWay(good)
-            self.slow = int(slow)
-            return good, lambda: bool(alone.read())
-        verdict = torch.full(
-            (2,), -(2 * self.received + slow), dtype=torch.int32, device=good.device
-        )
-        verdict[0] = good
-        dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
-        answer = _OnItsWay(verdict)
-
-        def fetch() -> bool:
-            everywhere, note = answer.read()
-            agreed, self.slow = divmod(-note, 2)
-            self.agreed, self.asked = (0, agreed) if apart else (agreed, 0)
-            return bool(everywhere)
-
-        return verdict[0] == 1, fetch
+    # Updates that are not finite ------------------------------------------------------------------
 
     def finite(
         self, losses: list[torch.Tensor], norm: torch.Tensor, indices: np.ndarray
@@ -145,200 +117,118 @@ class Guard:
                 finite.
 
         Returns:
-            bool scalar on the device, the same on all ranks.
-
-        Raises:
-            NonFiniteError: on all ranks, by what is known of the step before: see `settle`.
+            bool scalar on the device, the same on all ranks, or on those of a replica.
         """
-        self.settle()
         scaler = self.accelerator.scaler
         values = losses if scaler is not None and scaler.get_scale() >= 1 else [*losses, norm]
-        before = self.began
-        self.began = time.perf_counter()
         finite = torch.stack(values).sum(dtype=torch.float32).isfinite()
-        everywhere, fetch = self._agree(finite, slow=self.began - before > 1, apart=True)
+        group = self.replicas.inner if self.replicas else None
+        if self.group is not None and (group is not None or not self.replicas):
+            everywhere = finite.int()
+            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+            finite = everywhere == 1
         step = self.state.step
+        rank = self.accelerator.process_index
 
-        def act() -> None:
-            if not fetch():
-                self._count_skipped(step, losses, norm, indices)
+        def describe() -> list[_Skipped]:
+            buffers = [b for model in self.models for b in persistent_buffers(model).values()]
+            is_spoiled = not all(b.isfinite().all() for b in buffers)
+            return [
+                _Skipped(
+                    step,
+                    norm.item(),
+                    all(loss.isfinite() for loss in losses[i : i + 1]),
+                    is_spoiled,
+                    f"rank {rank}, micro-batch {i + 1}: {', '.join(str(s) for s in row if s >= 0)}",
+                )
+                for i, row in enumerate(indices.tolist())
+            ]
 
-        self.unread = act
-        return everywhere
+        self.unread.append((finite, describe))
+        return finite
 
-    def settle(self) -> None:
-        """Fetch the last step's verdict now: count an update that was skipped, and name its
-        samples.
+    def count_skipped(self) -> None:
+        """Read from the device which updates were skipped since the last call; count them and name
+        their samples. Every rank calls this after the same step.
 
         Raises:
-            NonFiniteError: on all ranks: the limit is reached, or what a skipped update leaves is
+            NonFiniteError: on all ranks: too many were skipped, or what a skipped update leaves is
                 already spoiled.
         """
-        act = self.unread
-        self.unread = None
-        if act is not None:
-            act()
-
-    def _count_skipped(
-        self, step: int, losses: list[torch.Tensor], norm: torch.Tensor, indices: np.ndarray
-    ) -> None:
-        guilty = [i for i, loss in enumerate(losses) if not torch.isfinite(loss)]
-        own = (self.accelerator.process_index, guilty, indices.tolist())
-        each: list[Any] = (
-            gather_object([own]) if self.replicas is None else self.replicas.gather(own)
-        )
-        named = [(rank, i, rows[i]) for rank, own, rows in each for i in own if i < len(rows)]
-        where = "; ".join(
-            f"rank {rank}, micro-batch {i + 1}: {', '.join(str(s) for s in rows if s >= 0)}"
-            for rank, i, rows in named[:8]
-        )
-        everything = sorted({s for _, _, rows in each for row in rows for s in row if s >= 0})
-        samples = (
-            f"samples of {where}"
-            if where
-            else f"the gradient, not the loss; samples {str(everything)[1:-1]}"
-        )
-        what = (
-            f"step {step}: loss or gradient is not finite (gradient norm "
-            f"{norm.item():g}; {samples})"
-        )
-        buffers = [
-            b for m in self.models for b in persistent_buffers(m).values() if b.is_floating_point()
-        ]
-        sound = torch.tensor(
-            all(bool(torch.isfinite(b).all()) for b in buffers), device=norm.device
-        )
-        if not self._agree(sound, apart=True)[0]:
-            raise NonFiniteError(
-                f"{what}. The running statistics have taken it in: "
-                "continue from the last checkpoint"
-            )
-        if zero.is_used(self.accelerator):
-            raise NonFiniteError(
-                f"{what}. DeepSpeed has updated with it: continue from the last checkpoint"
-            )
-        self.state.skipped += 1
-        if self.replicas is not None:  # the others have done theirs; when all meet, they are told
-            self.own_skips += 1
-            if self.replicas.leads:
-                print(
-                    f"warning: {what}; replica {self.replicas.index} skipped its update",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        unread = self.unread
+        self.unread = []
+        self.unread_for = 0.0
+        if not unread:
             return
-        if self.state.skipped > self.max_skipped:
-            raise NonFiniteError(
-                f"{what}. No weight was changed, and {self.state.skipped - 1} steps "
-                "had been skipped before: "
-                "look at these samples, lower --learning_rate, or raise --max_skipped_steps"
+        finite = torch.stack([finite for finite, _ in unread]).tolist()
+        own: list[_Skipped] = []
+        for (_, describe), is_finite in zip(unread, finite, strict=True):
+            own += [] if is_finite else describe()
+        if not own and self.replicas is None:
+            return  # nor on any other rank
+        skipped = gather_object(own)
+        for step in sorted({part.step for part in skipped}):
+            parts = [part for part in skipped if part.step == step]
+            bad = [part.name for part in parts if not part.is_finite]
+            samples = "; ".join((bad or [part.name for part in parts])[:8])
+            cause = "" if bad else "the gradient, not the loss; "
+            what = (
+                f"step {step}: loss or gradient is not finite (gradient norm "
+                f"{parts[0].norm:g}; {cause}samples of {samples})"
             )
-        print_main(
-            f"warning: {what}; the update was skipped ({self.state.skipped} of at most "
-            f"{self.max_skipped})"
-        )
+            spoiled = "DeepSpeed has updated with it" if zero.is_used(self.accelerator) else ""
+            if any(part.is_spoiled for part in parts):
+                spoiled = "The running statistics have taken it in"
+            if spoiled:
+                raise NonFiniteError(f"{what}. {spoiled}: continue from the last checkpoint")
+            self.state.skipped += 1
+            if self.state.skipped > self.max_skipped:
+                raise NonFiniteError(
+                    f"{what}. No weight was changed, and {self.state.skipped - 1} steps had been "
+                    "skipped before: look at these samples, lower --learning_rate, or raise "
+                    "--max_skipped_steps"
+                )
+            print_main(
+                f"warning: {what}; the update was skipped ({self.state.skipped} of at most "
+                f"{self.max_skipped})"
+            )
+
+    # Signals --------------------------------------------------------------------------------------
 
     def stop_if_asked(self, *, now: bool = False) -> None:
-        """End the run if any rank was asked to: at the latest when `finite` was called for the step
-        before.
-
-        Replicas that train apart agree on that where they wait for each other anyway, else within
-        some seconds.
+        """End the run if any rank was asked to, by what was sent after the step before.
 
         Args:
-            now: go by this step's verdict and not the last one's, because what comes next waits for
-                the device anyway (an evaluation) or saves the state.
+            now: ask all ranks and wait for their answers, because what comes next waits for them
+                anyway (an evaluation) or saves the state.
 
         Raises:
             Stopped: on all ranks. The one who catches it saves a checkpoint.
-            NonFiniteError: see `settle`.
+            NonFiniteError: see `count_skipped`.
         """
-        if self.replicas is None:
-            self._stop_if_agreed(now)
-        elif self.replicas.meets(self.state.step):
-            self._count_all_skips()
-            self._ask()
-        else:
-            self._stop_apart()
-
-    def _stop_if_agreed(self, now: bool = False) -> None:
-        if self.accelerator.num_processes == 1:
-            self.agreed = self.received
-        if now or self.slow or self.agreed:
-            self.settle()
-        if self.agreed:
-            self.received = self.agreed  # also where another rank was told
-            raise Stopped(
-                f"stopped by {signal.Signals(self.agreed).name} at step {self.state.step}"
-            )
-
-    def _stop_apart(self) -> None:
-        """All replicas go on to the step of the one that is ahead, and stop there. No collective
-        has more than one in it.
-
-        A replica learns of another one's signal within five seconds.
-        """
-        replicas = self.replicas
-        assert replicas is not None
-        now = self.received or replicas.waited or time.perf_counter() - self.looked > 5
-        if replicas.leads and replicas.count > 1 and now:
-            self.looked = time.perf_counter()
-            self.received = replicas.asked_to_stop(self.received)
-        # else the ranks of a replica tell each other with the next verdict
-        if replicas.inner is None or replicas.waited:
-            self.asked = max(replicas.gather(self.received))
-        if self.asked and self.last_step is None:
-            self.received, self.last_step = self.asked, replicas.last_step(self.state.step)
-        if self.last_step == self.state.step:
-            self._count_all_skips()
-            raise Stopped(
-                f"stopped by {signal.Signals(self.received).name} at step {self.state.step}"
-            )
-
-    def _count_all_skips(self) -> None:
-        assert self.replicas is not None
-        self.settle()
-        own = self.own_skips
-        self.own_skips = 0
-        skips = torch.tensor(
-            float(own if self.replicas.leads else 0), device=self.accelerator.device
-        )
-        self.state.skipped += int(self.accelerator.reduce(skips, "sum").item()) - own
-        if self.state.skipped > self.max_skipped:
-            raise NonFiniteError(
-                f"step {self.state.step}: {self.state.skipped} updates of all replicas were "
-                "skipped, since loss or gradient "
-                "was not finite: look at the samples named above, lower --learning_rate, or raise "
-                "--max_skipped_steps"
-            )
-
-    def watch(self, windows: Iterable[T]) -> Iterator[T]:
-        """Pass an evaluation's windows on, and end it if a signal asks to. Every rank calls this
-        alike.
-
-        Raises:
-            Stopped: as `stop_if_asked` does.
-        """
-        self.settle()
-        for i, window in enumerate(windows):
-            if i % 8 == 0:
-                self._ask()
-            faults.point("evaluation")
-            yield window
-
-    def _ask(self) -> None:
-        """`stop_if_asked`, outside of steps."""
-        _, fetch = self._agree(torch.tensor(True, device=self.accelerator.device))
-        fetch()
-        self._stop_if_agreed()
+        asked = time.perf_counter()
+        flags = torch.tensor([self.received, asked - self.sent_at])
+        self.sent_at = asked
+        if self.group is not None:
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self.sent.append((flags, work))
+            flags, work = self.sent[-1 if now or self.seconds > 1 else 0]
+            work.wait()
+            self.sent = self.sent[-1:]
+        number, self.seconds = flags.tolist()
+        self.unread_for += self.seconds
+        if now or number or self.unread_for > 60 or len(self.unread) >= 100:
+            self.count_skipped()
+        if number:
+            name = signal.Signals(int(number)).name
+            raise Stopped(f"stopped by {name} at step {self.state.step}")
 
     def release(self) -> None:
         """From here on a signal ends the run at once: all that could be lost is saved. Every rank
         calls this.
+
+        Raises:
+            Stopped: a signal came before.
         """
-        self._ask()
         stop_at_once()
-        if self.received:
-            raise Stopped(
-                f"stopped by {signal.Signals(self.received).name} at step {self.state.step}"
-            )
+        self.stop_if_asked(now=True)

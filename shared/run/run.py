@@ -6,7 +6,7 @@ A template holds its own code and the optimizer step. The rest is the same for a
     model, optimizers = run.prepare(model, optimizers)    # on the device, sharded
     config = run.compile(model, 100)                      # --torch_compile, or where it saves time
     run.resume(train, data=fingerprint, total_steps=100)  # the newest checkpoint, if any
-    run.rehearse(loss)                                    # --find_batch_size, --dress_rehearsal
+    config = run.rehearse(loss)                           # --find_batch_size, --dress_rehearsal
     run.start(model="...")                                # summary, logs; signals are obeyed
     for step in run.steps(): ...                          # seeds, rate, logs, checkpoints
     run.load_best_weights()
@@ -39,6 +39,7 @@ from shared.models.weights import (
     persistent_buffers,
 )
 from shared.parallel import sharding, zero
+from shared.process import faults
 from shared.process.collectives import on_main
 from shared.process.errors import ConfigError
 from shared.process.printing import note, print_main, summary
@@ -93,6 +94,7 @@ class Run:
         )
         self.device = self.accelerator.device
         self.is_main = self.accelerator.is_main_process
+        self.made_by = f"version {version()}, {launch.strategy(self.accelerator)}"
         self.dir = Path()
         # preprocessing makes no run folder, and compiles nothing
         if not getattr(config.data, "preprocess_only", False):
@@ -305,13 +307,16 @@ class Run:
                 f"--allow_changed {budget}, or choose another --output_dir"
             )
 
-    def rehearse(self, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1) -> None:
+    def rehearse(self, *losses: Callable[[Batch], torch.Tensor], multiple: int = 1) -> Any:
         """Do what --find_batch_size and --dress_rehearsal ask for, and let DDP build its buckets.
         Changes no weights.
 
         Args:
             losses: batch -> scalar; together they pass through all models.
             multiple: the rows of a micro-batch have to be a multiple of this.
+
+        Returns:
+            The config, with the batch size that was found.
         """
         trial = Rehearsal(
             self.accelerator, list(self.models.values()), self.optimizers, self.train, losses
@@ -322,6 +327,7 @@ class Run:
         trial.settle_ddp()
         if self.config.checkpoint.dress_rehearsal and self.state.step == 0:
             trial.dress_rehearsal(self.saver, self.state)
+        return self.config
 
     def start(self, *, samples: str = "rows", flops: float | None = None, **rows: Any) -> None:
         """Write config.yaml, print the summary, start the logs. From here on a signal stops the run
@@ -336,7 +342,6 @@ class Run:
         config = configs.replace(self.config, output_dir=self.dir)
         if self.is_main:
             configs.save(config, self.dir / "config.yaml")
-            self.made_by = f"version {version()}, {launch.strategy(self.accelerator)}"
         epochs = ""
         if epoch := self.train.steps_per_epoch:
             epochs = f", {(self.total_steps - self.train.order.extra_steps) / epoch:.2f} epochs"
@@ -377,6 +382,7 @@ class Run:
             self.state,
             max_skipped=config.optim.max_skipped_steps,
             replicas=self.replicas,
+            timeout=config.speed.ddp_timeout,
         )
 
     # Training -------------------------------------------------------------------------------------
@@ -421,7 +427,7 @@ class Run:
             self.saver.make_room()
             evaluated = self.state.step == self.state.evaluated
             best = self.state.step == self.state.best_step
-            saving = self.is_last or best or self._is_due(self.save_steps)
+            saving = self.is_last or best or self.state.step % self.save_steps == 0
             self._stop_if_asked(now=evaluated or saving)
             with self.logger.pause():
                 if evaluated:
@@ -431,13 +437,6 @@ class Run:
             if self.is_last:
                 break
         self._settle()
-
-    def _is_due(self, every: int) -> bool:
-        """Whether something that is to happen each `every` steps is due; where replicas train
-        apart, when they next meet.
-        """
-        step = self.state.step
-        return self.replicas.is_due(step, every) if self.replicas else step % every == 0
 
     def stop(self) -> None:
         """Make the present step the last one."""
@@ -462,9 +461,11 @@ class Run:
         exits.at_step(self.state.step)
         if self.replicas:
             self.replicas.after(self.state.step)
-        self.logger.step(
-            step, due=self.state.step == 1 or self._is_due(self.config.log.every(self.total_steps))
-        )
+        every = self.config.log.every(self.total_steps)
+        due = self.state.step in (1, self.total_steps) or self.state.step % every == 0
+        if due:
+            self.guard.count_skipped()
+        self.logger.step(step, due=due)
 
     def _stop_if_asked(self, *, now: bool) -> None:
         try:
@@ -500,7 +501,7 @@ class Run:
         once a step.
         """
         due = (
-            self._is_due(self.eval_steps)
+            self.state.step % self.eval_steps == 0
             or self.state.step in (0, self.total_steps)
             or self.is_last
         )
@@ -543,8 +544,11 @@ class Run:
         """Windows of one pass over validation data. Inside of `evaluating`. A signal raises Stopped
         on all ranks.
         """
-        windows = self.guard.watch(loader.windows(0, steps := loader.order.steps_per_epoch))
-        yield from self.logger.bar_of(windows, steps)
+        steps = loader.order.steps_per_epoch
+        for window in self.logger.bar_of(loader.windows(0, steps), steps):
+            self.guard.stop_if_asked()
+            faults.point("evaluation")
+            yield window
 
     def mean_loss(self, loader: Any, loss: Callable[[Batch], torch.Tensor]) -> float:
         """The mean over the targets of one pass over validation data. Inside of `evaluating`.

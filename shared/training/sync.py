@@ -5,7 +5,6 @@ Local SGD (Stich, arXiv 1805.09767), DiLoCo (Douillard et al., arXiv 2311.08105)
 form, which sends parts of the model in the background (arXiv 2501.18512).
 """
 
-import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +72,6 @@ class Replicas:
         self.agreed = WeightCopy(accelerator, model)
         self.names = [name for name in self.agreed.live if name not in self.agreed.buffers]
         self.momentum = {name: torch.zeros_like(self.agreed.tensors[name]) for name in self.names}
-        self.waited = False  # for other replicas, after the last step
         self.fragments = list(self._cut(options.sync_fragments))
         self.flights: dict[int, Flight] = {}  # by fragment
         self.dtype = torch.bfloat16 if options.sync_dtype == "bf16" else torch.float32
@@ -88,21 +86,6 @@ class Replicas:
             done += number
         yield from parts
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the first of its replica."""
-        return self.accelerator.process_index * self.count % self.accelerator.num_processes == 0
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each rank of this replica."""
-        if self.inner is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.inner)
-        dist.all_gather_object(values, value, group=self.inner)
-        return values
-
-    # When -----------------------------------------------------------------------------------------
-
     def _sends(self, step: int) -> list[int]:
         """The fragments that are sent after a step: each every `sync_every` steps, and evenly
         spread.
@@ -113,78 +96,13 @@ class Replicas:
             return []
         return [part for part in range(parts) if (step + part * every // parts) % every == 0]
 
-    def meets(self, step: int) -> bool:
-        """Whether replicas wait for each other after a step anyway: what all have to decide is
-        decided then.
-        """
-        options = self.options
-        return step == self.total_steps or (
-            step > options.sync_delay and (step - options.sync_delay) % options.sync_every == 0
-        )
-
-    def is_due(self, step: int, every: int) -> bool:
-        """Whether something that is to happen each `every` steps is due: at the first meeting from
-        then on.
-        """
-        if not self.meets(step):
-            return False
-        before = step - 1
-        while before > 0 and not self.meets(before):
-            before -= 1
-        return step // every > before // every
-
-    # Between meetings, over the launcher's store --------------------------------------------------
-
-    def store_set(self, key: str, value: str) -> None:
-        if self.count > 1:
-            dist.distributed_c10d._get_default_store().set(f"{key}/{self.index}", value)
-
-    def asked_to_stop(self, signal: int) -> int:
-        """The signal that a replica has been sent, as far as is known; `signal` is this one's. Its
-        first rank calls this.
-        """
-        store = dist.distributed_c10d._get_default_store()
-        if signal:
-            store.set("stop", str(signal))
-        return signal or (int(store.get("stop")) if store.check(["stop"]) else 0)
-
-    def last_step(self, step: int) -> int:
-        """The step after which all replicas can stop: that of the one that is ahead. Returns when
-        all have told theirs.
-
-        One that waits for the others' part of an agreement is counted as far as that agreement.
-        Every rank calls this.
-
-        Args:
-            step: done here.
-        """
-        steps = [step]
-        if self.leads and self.count > 1:
-            self.store_set("at", str(step))
-            store = dist.distributed_c10d._get_default_store()
-            for other in range(self.count):
-                while not store.check([f"at/{other}"]):
-                    if store.check([f"waits/{other}"]):
-                        until, needs = map(int, store.get(f"waits/{other}").split())
-                        if needs > step:
-                            steps.append(until)
-                            break
-                    time.sleep(0.05)
-                else:
-                    steps.append(int(store.get(f"at/{other}")))
-        return max(max(each) for each in self.gather(steps))
-
-    # What -----------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def after(self, step: int) -> None:
         """Send and apply what is due after an optimizer step."""
         delay = self.options.sync_delay
         last = step == self.total_steps
-        self.waited = bool(self._sends(step - delay)) or last
-        if self.waited and self.leads:
-            self.store_set("waits", f"{step} {step if self.meets(step) else step - delay}")
-        for part in self._sends(step - delay) if delay else []:
+        arriving = self._sends(step - delay)
+        for part in arriving if delay else []:
             self._apply(part, self.options.alpha)
         if last:  # all that was done is agreed on
             for part in sorted(self.flights):
@@ -193,7 +111,7 @@ class Replicas:
             self._send(part)
             if last or not delay:
                 self._apply(part, 0.0)
-        if self.meets(step) and self.agreed.buffers:
+        if (last or 0 in arriving) and self.agreed.buffers:
             live = {name: self.agreed.live[name] for name in self.agreed.buffers}
             average_buffers(self.accelerator, [live])
             for name, value in live.items():

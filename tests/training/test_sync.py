@@ -146,7 +146,7 @@ def test_a_killed_run_continues_bit_for_bit(flags, tmp_path, way, config, proces
 
 @pytest.mark.parametrize(("config", "processes"), [slow("ddp", 2), slow("hsdp", 4)])
 def test_a_signal_stops_all_replicas_after_the_same_step(flags, tmp_path, config, processes):
-    """Between meetings, where one replica is far behind the other, and waits for nothing."""
+    """Between meetings, where one replica has paused."""
     flags = (*flags, "--sync_every", 18, "--sync_delay", 1)
     straight = run("pretrain", tmp_path / "straight", *flags, config=config, processes=processes)
     fault = f"update:pause@2#{processes - 1},update:term@7#0"
@@ -162,6 +162,26 @@ def test_a_signal_stops_all_replicas_after_the_same_step(flags, tmp_path, config
     assert 7 <= int(checkpoint.name[-6:]) < 18
     ended = run("pretrain", tmp_path / "run", *flags, config=config, processes=processes)
     assert set(compare(straight.folder, ended.folder).values()) == {""}
+
+
+@pytest.mark.slow
+def test_a_replica_skips_alone_and_all_count_it(flags, tmp_path):
+    flags, fault = (
+        (*flags, "--sync_every", 6, "--logging_steps", 3, "--save_steps", 8),
+        {"TEMPLATES_FAULT": "micro_batch:nan@14#1"},
+    )
+    done = run("pretrain", tmp_path / "run", *flags, processes=2, env=fault)
+    assert done.output.count("warning: step 7: loss or gradient is not finite (gradient norm nan; samples of rank 1, ") == 1
+    assert done.last("skipped_steps") == 1 and [row["step"] for row in done.rows if "skipped_steps" in row] == [
+        9,
+        12,
+        15,
+        18,
+        20,
+    ]
+    assert sorted(int(path.name[-6:]) for path in done.folder.glob("checkpoint-*"))[-1] == STEPS
+    ended = run(*("pretrain", tmp_path / "other", *flags, "--max_skipped_steps", 0), processes=2, env=fault, check=False)
+    assert "error: step 7: loss or gradient is not finite" in ended.output and not list(ended.folder.glob("checkpoint-*8"))
 
 
 @pytest.mark.parametrize(
